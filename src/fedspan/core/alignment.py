@@ -1,0 +1,48 @@
+"""Aligning subspaces and factors across clients: Procrustes rotations and AJIVE's joint component.
+
+Shapes: N rows, D columns of a view, R rank, K views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedspan.core.lowrank import fix_signs
+
+__all__ = ["ajive_joint_basis", "procrustes"]
+
+
+def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
+    """The orthogonal-rows S that minimises ``||S source - target||_F``.
+
+    For ``source`` (R', I) and ``target`` (R, I): with ``target source^T = U Sigma V^T``, S = U V^T, (R, R').
+    """
+    U, _, Vt = torch.linalg.svd(target_RI @ source_RI.T, full_matrices=False)
+    return U @ Vt
+
+
+def ajive_joint_basis(views: Sequence[Tensor], joint_rank: int, view_rank: int | None = None) -> Tensor:
+    """AJIVE with a given joint rank: an orthonormal basis of the column space that the views share.
+
+    Feng et al., "Angle-based joint and individual variation explained", J. Multivariate Analysis 2018. Each view is
+    column-centred and replaced by its top left singular vectors; the joint basis is the top of the SVD of their
+    concatenation. View i's joint component is ``U U^T X_i``. Computed in float64.
+
+    Args:
+        views: K matrices (N, D_k).
+        joint_rank: columns of the result.
+        view_rank: singular vectors kept of each view; all (min(N, D_k)) by default.
+
+    Returns:
+        U (N, joint_rank), signs fixed, in float64.
+    """
+    bases: list[Tensor] = []
+    for view in views:
+        centred = view.double() - view.double().mean(0, keepdim=True)
+        U = torch.linalg.svd(centred, full_matrices=False)[0]
+        bases.append(U[:, : view_rank or U.shape[1]])
+    U, _, Vt = torch.linalg.svd(torch.cat(bases, 1), full_matrices=False)
+    return fix_signs(U, Vt)[0][:, :joint_rank]

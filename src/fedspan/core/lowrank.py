@@ -1,0 +1,107 @@
+"""Low-rank matrices as pairs of factors, and what can be computed of them without forming the matrix.
+
+Shapes: O output features, I input features, R rank, Q total rank of a stack of pairs. A pair stands for
+``scale * B_OR @ A_RI``. Identities and costs: docs/architecture.md, "Server mathematics".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["LowRank", "concatenate", "fix_signs", "inner", "svd"]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The matrix ``scale * B @ A``, kept as its factors.
+
+    Args:
+        B: (O, R), the factor applied last ("up").
+        A: (R, I), the factor applied first ("down").
+        scale: a scalar in front of the product.
+    """
+
+    B: Tensor
+    A: Tensor
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.B.ndim != 2 or self.A.ndim != 2 or self.B.shape[1] != self.A.shape[0]:
+            raise ValueError(f"B {tuple(self.B.shape)} and A {tuple(self.A.shape)} do not multiply as (O, R) @ (R, I)")
+
+    @property
+    def rank(self) -> int:
+        """Inner dimension R (an upper bound of the matrix's rank)."""
+        return self.A.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I) of the matrix that the pair stands for."""
+        return self.B.shape[0], self.A.shape[1]
+
+    def numel(self) -> int:
+        """Elements stored: R (O + I)."""
+        return self.B.numel() + self.A.numel()
+
+    def dense(self) -> Tensor:
+        """The matrix itself, (O, I)."""
+        return (self.B @ self.A) * self.scale
+
+    def folded(self) -> LowRank:
+        """The same matrix with ``scale`` 1, the scalar moved into B."""
+        return self if self.scale == 1.0 else LowRank(self.B * self.scale, self.A)
+
+    def to(self, target: torch.dtype | torch.device) -> LowRank:
+        """The pair in another number format, or on another device."""
+        return LowRank(self.B.to(target), self.A.to(target), self.scale)
+
+
+def concatenate(pairs: Sequence[LowRank]) -> LowRank:
+    """The sum of pairs as one pair of rank Q = sum of ranks; exact, no arithmetic beyond the scales."""
+    if not pairs:
+        raise ValueError("concatenate needs at least one pair")
+    folded = [pair.folded() for pair in pairs]
+    return LowRank(torch.cat([pair.B for pair in folded], 1), torch.cat([pair.A for pair in folded], 0))
+
+
+def inner(left: LowRank, right: LowRank) -> Tensor:
+    """Frobenius inner product <left, right> through R x R Gram matrices, in float64: tr((B_l^T B_r)(A_r A_l^T))."""
+    left, right = left.to(torch.float64), right.to(torch.float64)
+    return ((left.B.T @ right.B) * (left.A @ right.A.T)).sum() * (left.scale * right.scale)
+
+
+def fix_signs(U_OQ: Tensor, Vt_QI: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the largest entry (by magnitude) of every left singular vector positive, flipping its partner alike."""
+    largest = U_OQ.abs().argmax(0)
+    signs = torch.where(U_OQ.gather(0, largest[None]).squeeze(0) < 0, -1.0, 1.0).to(U_OQ.dtype)
+    return U_OQ * signs, Vt_QI * signs[:, None]
+
+
+def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The SVD of a pair from its factors, in float64, with deterministic signs.
+
+    QR of both factors, then an SVD of a Q x Q core: 4 (O + I) Q^2 + O(Q^3) operations, never an O x I matrix.
+    Beyond Q = min(O, I) the dense matrix is the cheaper and equally exact route, and is taken.
+
+    Args:
+        pair: rank Q.
+        rank: how many singular triples to keep (all min(Q, O, I) of them by default).
+
+    Returns:
+        ``U`` (O, k), ``S`` (k,) descending, ``Vt`` (k, I).
+    """
+    double = pair.to(torch.float64)
+    if pair.rank >= min(pair.shape):
+        U, S, Vt = torch.linalg.svd(double.dense(), full_matrices=False)
+    else:
+        QB, RB = torch.linalg.qr(double.B)
+        QA, RA = torch.linalg.qr(double.A.T)
+        u, S, vt = torch.linalg.svd(RB @ RA.T * pair.scale, full_matrices=False)
+        U, Vt = QB @ u, vt @ QA.T
+    U, Vt = fix_signs(U, Vt)
+    keep = S.numel() if rank is None else min(rank, S.numel())
+    return U[:, :keep], S[:keep], Vt[:keep]

@@ -1,0 +1,149 @@
+"""A federated low-rank method: six pure functions over plain values, and the claims that the tests measure.
+
+One round, seen from the server: ``sync`` tells each client what it misses; the client's ``start`` says what to train;
+an engine trains; ``finish`` makes the reply (or the next phase); ``contribute`` puts the reply in the form in which
+replies combine; the engine reduces; ``update`` is the rest of the server's step. The model to evaluate is that of
+``start(sync(state, client), client, memory)``; ``client=None`` is the global model.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Spec,
+    Trained,
+    Weights,
+)
+
+__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "scaling_of"]
+
+Memory = Tensors
+"""What stays on a client between rounds, by tensor name. It never travels."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a method declares of itself; the conformance test measures each for every method.
+
+    Args:
+        paper: title, venue and arXiv id.
+        exact: the aggregated weight equals the weighted mean of the clients' weights, to rounding.
+        personal: clients keep models of their own; there is no one global model to evaluate.
+        heterogeneous_ranks: clients may have different ranks.
+        reduction: ``sum`` if a weighted mean of replies is enough, else ``stack``.
+        extras: default policy for what trains beside the target layers.
+        adapter: the update is of low rank, so that ``r`` matters.
+        reinitialises: factors start anew every round (so server optimizers have nothing to act on).
+    """
+
+    paper: str
+    exact: bool
+    personal: bool = False
+    heterogeneous_ranks: bool = False
+    reduction: Literal["sum", "stack"] = "sum"
+    extras: Literal["average", "local", "frozen"] = "average"
+    adapter: bool = True
+    reinitialises: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Elements per layer, client and round.
+
+    Args:
+        down: from server to client.
+        up: from client to server.
+    """
+
+    down: int
+    up: int
+
+
+def scaling_of(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:
+    """PEFT's factor on B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+    return lora_alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
+class Method(ABC):
+    """The six functions. Instances are immutable: hyperparameters only."""
+
+    spec: Spec
+
+    @abstractmethod
+    def declared(self) -> Claims:
+        """What the method claims of itself."""
+
+    @abstractmethod
+    def rank(self, client: Client | None) -> int:
+        """The rank of a client, or of the global model."""
+
+    @abstractmethod
+    def init(self, weights: Weights) -> ServerState:
+        """Server, once: the state before round 0."""
+
+    @abstractmethod
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        """Server: what a client is sent; everything for ``None``."""
+
+    @abstractmethod
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        """Client: what it trains. Also defines the model to evaluate, so it must not depend on who asks."""
+
+    @abstractmethod
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        """Client: the reply and the new memory, or the next phase's job."""
+
+    @abstractmethod
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        """Server: a reply in the form in which replies combine. Linear in the message's tensors for ``sum`` methods."""
+
+    @abstractmethod
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        """Server: the state after the round."""
+
+    @abstractmethod
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        """Parameters that travel for one layer, to and from a client that took part in every round before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredMethod(Method):
+    """Base of the methods in the registry: their common hyperparameters, which the user's config sets.
+
+    Args:
+        spec: the model's target layers and extras.
+        seed: of all draws that server and clients share.
+        r: rank of the adapter (the default rank of a client).
+        lora_alpha: numerator of the scaling.
+        use_rslora: scale by alpha / sqrt(r).
+    """
+
+    claims: ClassVar[Claims]
+
+    spec: Spec = field(repr=False)
+    seed: int = 0
+    r: int = 8
+    lora_alpha: float = 16.0
+    use_rslora: bool = False
+
+    def declared(self) -> Claims:
+        return self.claims
+
+    def rank(self, client: Client | None) -> int:
+        return self.r if client is None else client.rank
+
+    def scaling(self, client: Client | None) -> float:
+        """The factor on B A of a client, or of the global model."""
+        return scaling_of(self.lora_alpha, self.r, self.use_rslora) if client is None else client.scaling

@@ -1,0 +1,155 @@
+"""How trainable tensors become a layer's weight: the one thing in which most low-rank methods differ on the client.
+
+A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base takes part, a pair of
+factors added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I input
+features, R rank, P personal rank, K = min(O, I). Everything is differentiable in the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fedspan.core.lowrank import LowRank, concatenate
+
+__all__ = [
+    "Dense",
+    "DenseLoRA",
+    "Effective",
+    "Factorised",
+    "Gram",
+    "LoRA",
+    "PairSum",
+    "Parametrization",
+    "Projected",
+]
+
+Slots = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Effective:
+    """What a layer computes: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true.
+
+    Args:
+        pair: factors added, or None.
+        weight: (O, I) in place of the base's weight, or None.
+        base: whether the base's own product takes part (never together with ``weight``).
+    """
+
+    pair: LowRank | None = None
+    weight: Tensor | None = None
+    base: bool = True
+
+
+@runtime_checkable
+class Parametrization(Protocol):
+    """One layer's tensors by slot -> what the layer computes."""
+
+    def effective(self, slots: Slots) -> Effective:
+        """The layer's weight, differentiable in ``slots``."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """``W + scaling * B A`` with A (R, I) and B (O, R) (arXiv:2106.09685)."""
+
+    scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("A", "B")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(slots["B"], slots["A"], self.scaling))
+
+
+@dataclass(frozen=True)
+class PairSum:
+    """``W + scaling * B A + personal_scaling * L U``: a shared and a personal pair, L (O, P), U (P, I)."""
+
+    scaling: float
+    personal_scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("A", "B", "L", "U")
+
+    def effective(self, slots: Slots) -> Effective:
+        shared = LowRank(slots["B"], slots["A"], self.scaling)
+        return Effective(concatenate([shared, LowRank(slots["L"], slots["U"], self.personal_scaling)]))
+
+
+@dataclass(frozen=True)
+class Gram:
+    """``W + scaling * L A^T A R`` with one trainable A (R, K) and fixed L (O, K), R (K, I) (FLoRG)."""
+
+    scaling: float = 1.0
+    slots: ClassVar[tuple[str, ...]] = ("A", "L", "R")
+
+    def effective(self, slots: Slots) -> Effective:
+        # Both thin products once a step, 2 R K (O + I) operations, instead of two K-wide products for every token.
+        A_RK = slots["A"]
+        return Effective(LowRank(slots["L"] @ A_RK.T, A_RK @ slots["R"], self.scaling))
+
+
+@dataclass(frozen=True)
+class Projected:
+    """GaLore as LoRA: an accumulator trained under a projector, plus the segments trained under earlier projectors.
+
+    ``right``: ``W + acc P`` with acc (O, R), P (R, I). ``left``: ``W + P acc`` with P (O, R), acc (R, I).
+    ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
+    """
+
+    side: str
+    slots: ClassVar[tuple[str, ...]] = ("acc", "P", "done_A", "done_B")
+
+    def pair(self, acc: Tensor, P: Tensor) -> LowRank:
+        """The current segment as (B, A)."""
+        return LowRank(acc, P) if self.side == "right" else LowRank(P, acc)
+
+    def effective(self, slots: Slots) -> Effective:
+        current = self.pair(slots["acc"], slots["P"])
+        if "done_B" not in slots:
+            return Effective(current)
+        return Effective(concatenate([LowRank(slots["done_B"], slots["done_A"]), current]))
+
+
+@dataclass(frozen=True)
+class Factorised:
+    """``U V`` in place of the weight, no frozen base: U (O, R), V (R, I) (FedHM)."""
+
+    slots: ClassVar[tuple[str, ...]] = ("U", "V")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(slots["U"], slots["V"]), base=False)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The whole weight W (O, I), trained."""
+
+    slots: ClassVar[tuple[str, ...]] = ("W",)
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(weight=slots["W"], base=False)
+
+
+@dataclass(frozen=True)
+class DenseLoRA:
+    """The whole weight and a personal pair on top: ``W + personal_scaling * L U`` (pFedLoRA)."""
+
+    personal_scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("W", "L", "U")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(slots["L"], slots["U"], self.personal_scaling), slots["W"], base=False)
+
+
+def dense_change(effective: Effective, weight_OI: Tensor) -> Tensor:
+    """The change of weight, (O, I), relative to a base weight; for oracles and for exporting dense updates."""
+    changed = weight_OI if effective.base else torch.zeros_like(weight_OI)
+    if effective.weight is not None:
+        changed = effective.weight
+    if effective.pair is not None:
+        changed = changed + effective.pair.dense().to(changed.dtype)
+    return changed - weight_OI

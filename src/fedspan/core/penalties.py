@@ -1,0 +1,34 @@
+"""Penalties on the loss, as data: an engine adds them up and knows no method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import Tensors
+
+__all__ = ["Penalty", "Proximal"]
+
+
+class Penalty(Protocol):
+    """A differentiable term of the loss, a function of the job's tensors."""
+
+    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The term, a scalar tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class Proximal:
+    """``mu / 2 * sum ||x - reference||^2`` over the reference's tensors (FedProx, arXiv:1812.06127)."""
+
+    mu: float
+    reference: Tensors = field(default_factory=dict)
+
+    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        terms = [(tensors[name] - value).square().sum() for name, value in self.reference.items()]
+        return 0.5 * self.mu * torch.stack(terms).sum()

@@ -1,0 +1,125 @@
+"""Named tensors: how a value inside a state, a message or a job is called, and arithmetic on dicts of them.
+
+A tensor of a target layer is named ``<module path>/<slot>`` (``encoder.layer.0.attention.self.query/A``), one of the
+extras (head, norms, buffers) ``extras/<parameter path>``. Module paths hold no slash, so the first one separates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "EXTRAS",
+    "Tensors",
+    "add",
+    "by_layer",
+    "count",
+    "extra_name",
+    "generator",
+    "is_extra",
+    "layer_of",
+    "map_tensors",
+    "norm",
+    "scale",
+    "select",
+    "slots_of",
+    "split_extras",
+    "subtract",
+    "tensor_name",
+]
+
+Tensors = Mapping[str, Tensor]
+
+EXTRAS = "extras"
+
+
+def tensor_name(layer: str, slot: str) -> str:
+    """``layer/slot``."""
+    return f"{layer}/{slot}"
+
+
+def extra_name(parameter: str) -> str:
+    """``extras/parameter``."""
+    return f"{EXTRAS}/{parameter}"
+
+
+def layer_of(name: str) -> str:
+    """The module path in a tensor's name (``extras`` for the extras)."""
+    return name.partition("/")[0]
+
+
+def is_extra(name: str) -> bool:
+    """Whether a name belongs to the extras."""
+    return name.startswith(EXTRAS + "/")
+
+
+def slots_of(tensors: Tensors, layer: str) -> dict[str, Tensor]:
+    """One layer's tensors by slot: ``{"A": ..., "B": ...}``."""
+    prefix = layer + "/"
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def by_layer(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
+    """All tensors as ``{layer: {slot: tensor}}``."""
+    grouped: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        layer, _, slot = name.partition("/")
+        grouped.setdefault(layer, {})[slot] = value
+    return grouped
+
+
+def split_extras(tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """``(tensors of target layers, extras)``."""
+    inner = {name: value for name, value in tensors.items() if not is_extra(name)}
+    extras = {name: value for name, value in tensors.items() if is_extra(name)}
+    return inner, extras
+
+
+def select(tensors: Tensors, names: Iterable[str]) -> dict[str, Tensor]:
+    """The named ones, in the order asked for."""
+    return {name: tensors[name] for name in names}
+
+
+def map_tensors(function: Callable[..., Tensor], first: Tensors, *others: Tensors) -> dict[str, Tensor]:
+    """Apply a function to the tensors of one name, for every name of the first dict (all dicts must have it)."""
+    return {name: function(value, *(other[name] for other in others)) for name, value in first.items()}
+
+
+def add(left: Tensors, right: Tensors) -> dict[str, Tensor]:
+    """``left + right``, name by name."""
+    return map_tensors(torch.add, left, right)
+
+
+def subtract(left: Tensors, right: Tensors) -> dict[str, Tensor]:
+    """``left - right``, name by name."""
+    return map_tensors(torch.sub, left, right)
+
+
+def scale(tensors: Tensors, factor: float) -> dict[str, Tensor]:
+    """``factor * tensors``."""
+    return map_tensors(lambda value: value * factor, tensors)
+
+
+def norm(tensors: Tensors) -> float:
+    """The Euclidean norm over all tensors together, in float64."""
+    return float(sum(float(value.double().square().sum()) for value in tensors.values())) ** 0.5
+
+
+def count(tensors: Tensors) -> int:
+    """Number of elements over all tensors."""
+    return sum(value.numel() for value in tensors.values())
+
+
+def generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
+    """A CPU generator of its own for one draw, keyed by (seed, purpose, keys): no draw depends on any other.
+
+    The key is hashed (SHA-256), so neighbouring seeds or rounds give unrelated streams, and every machine gets the
+    same one.
+    """
+    text = "\x1f".join([str(seed), purpose, *map(str, keys)])
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)

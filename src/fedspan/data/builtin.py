@@ -1,0 +1,49 @@
+"""Corpora that come with fedspan, so that the first run needs neither a file nor the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["CORPORA", "PREFIX", "Corpus", "corpus_file"]
+
+PREFIX = "builtin:"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A built-in corpus: the folder under ``fedspan/data/corpus`` with one csv a split, and what it holds."""
+
+    folder: str
+    summary: str
+    splits: tuple[str, ...] = ("train", "test")
+
+
+CORPORA = {
+    "patient-messages": Corpus(
+        "patient_messages", "short messages of patients to a clinic, labelled by what they ask for"
+    ),
+}
+
+
+def corpus_file(where: str, split: str, field: str) -> Traversable:
+    """The csv file (columns text, label) of one split of a built-in corpus.
+
+    Args:
+        where: the corpus as the user wrote it, ``builtin:patient-messages``.
+        split: ``train`` or ``test``.
+        field: the option that `where` stands in; that of the split is ``<field>_split``.
+
+    Raises:
+        FedspanError: no such corpus, or no such split in it.
+    """
+    name = where.removeprefix(PREFIX)
+    if name not in CORPORA:
+        raise FedspanError(field, where, "a built-in corpus: " + ", ".join(PREFIX + known for known in sorted(CORPORA)))
+    corpus = CORPORA[name]
+    if split not in corpus.splits:
+        raise FedspanError(f"{field}_split", split, f"a split of {where}: {nearest(split, corpus.splits)}")
+    return files("fedspan.data").joinpath("corpus", corpus.folder, f"{split}.csv")

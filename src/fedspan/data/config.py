@@ -1,0 +1,186 @@
+"""What a user may ask of the data: where the examples are (`DataConfig`) and who holds which (`PartitionConfig`)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+__all__ = ["DataConfig", "PartitionConfig"]
+
+
+class DataConfig(BaseModel):
+    """Labelled text to fine-tune on.
+
+    Raises:
+        pydantic.ValidationError: a value out of range, an unknown field, or fields that contradict each other.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train: str = Field(
+        min_length=1,
+        description="Training examples: a .csv, .tsv, .jsonl, .json (a list of objects) or .parquet file, the text "
+        "formats also as .gz; or the id of a data set on the Hugging Face hub, such as PolyAI/banking77; or "
+        "builtin:patient-messages, a small corpus that comes with fedspan.",
+    )
+    test: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Test examples, named as for `train`. Left out, a hub id or a built-in corpus gives its own "
+        "`test_split`; of a local file, `test_fraction` is set aside.",
+    )
+    text: str = Field(default="text", min_length=1, description="The column with the text to classify.")
+    text_pair: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The column with a second text, where a label belongs to a pair: question and answer, premise "
+        "and hypothesis.",
+    )
+    label: str = Field(default="label", min_length=1, description="The column with the class, as a name or a number.")
+    columns: list[str] | None = Field(
+        default=None,
+        min_length=2,
+        description="Names of all columns, in order, of a .csv or .tsv file whose first line is already an example "
+        "(GLUE's CoLA: [source, label, mark, text]). Leave out when the first line is a header.",
+    )
+    quotes: bool | None = Field(
+        default=None,
+        description="Whether quotes enclose fields with delimiters or line ends in them. Left out: in .csv yes, in "
+        ".tsv no (GLUE's hold single quotes as they are).",
+    )
+    hub_config: str | None = Field(
+        default=None, min_length=1, description="Which configuration of a hub data set: sst2 of nyu-mll/glue."
+    )
+    train_split: str = Field(default="train", min_length=1, description="The split of a hub data set to train on.")
+    test_split: str | None = Field(
+        default="test",
+        min_length=1,
+        description="The split of a hub data set to test on (GLUE: validation, as its test labels are secret). null "
+        "sets `test_fraction` of `train` aside instead.",
+    )
+    test_fraction: float = Field(
+        default=0.2,
+        ge=0,
+        lt=1,
+        description="The share of `train` that becomes the test set when there is no other, drawn by seed with each "
+        "label in proportion. 0 goes without a test set.",
+    )
+    labels: list[str] | None = Field(
+        default=None,
+        min_length=2,
+        description="All labels, in the order of the classifier's outputs. Left out, they are those of `train`, "
+        "sorted. Give them when each client reads a file of its own: all must agree on the list, also on labels that "
+        "a client lacks. A row with any other label is an error unless `keep_only` is set.",
+    )
+    keep_only: bool = Field(
+        default=False, description="Drop the rows whose label is not in `labels` instead of refusing them."
+    )
+    first_labels: int | None = Field(
+        default=None, ge=2, description="Keep only the first N labels in sorted order: a quick try of a task with many."
+    )
+    max_examples: int | None = Field(
+        default=None,
+        ge=2,
+        description="At most this many examples of the training set, and of the test set, drawn by seed with each "
+        "label in proportion: a quick try of a large data set.",
+    )
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _name_labels(cls, value: object) -> object:
+        # YAML reads [0, 1] and [true, false] as numbers and bools; a file's labels become text, so these do too.
+        if isinstance(value, list | tuple):
+            return [str(label) if isinstance(label, int) else label for label in value]
+        return value
+
+    @field_validator("labels", "columns")
+    @classmethod
+    def _refuse_repeats(cls, value: list[str] | None) -> list[str] | None:
+        repeated = sorted({name for name in value or () if (value or ()).count(name) > 1})
+        if repeated:
+            raise ValueError(f"each name once; {', '.join(repeated)} stands there twice")
+        return value
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        wanted = [column for column in (self.text, self.text_pair, self.label) if column is not None]
+        if len(set(wanted)) < len(wanted):
+            raise ValueError(f"text, text_pair and label are different columns, not {', '.join(wanted)}")
+        if self.labels is not None and self.first_labels is not None:
+            raise ValueError("labels or first_labels, not both: both say which labels to keep")
+        if self.keep_only and self.labels is None:
+            raise ValueError("keep_only needs labels: the ones to keep")
+        return self
+
+
+class PartitionConfig(BaseModel):
+    """How the training examples are divided among clients, and each client's among training, validation and test.
+
+    Raises:
+        pydantic.ValidationError: a value out of range, an unknown field, or fields that contradict each other.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    partitioner: Literal["iid", "dirichlet", "pathological", "natural", "quantity"] = Field(
+        default="iid",
+        description="iid: at random in equal sizes. dirichlet: each label is divided by shares drawn from a "
+        "Dirichlet distribution, so clients differ in labels and size (`alpha`). pathological: a client has few "
+        "labels (`classes_per_client`). natural: one client for each value of a column (`column`). quantity: at "
+        "random in unequal sizes (`quantity`).",
+    )
+    clients: int = Field(default=10, ge=1, description="How many clients. natural ignores it: the column decides.")
+    alpha: float = Field(
+        default=0.5,
+        gt=0,
+        allow_inf_nan=False,
+        description="dirichlet: how alike the clients are. 0.1 leaves most clients a few labels, 1 is moderately "
+        "skewed, 100 is nearly iid.",
+    )
+    classes_per_client: int = Field(
+        default=2,
+        ge=1,
+        description="pathological: at most this many labels for each client; all labels are handed out.",
+    )
+    column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="natural: the column whose values are the clients: hospital, author, domain.",
+    )
+    quantity: Literal["linear", "square", "exponential"] = Field(
+        default="linear",
+        description="quantity: the n-th client's size is proportional to n, n^2 or e^n; the last one is the largest. "
+        "e^n is steep: ten clients already need some 26 000 examples.",
+    )
+    min_examples: int = Field(
+        default=2,
+        ge=1,
+        description="The fewest examples that a client may end up with; fewer is an error. dirichlet redraws.",
+    )
+    validation: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="The share of a client's examples for choosing between settings; at least one example if the "
+        "client has three, none if this is 0.",
+    )
+    test: float = Field(
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="The share of a client's examples for measuring its own (personalised) accuracy; at least one "
+        "example if the client has two, none if this is 0.",
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"validation + test below 1, not {self.validation + self.test:g}: the rest is for training"
+            )
+        if self.partitioner == "natural" and self.column is None:
+            raise ValueError("partitioner natural needs column: its values are the clients")
+        if self.partitioner != "natural" and self.column is not None:
+            raise ValueError(f"column is for partitioner natural, not {self.partitioner}")
+        return self

@@ -1,0 +1,212 @@
+"""One split, read as it is from a local file, a built-in corpus or the hub; every failure names what to change."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.resources import as_file
+from pathlib import Path
+from typing import Literal, cast
+
+import datasets
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from fedspan.data.builtin import PREFIX, corpus_file
+from fedspan.data.config import DataConfig
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["Source", "has_own_splits", "read_source"]
+
+_PACKABLE = (".csv", ".tsv", ".jsonl", ".json")
+SUFFIXES = (*_PACKABLE, *(f"{suffix}.gz" for suffix in _PACKABLE), ".parquet")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w{0,7}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A split as it was read.
+
+    Attributes:
+        dataset: all its columns, untouched.
+        name: what a message calls it: a path, or a hub id with the split.
+        header: whether its first row names the columns; examples then count from 2, as a spreadsheet shows them.
+    """
+
+    dataset: datasets.Dataset
+    name: str
+    header: bool = False
+
+    def row(self, index: int) -> str:
+        """How a message points at one example (blank lines are not counted)."""
+        return f"row {1 + self.header + index} of {self.name}"
+
+
+def has_own_splits(where: str) -> bool:
+    """Whether `where` names something with several splits (a hub id, a built-in corpus) rather than one file."""
+    return where.startswith(PREFIX) or _is_hub_id(where)
+
+
+def read_source(config: DataConfig, part: Literal["train", "test"], field: str) -> Source:
+    """Read the split that `config` gives for `part`.
+
+    Raises:
+        FedspanError: nothing there, not readable, malformed, without a single example, or the hub cannot be reached.
+    """
+    option = f"{field}.{part}"
+    where = config.train if part == "train" or config.test is None else config.test
+    split = config.train_split if part == "train" else config.test_split or "test"
+    if where.startswith(PREFIX):
+        with as_file(corpus_file(where, split, option)) as path:
+            source = _read_file(path, where, config, field, option)
+    elif _is_hub_id(where):
+        source = Source(_read_hub(where, config.hub_config, split, option), f"{where} ({split})")
+    else:
+        source = _read_file(Path(where).expanduser(), where, config, field, option)
+    if len(source.dataset) == 0:
+        raise FedspanError(option, where, "a data set with examples in it; this one is empty")
+    return source
+
+
+def _suffix(path: Path) -> str:
+    name = path.name.lower()
+    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
+
+
+def _is_hub_id(where: str) -> bool:
+    path = Path(where)
+    # A hub id may have dots (v1.5) but hardly ends like a file; "notes.txt" is a file that cannot be read.
+    looks_like_file = _suffix(path) or _FILE_SUFFIX.fullmatch(path.suffix)
+    is_local = path.exists() or ("/" in where and path.parent.is_dir())
+    return bool(_HUB_ID.fullmatch(where)) and not looks_like_file and not is_local
+
+
+def _read_file(path: Path, where: str, config: DataConfig, field: str, option: str) -> Source:
+    suffix = _suffix(path)
+    if not path.is_file():
+        raise FedspanError(option, where, _what_is_there(path))
+    if not suffix:
+        raise FedspanError(option, where, f"a file that ends in one of {', '.join(SUFFIXES)}")
+    kind = suffix.removesuffix(".gz").removeprefix(".")
+    if config.columns is not None and kind not in ("csv", "tsv"):
+        raise FedspanError(
+            f"{field}.columns", config.columns, f"nothing for {where}: only csv and tsv files lack names"
+        )
+    try:
+        if kind == "parquet":
+            # Not read_table: to it a folder called "seed=3" is a column.
+            with pyarrow.parquet.ParquetFile(path) as file:
+                table = file.read()
+        elif kind in ("csv", "tsv"):
+            table = _read_delimited(path, kind, config)
+        else:
+            table = _table(_records(path, kind))
+    except (OSError, ValueError, pa.ArrowException) as error:  # ArrowInvalid is a ValueError, a broken gzip an OSError
+        if path.stat().st_size == 0:
+            raise FedspanError(option, where, "a file with examples in it; this one is empty") from error
+        reason = str(error).splitlines()[0][:300]
+        hint = f" (if quotes enclose fields: {field}.quotes: true)" if kind == "tsv" and not config.quotes else ""
+        raise FedspanError(
+            option, where, f"a readable {kind} file in UTF-8; reading it said: {reason}{hint}"
+        ) from error
+    names = table.column_names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise FedspanError(option, where, f"a file whose columns have different names; {twice!r} is there twice")
+    if config.columns is not None and [str(table[name][0]) for name in names if len(table)] == names:
+        raise FedspanError(
+            f"{field}.columns", config.columns, f"nothing for {where}: its first line names them already"
+        )
+    header = kind in ("csv", "tsv") and config.columns is None
+    return Source(datasets.Dataset(_without_dictionaries(table)), where, header)
+
+
+def _what_is_there(path: Path) -> str:
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f"a file; the folder {folder} does not exist"
+    files = [file.name for file in folder.iterdir() if file.is_file() and _suffix(file)]
+    if not files:
+        return f"a file; {folder} holds no csv, tsv, json, jsonl or parquet file"
+    return f"a file; in {folder} there is {nearest(path.name, files)}"
+
+
+def _read_delimited(path: Path, kind: str, config: DataConfig) -> pa.Table:
+    delimiter = "\t" if kind == "tsv" else ","
+    # GLUE writes quotes into its tsv files as they are, unbalanced; a csv quotes fields that hold commas and lines.
+    if config.quotes if config.quotes is not None else kind == "csv":
+        parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    else:
+        parse = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=False, double_quote=False)
+    # One thread, or a malformed row is reported without its number.
+    read = pyarrow.csv.ReadOptions(column_names=config.columns, use_threads=False)
+    names = config.columns
+    if names is None:
+        with pa.input_stream(path) as stream, pyarrow.csv.open_csv(stream, read, parse) as reader:
+            names = reader.schema.names
+    # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
+    convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
+    with pa.input_stream(path) as stream:
+        return pyarrow.csv.read_csv(stream, read, parse, convert)
+
+
+def _records(path: Path, kind: str) -> list[dict[str, object]]:
+    # The standard json module names the place of a mistake; pandas and Arrow turn texts like dates into dates.
+    with pa.input_stream(path) as stream:
+        content = stream.read().decode("utf-8-sig")
+    if kind == "json":
+        records = json.loads(content)
+        if not isinstance(records, list):
+            raise ValueError("not a list of objects (one object a line goes into a .jsonl file)")
+    else:
+        # Not splitlines: JSON strings may hold other line separators as they are.
+        records = []
+        for line in filter(str.strip, content.split("\n")):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"row {len(records) + 1}: {error}") from error
+    odd = next((row for row, record in enumerate(records, start=1) if not isinstance(record, dict)), None)
+    if odd is not None:
+        raise ValueError(f"row {odd}: not an object with the columns as its keys")
+    return records
+
+
+def _table(records: list[dict[str, object]]) -> pa.Table:
+    columns: dict[str, pa.Array] = {}
+    for name in dict.fromkeys(key for record in records for key in record):
+        values = [record.get(name) for record in records]
+        try:
+            columns[name] = pa.array(values)
+        except pa.ArrowException:  # a column that mixes types, such as the labels 1 and "other"
+            columns[name] = pa.array([None if value is None else str(value) for value in values])
+    return pa.table(columns)
+
+
+def _without_dictionaries(table: pa.Table) -> pa.Table:
+    # pandas writes its categorical columns to parquet as dictionaries, which datasets has no feature for.
+    for index, column in enumerate(table.schema):
+        if pa.types.is_dictionary(column.type):
+            plain = table.column(index).cast(column.type.value_type)
+            table = table.set_column(index, column.name, plain)
+    return table
+
+
+def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets.Dataset:
+    try:
+        return cast(datasets.Dataset, datasets.load_dataset(where, name=name, split=split))
+    # Whatever the hub's client, its HTTP library or the files there raise, the user sees one line.
+    except Exception as error:
+        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        if "Unknown split" in reason:
+            raise FedspanError(f"{option}_split", split, f"a split of {where}; the hub said: {reason}") from error
+        if "Config name is missing" in reason or "BuilderConfig" in reason:
+            field = option.rpartition(".")[0]
+            raise FedspanError(
+                f"{field}.hub_config", name, f"a configuration of {where}; the hub said: {reason}"
+            ) from error
+        expected = f"a hub id that can be reached from here, or the path of a local file; the hub said: {reason}"
+        raise FedspanError(option, where, expected) from error

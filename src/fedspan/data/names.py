@@ -1,0 +1,61 @@
+"""Values of a column as names: labels and natural clients, whatever type the file gave them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from typing import cast
+
+import pyarrow as pa
+from datasets import ClassLabel, Dataset
+
+__all__ = ["arrow_column", "arrow_table", "columns_by_likeness", "names_of", "sort_names"]
+
+
+def arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
+    """One column of a data set as Arrow holds it; length: the number of rows."""
+    return arrow_table(dataset.select_columns([column])).column(column)
+
+
+def arrow_table(dataset: Dataset) -> pa.Table:
+    """The rows of a data set, in its order, as Arrow holds them (images and the like not decoded)."""
+    return cast(pa.Table, dataset.with_format("arrow")[:])
+
+
+def columns_by_likeness(name: str, columns: Iterable[str], count: int = 12) -> str:
+    """The columns there are, most like the missing one first, for the ``expected`` part of an error."""
+    ordered = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
+    return ", ".join(ordered[:count]) + (", ..." if len(ordered) > count else "")
+
+
+def names_of(dataset: Dataset, column: str) -> list[str | None]:
+    """Each row's value as text; None where it is null, NaN, blank, or a class number without a name (the hub's -1)."""
+    feature = dataset.features[column]
+    values = arrow_column(dataset, column).to_pylist()
+    if isinstance(feature, ClassLabel):
+        known = feature.names
+        return [known[value] if value is not None and 0 <= value < len(known) else None for value in values]
+    return [_name(value) for value in values]
+
+
+def sort_names(names: Iterable[str]) -> list[str]:
+    """Distinct names in order: by value if all are numbers (2 before 10), otherwise by text."""
+    distinct = sorted(set(names))
+    try:
+        values = {name: float(name) for name in distinct}
+    except ValueError:
+        return distinct
+    # "nan" and "inf" are words here; a NaN would also make the order depend on the input's.
+    return sorted(distinct, key=values.__getitem__) if all(map(math.isfinite, values.values())) else distinct
+
+
+def _name(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        if value.is_integer():  # a column of whole numbers with gaps arrives as 1.0, 2.0
+            return str(int(value))
+    return str(value).strip() or None

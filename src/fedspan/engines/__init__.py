@@ -1,0 +1,1 @@
+"""Local training, reduction and the rounds; they know no method by name."""

@@ -1,0 +1,111 @@
+"""Evaluation: of the global model or of every client's own, on the clients' parts and on the global test set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.values import Job
+from fedspan.engines.federation import Federation, Progress
+from fedspan.tasks.task import Examples
+
+__all__ = ["ClientScores", "Evaluator"]
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ClientScores:
+    """Metrics on one part (validation or test) of the clients' own examples.
+
+    Args:
+        pooled: over all clients' examples together.
+        by_client: each client's own.
+    """
+
+    pooled: Metrics
+    by_client: Mapping[str, Metrics]
+
+    def mean(self, metric: str) -> float:
+        """The plain mean over clients."""
+        return float(np.mean([scores[metric] for scores in self.by_client.values()]))
+
+    def worst(self, metric: str = "accuracy") -> tuple[str, float]:
+        """The client with the lowest value, and the value."""
+        client = min(self.by_client, key=lambda id: self.by_client[id][metric])
+        return client, self.by_client[client][metric]
+
+
+class Evaluator:
+    """Evaluates a progress.
+
+    Args:
+        federation: what is evaluated.
+        batch_size: of the forward passes.
+    """
+
+    def __init__(self, federation: Federation, batch_size: int) -> None:
+        self.federation = federation
+        self.batch_size = batch_size
+
+    def job(self, progress: Progress, client_id: str | None) -> Job:
+        """The job whose model is the client's own, or (None) the global one. Sets the engine's base too."""
+        method, engine = self.federation.method, self.federation.engine
+        engine.adapted.set_base(progress.state.base)
+        client = None if client_id is None else self.federation.client(client_id, progress)
+        memory = {} if client_id is None else progress.memories.get(client_id, {})
+        return method.start(method.sync(progress.state, client), client, memory)
+
+    def models(self, progress: Progress) -> list[tuple[tuple[str, ...], Job]]:
+        """The distinct models with the clients that use each: one for a global method, one a client for a personal."""
+        ids = tuple(self.federation.members)
+        if self.federation.method.declared().personal:
+            return [((id,), self.job(progress, id)) for id in ids]
+        return [(ids, self.job(progress, None))]
+
+    def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
+        """Every client's model on its own validation and test parts (None where no client has any)."""
+        members, examples = self.federation.members, self.federation.examples
+        parts: dict[str, dict[str, tuple[Tensor, np.ndarray]]] = {"validation": {}, "test": {}}
+        for ids, job in self.models(progress):
+            wanted = [getattr(members[id], part) for id in ids for part in parts]
+            indices = np.concatenate(wanted)
+            if not len(indices):
+                continue
+            predictions = self.federation.engine.predict(job, examples, indices, self.batch_size)
+            at = 0
+            for id in ids:
+                for part, scored in parts.items():
+                    own: np.ndarray = getattr(members[id], part)
+                    if len(own):
+                        scored[id] = (predictions[at : at + len(own)], own)
+                    at += len(own)
+        return self._scores(parts["validation"]), self._scores(parts["test"])
+
+    def _scores(self, scored: Mapping[str, tuple[Tensor, np.ndarray]]) -> ClientScores | None:
+        if not scored:
+            return None
+        task, examples = self.federation.engine.task, self.federation.examples
+        by_client = {
+            id: {**task.metrics(predictions, examples, own.tolist()), "examples": float(len(own))}
+            for id, (predictions, own) in scored.items()
+        }
+        predictions = torch.cat([predictions for predictions, _ in scored.values()])
+        indices = np.concatenate([own for _, own in scored.values()])
+        pooled = task.metrics(predictions, examples, indices.tolist())
+        return ClientScores(pooled, by_client)
+
+    def heldout(self, progress: Progress, examples: Examples) -> dict[str, Metrics]:
+        """Every model on a held-out set that belongs to no client; keys are client ids, or ``global``."""
+        task, engine = self.federation.engine.task, self.federation.engine
+        indices = np.arange(len(examples))
+        scores: dict[str, Metrics] = {}
+        for ids, job in self.models(progress):
+            predictions = engine.predict(job, examples, indices, self.batch_size)
+            key = ids[0] if self.federation.method.declared().personal else "global"
+            scores[key] = task.metrics(predictions, examples, indices.tolist())
+        return scores

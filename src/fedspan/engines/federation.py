@@ -1,0 +1,197 @@
+"""The rounds: who is asked, what travels, how replies become the next state. Knows no method by name.
+
+A round is a function ``Progress -> Progress``: nothing is changed in place, so a round that fails or is retried leaves
+the server state and every client's memory as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from fedspan.core.method import Memory, Method
+from fedspan.core.tensors import generator
+from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState
+from fedspan.engines import wire
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.reduction import Reducer
+from fedspan.engines.settings import RoundSettings
+from fedspan.tasks.task import Examples
+
+__all__ = ["Federation", "Member", "Progress", "RoundResult", "Transfer"]
+
+Direction = Literal["down", "up"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of the simulation: what is known of it, and where its examples are.
+
+    Args:
+        client: its fixed facts (``held`` is kept in ``Progress``).
+        train: indices of its training examples, int64.
+        validation: of its validation examples.
+        test: of its test examples.
+    """
+
+    client: Client
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+@dataclass(frozen=True)
+class Progress:
+    """All that a run knows between rounds; what a checkpoint holds.
+
+    Args:
+        state: the server's.
+        memories: the clients', as of their last accepted reply.
+        held: round of the last state that reached each client and whose reply was accepted.
+        optimizers: kept moments by client, with the generation that they belong to.
+    """
+
+    state: ServerState
+    memories: Mapping[str, Memory] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    optimizers: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message that travelled.
+
+    Args:
+        client: id.
+        direction: ``down`` or ``up``.
+        bytes: serialized size.
+        payload: bytes of tensor data in it.
+    """
+
+    client: str
+    direction: Direction
+    bytes: int
+    payload: int
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round gave.
+
+    Args:
+        progress: after the round.
+        transfers: in the order in which they happened.
+        cohort: ids, sorted.
+        lr: learning rate of the round.
+        loss: mean training loss over the cohort's examples.
+    """
+
+    progress: Progress
+    transfers: tuple[Transfer, ...]
+    cohort: tuple[str, ...]
+    lr: float
+    loss: float
+
+
+class Federation:
+    """A method, an engine and the clients.
+
+    Args:
+        method: the method, with its wrappers.
+        engine: trains jobs.
+        members: the clients; any order.
+        examples: what the members' indices point into.
+        settings: rounds, cohort, seed.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        engine: LoopEngine,
+        members: Sequence[Member],
+        examples: Examples,
+        settings: RoundSettings,
+    ) -> None:
+        self.method = method
+        self.engine = engine
+        self.members = {member.client.id: member for member in sorted(members, key=lambda m: m.client.id)}
+        self.examples = examples
+        self.settings = settings
+
+    def begin(self) -> Progress:
+        """The progress before the first round."""
+        return Progress(self.method.init(self.engine.adapted))
+
+    def client(self, id: str, progress: Progress) -> Client:
+        """A client with the round that it holds."""
+        fixed = self.members[id].client
+        return Client(fixed.id, fixed.rank, fixed.scaling, fixed.examples, fixed.weight, progress.held.get(id))
+
+    def cohort(self, round: int) -> tuple[str, ...]:
+        """The clients asked in a round, sorted; drawn from (seed, round) alone."""
+        ids = list(self.members)
+        size = self.settings.cohort
+        if size is None or size >= len(ids):
+            return tuple(ids)
+        rng = generator(self.settings.seed, "cohort", round)
+        chosen = torch.randperm(len(ids), generator=rng)[:size].tolist()
+        return tuple(sorted(ids[index] for index in chosen))
+
+    def play(self, progress: Progress, on_client: Callable[[str, float], None] | None = None) -> RoundResult:
+        """One round.
+
+        Args:
+            progress: before the round; left as it is.
+            on_client: called with a client's id and training loss when it has finished.
+        """
+        state = progress.state
+        lr = self.engine.settings.lr(state.round, self.settings.rounds)
+        ids = self.cohort(state.round)
+        clients = {id: self.client(id, progress) for id in ids}
+        reducer = Reducer(list(clients.values()))
+        transfers: list[Transfer] = []
+        memories, optimizers = dict(progress.memories), dict(progress.optimizers)
+        loss_sum = examples = 0.0
+        self.engine.adapted.set_base(state.base)
+        for id, client in clients.items():
+            down = self._travel(self.method.sync(state, client), id, "down", transfers)
+            memory = memories.get(id, {})
+            result: Job | Message = self.method.start(down, client, memory)
+            while isinstance(result, Job):
+                job = result
+                kept = self._kept(job, optimizers.get(id))
+                trained = self.engine.train(
+                    job, self.examples, self.members[id].train, client=id, round=state.round, lr=lr, kept=kept
+                )
+                if self.engine.settings.keep_optimizer:
+                    optimizers[id] = (trained.optimizer_state, job.generation)
+                result, memory = self.method.finish(job, trained, client, memory)
+                loss_sum += trained.metrics["loss"] * trained.metrics["examples"]
+                examples += trained.metrics["examples"]
+                if on_client is not None:
+                    on_client(id, trained.metrics["loss"])
+            up = self._travel(result, id, "up", transfers)
+            reducer.add(id, self.method.contribute(up, client))
+            memories[id] = memory
+        after = Progress(
+            state=self.method.update(state, reducer.result()),
+            memories=memories,
+            held={**progress.held, **dict.fromkeys(ids, state.round)},
+            optimizers=optimizers,
+        )
+        return RoundResult(after, tuple(transfers), ids, lr, loss_sum / max(1.0, examples))
+
+    def _kept(self, job: Job, kept: tuple[OptimizerState, int] | None) -> OptimizerState | None:
+        if kept is None or not self.engine.settings.keep_optimizer or kept[1] != job.generation:
+            return None
+        return kept[0]
+
+    def _travel(self, message: Message, client: str, direction: Direction, transfers: list[Transfer]) -> Message:
+        """Through the wire format and back: what is counted is what arrives, and nothing else arrives."""
+        data = wire.encode(message)
+        transfers.append(Transfer(client, direction, len(data), wire.payload_size(message)))
+        return wire.decode(data)

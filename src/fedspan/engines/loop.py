@@ -1,0 +1,195 @@
+"""The loop engine: one client after another, obvious code, the oracle for the others.
+
+Shapes: O output features, I input features, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import generator
+from fedspan.core.values import Job, OptimizerState, Trained
+from fedspan.engines.batching import evaluation_batches, training_batches
+from fedspan.engines.optimizers import LocalOptimizer
+from fedspan.engines.refresh import refresh_projectors
+from fedspan.engines.settings import TrainingSettings
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.tasks.task import Examples, Task
+
+__all__ = ["LoopEngine"]
+
+
+class LoopEngine:
+    """Trains and evaluates jobs on one model, one at a time.
+
+    Args:
+        adapted: the model.
+        task: the learning problem.
+        settings: local training.
+        seed: of every draw.
+    """
+
+    def __init__(self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int) -> None:
+        self.adapted = adapted
+        self.task = task
+        self.settings = settings
+        self.seed = seed
+
+    def train(
+        self,
+        job: Job,
+        examples: Examples,
+        indices: np.ndarray,
+        *,
+        client: str,
+        round: int,
+        lr: float,
+        kept: OptimizerState | None = None,
+    ) -> Trained:
+        """Run one job on one client's examples.
+
+        Args:
+            job: what to train.
+            examples: the data set that the client's indices point into.
+            indices: the client's training examples, (examples,).
+            client: id, for draws and errors.
+            round: number, for draws and errors.
+            lr: learning rate of the round.
+            kept: moments of the client's earlier rounds, if the run keeps them.
+
+        Raises:
+            FedspanError: if the loss stops being finite.
+        """
+        settings, adapted = self.settings, self.adapted
+        adapted.model.train()
+        live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
+        spec = replace(settings.optimizer, lr=lr, **job.optimizer)
+        optimizer = LocalOptimizer(spec, job.trainable, live, job.optimizer_state or kept, job.masks)
+        gradients_sum: dict[str, Tensor] = {}
+        probing = job.steps == 0
+        loss_sum = examples_seen = 0.0
+        steps = micro = 0
+        for batch_indices in self._batches(job, examples, indices, client, round):
+            if job.refresh is not None and micro % settings.accumulate == 0:
+                refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
+            self._set_dropout(client, round, job.phase, micro)
+            batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
+            loss = self.task.loss(adapted.model, batch)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                raise FedspanError(
+                    "training.lr",
+                    lr,
+                    f"the loss of client {client} in round {round + 1} became {value}; "
+                    "lower the learning rate or set training.max_grad_norm",
+                )
+            loss_sum, examples_seen = loss_sum + value * len(batch_indices), examples_seen + len(batch_indices)
+            (loss / settings.accumulate).backward()
+            micro += 1
+            if micro % settings.accumulate:
+                continue
+            self._step(job, live, optimizer, gradients_sum, probing)
+            steps += 1
+        if micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
+            self._step(job, live, optimizer, gradients_sum, probing)
+            steps += 1
+        adapted.set_dropout(None)
+        return Trained(
+            tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
+            optimizer_state=optimizer.state(),
+            steps=0 if probing else steps,
+            lr_sum=0.0 if probing else lr * steps,
+            gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},
+            metrics={"loss": loss_sum / max(1.0, examples_seen), "examples": examples_seen},
+        )
+
+    def _batches(
+        self, job: Job, examples: Examples, indices: np.ndarray, client: str, round: int
+    ) -> Iterator[np.ndarray]:
+        settings = self.settings
+        steps = settings.steps if job.steps is None and job.epochs is None else job.steps
+        epochs = settings.epochs if job.epochs is None else job.epochs
+        return training_batches(
+            indices,
+            examples.lengths,
+            batch_size=settings.batch_size,
+            epochs=epochs,
+            # A probe (0 steps) sees each example once.
+            batches=steps * settings.accumulate if steps else None,
+            seed=self.seed,
+            key=(round, client, job.phase),
+            group_by_length=settings.group_by_length,
+        )
+
+    def _set_dropout(self, client: str, round: int, phase: str, step: int) -> None:
+        rate = self.settings.dropout
+        if not rate:
+            return
+
+        def dropout(x: Tensor, layer: str) -> Tensor:
+            # Keyed by everything that names the draw, and made on the CPU: any engine draws the same mask.
+            rng = generator(self.seed, "dropout", round, client, phase, step, layer)
+            kept = torch.rand(x.shape, generator=rng) >= rate
+            return x * kept.to(x.device, x.dtype) / (1 - rate)
+
+        self.adapted.set_dropout(dropout)
+
+    def _step(
+        self,
+        job: Job,
+        live: Mapping[str, Tensor],
+        optimizer: LocalOptimizer,
+        gradients_sum: dict[str, Tensor],
+        probing: bool,
+    ) -> None:
+        names = optimizer.names
+        gradients: dict[str, Tensor] = {}
+        for name in names:
+            tensor = live[name]
+            gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            tensor.grad = None
+        if job.want_gradient or probing:
+            for name in names:
+                gradients_sum[name] = gradients_sum.get(name, torch.zeros_like(gradients[name])) + gradients[name]
+        if probing:
+            return
+        if job.penalties:
+            penalty = torch.stack([penalty.value(live) for penalty in job.penalties]).sum()
+            added = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
+            for name, extra in zip(names, added, strict=True):
+                gradients[name] = gradients[name] if extra is None else gradients[name] + extra
+        if self.settings.max_grad_norm:
+            clip(gradients, self.settings.max_grad_norm)
+        for name, offset in job.gradient_offset.items():
+            gradients[name] = gradients[name] + offset.to(gradients[name].device)
+        optimizer.step(gradients)
+
+    @torch.no_grad()
+    def predict(self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """The model's predictions for some examples, one row each, in the order of ``indices``, float32 on the CPU."""
+        adapted = self.adapted
+        adapted.model.eval()
+        adapted.install(job.parametrization, job.tensors, frozenset())
+        position = {int(index): row for row, index in enumerate(indices)}
+        rows: list[Tensor | None] = [None] * len(indices)
+        for batch_indices in evaluation_batches(indices, examples.lengths, batch_size):
+            batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
+            for index, row in zip(batch_indices, self.task.predict(adapted.model, batch).float().cpu(), strict=True):
+                rows[position[int(index)]] = row
+        return torch.stack([row for row in rows if row is not None])
+
+
+def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
+    """Scale all gradients together so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` does."""
+    norms = torch.stack([gradient.norm() for gradient in gradients.values()])
+    factor = torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
+    for name in gradients:
+        gradients[name] = gradients[name] * factor

@@ -1,0 +1,82 @@
+"""Reduction over clients: the weighted mean of what sums, the list of what stacks, whatever order replies come in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedspan.core.values import Client, Contribution, Reduced, StackItem
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Accumulates contributions in client-id order.
+
+    A contribution that arrives before its turn waits; those at the front of the order are folded into a float64 sum and
+    let go, so memory is that of one contribution (plus those waiting), and the result does not depend on the order of
+    arrival.
+
+    Args:
+        cohort: the clients asked this round.
+    """
+
+    def __init__(self, cohort: Sequence[Client]) -> None:
+        self._clients = {client.id: client for client in cohort}
+        self._order = sorted(self._clients)
+        self._waiting: dict[str, Contribution | None] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._weights: dict[str, float] = {}
+        self._stacks: dict[str, Mapping[str, Tensor]] = {}
+        self._position = 0
+
+    def add(self, client_id: str, contribution: Contribution | None) -> None:
+        """Take a client's contribution, or None where the client failed and its place is to be passed over.
+
+        Raises:
+            ValueError: for a client that is not in the cohort, or that was added before.
+        """
+        known = client_id in self._clients
+        if not known or client_id in self._waiting or client_id in self._order[: self._position]:
+            raise ValueError(f"unexpected contribution of client {client_id!r}")
+        self._waiting[client_id] = contribution
+        while self._position < len(self._order) and self._order[self._position] in self._waiting:
+            turn = self._order[self._position]
+            self._fold(self._clients[turn], self._waiting.pop(turn))
+            self._position += 1
+
+    def _fold(self, client: Client, contribution: Contribution | None) -> None:
+        if contribution is None:
+            return
+        weight = client.weight if contribution.weight is None else contribution.weight
+        self._weights[client.id] = weight
+        for name, value in contribution.sum.items():
+            addend = value.to(torch.float64) * weight
+            if name in self._sums:
+                self._sums[name] += addend
+            else:
+                self._sums[name], self._dtypes[name] = addend, value.dtype
+        if contribution.stack:
+            self._stacks[client.id] = contribution.stack
+
+    def result(self) -> Reduced:
+        """The reduced round, once every client of the cohort has been added.
+
+        Raises:
+            ValueError: if a client is missing, or if nobody contributed anything of positive weight.
+        """
+        if self._position < len(self._order):
+            raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
+        total = sum(self._weights.values())
+        if not total > 0:
+            raise ValueError("no reply of positive weight in this round")
+        return Reduced(
+            mean={name: (value / total).to(self._dtypes[name]) for name, value in self._sums.items()},
+            stack=tuple(
+                StackItem(self._clients[id], self._weights[id] / total, tensors) for id, tensors in self._stacks.items()
+            ),
+            count=len(self._weights),
+        )

@@ -1,0 +1,82 @@
+"""What an engine needs to know of local training and of the rounds, as plain values (the config builds them)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fedspan.core.values import OptimizerSpec
+
+__all__ = ["EvaluationSettings", "RoundSettings", "TrainingSettings"]
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Local training.
+
+    Args:
+        optimizer: algorithm; its ``lr`` is the peak of the schedule.
+        schedule: how the learning rate moves across rounds (constant within one).
+        warmup_rounds: linear warm-up before the schedule starts.
+        batch_size: examples of one forward and backward pass.
+        accumulate: passes of one optimizer step.
+        epochs: local epochs a round, unless ``steps`` is given.
+        steps: local optimizer steps a round.
+        max_grad_norm: clipping of the client's whole gradient (0: none).
+        keep_optimizer: a client's moments survive between its rounds, unless its tensors were re-initialised.
+        dropout: on the adapters' input (PEFT's ``lora_dropout``).
+        group_by_length: batches of similar length, drawn from windows of a few shuffled batches.
+    """
+
+    optimizer: OptimizerSpec
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_rounds: int = 0
+    batch_size: int = 16
+    accumulate: int = 1
+    epochs: int = 1
+    steps: int | None = None
+    max_grad_norm: float = 1.0
+    keep_optimizer: bool = False
+    dropout: float = 0.0
+    group_by_length: bool = True
+
+    def lr(self, round: int, rounds: int) -> float:
+        """The learning rate of a round (counted from 0) of ``rounds``."""
+        peak = self.optimizer.lr
+        if round < self.warmup_rounds:
+            return peak * (round + 1) / (self.warmup_rounds + 1)
+        progress = (round - self.warmup_rounds) / max(1, rounds - self.warmup_rounds)
+        if self.schedule == "linear":
+            return peak * (1 - progress)
+        if self.schedule == "cosine":
+            return peak * 0.5 * (1 + math.cos(math.pi * progress))
+        return peak
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Evaluation.
+
+    Args:
+        every: rounds between evaluations (the last round is always evaluated).
+        batch_size: examples of one forward pass.
+    """
+
+    every: int = 1
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """The rounds.
+
+    Args:
+        rounds: how many.
+        cohort: clients asked each round; None: all.
+        seed: of every draw.
+    """
+
+    rounds: int
+    cohort: int | None = None
+    seed: int = 0

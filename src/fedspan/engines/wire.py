@@ -1,0 +1,293 @@
+"""Messages and server states as bytes: one safetensors payload each, nothing pickled.
+
+The tensors of a payload are numbered; what they are called and where they belong stands as JSON under the one key of
+the payload's metadata (one key, because safetensors promises no order of several). So names may hold any characters,
+and tensors of any dtype that safetensors knows come back bit for bit, on the CPU and contiguous.
+
+Messages are canonical: equal messages give equal bytes, names sorted, so what the ledger counts does not depend on how
+a method built its dicts. States keep the order of their dicts instead (sums over a dict of tensors depend on it in the
+last bit, and a resumed run must go on with the same bits) and store a tensor object that occurs twice only once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from types import NoneType
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedspan.core.base import BasePatch, BaseUpdate, Delta, Increment
+from fedspan.core.lowrank import LowRank
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import Message, Scalar, ServerState
+
+__all__ = ["Reader", "Writer", "decode", "decode_state", "encode", "encode_state", "expect", "payload_size"]
+
+FORMAT = 1
+"""Version of the structure below; a reader refuses any other."""
+
+_KEY = "fedspan"
+_STORED = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    }
+)
+
+
+class Writer:
+    """Takes the tensors of a value and hands out a JSON structure with their numbers, then writes both as one payload.
+
+    Args:
+        canonical: sort names and store every tensor by itself, so that equal values give equal bytes; else keep the
+            order of dicts and store a tensor object that occurs several times once.
+    """
+
+    def __init__(self, *, canonical: bool) -> None:
+        self._canonical = canonical
+        self._stored: dict[str, Tensor] = {}
+        self._seen: dict[int, tuple[int, Tensor]] = {}  # holds the tensor too, or its id might be given out again
+        self._storages: set[int] = set()
+
+    def _ordered(self, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+        return sorted(values.items(), key=lambda item: item[0]) if self._canonical else values.items()
+
+    def _put(self, name: str, tensor: Tensor) -> int:
+        if not self._canonical and id(tensor) in self._seen:
+            return self._seen[id(tensor)][0]
+        if tensor.dtype not in _STORED or tensor.layout != torch.strided or tensor.is_meta:
+            what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise ValueError(f"tensor {name!r} ({what}) cannot be stored")
+        value = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        if storage in self._storages:
+            value = value.clone()  # safetensors refuses two tensors over one storage
+        self._storages.add(storage)
+        number = len(self._stored)
+        self._stored[str(number)] = value
+        self._seen[id(tensor)] = number, tensor
+        return number
+
+    def tensors(self, tensors: Tensors) -> dict[str, int]:
+        """Take named tensors; the structure is ``{name: number}``.
+
+        Raises:
+            ValueError: for a tensor that safetensors cannot hold (sparse, quantised, complex128, without data).
+        """
+        return {name: self._put(name, tensor) for name, tensor in self._ordered(tensors)}
+
+    def scalars(self, scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Plain values, checked.
+
+        Raises:
+            ValueError: for a value that is not an int, float, str or bool.
+        """
+        for name, value in scalars.items():
+            if not isinstance(value, int | float | str):  # bool is an int
+                raise ValueError(f"scalar {name!r} is a {type(value).__name__}, not an int, float, str or bool")
+        return dict(self._ordered(scalars))
+
+    def deltas(self, deltas: Mapping[str, Delta]) -> dict[str, list[int | float]]:
+        """Changes by layer: ``[number of B, number of A, scale]`` for factors, ``[number]`` for a dense matrix."""
+        structure: dict[str, list[int | float]] = {}
+        for layer, delta in self._ordered(deltas):
+            if isinstance(delta, LowRank):
+                structure[layer] = [self._put(layer, delta.B), self._put(layer, delta.A), delta.scale]
+            else:
+                structure[layer] = [self._put(layer, delta)]
+        return structure
+
+    def increments(self, increments: Iterable[Increment]) -> list[dict[str, object]]:
+        """Increments of the base, in their order."""
+        return [{"round": i.round, "decay": i.decay, "deltas": self.deltas(i.deltas)} for i in increments]
+
+    def payload(self, kind: str, structure: Mapping[str, object]) -> bytes:
+        """The safetensors payload of everything taken, with its structure."""
+        text = json.dumps({"kind": kind, "format": FORMAT, **structure}, separators=(",", ":"))
+        return safetensors.torch.save(self._stored, {_KEY: text})
+
+
+def expect(structure: object, name: str, *kinds: type) -> Any:
+    """A value of exactly one of the given types out of a JSON object (so ``true`` is no int).
+
+    Raises:
+        ValueError: if it is missing or of another type.
+    """
+    value = structure.get(name, Ellipsis) if isinstance(structure, dict) else Ellipsis
+    if type(value) not in kinds:
+        raise ValueError(f"{name!r} is missing or of the wrong type")
+    return value
+
+
+class Reader:
+    """Reads a payload of ``Writer``: the structure, and the tensors behind its numbers.
+
+    Args:
+        data: the payload.
+        kind: what it must hold.
+
+    Raises:
+        ValueError: if the bytes are no such payload, whatever they are.
+    """
+
+    def __init__(self, data: bytes, kind: str) -> None:
+        try:
+            size = int.from_bytes(data[:8], "little")
+            header = json.loads(data[8 : 8 + size])
+            text = expect(expect(header, "__metadata__", dict), _KEY, str)
+            self.structure: dict[str, Any] = json.loads(text)
+            self._stored = safetensors.torch.load(data)
+            # Other bytes than 0 and 1 pass for bools until something computes with them.
+            if any((t.view(torch.uint8) > 1).any() for t in self._stored.values() if t.dtype == torch.bool):
+                raise ValueError("a bool that is neither true nor false")
+        except (ValueError, SafetensorError, RuntimeError, KeyError, TypeError) as error:
+            # RuntimeError: nesting too deep for JSON, shapes too large for torch. KeyError: a dtype torch lacks.
+            # TypeError: a dimension beyond 64 bits.
+            raise ValueError(f"not a fedspan {kind}: {error}") from error
+        if expect(self.structure, "kind", str) != kind:
+            raise ValueError(f"a fedspan {self.structure['kind']}, not a {kind}")
+        if expect(self.structure, "format", int) != FORMAT:
+            raise ValueError(f"a fedspan {kind} of format {self.structure['format']}; this version reads {FORMAT}")
+
+    def _get(self, number: object) -> Tensor:
+        if type(number) is not int or str(number) not in self._stored:
+            raise ValueError(f"no tensor {number!r}")
+        return self._stored[str(number)]
+
+    def tensors(self, structure: Mapping[str, object]) -> dict[str, Tensor]:
+        """Named tensors, in the order in which they were written."""
+        return {name: self._get(number) for name, number in structure.items()}
+
+    def scalars(self, structure: Mapping[str, object]) -> dict[str, Scalar]:
+        """Plain values with the types that they had."""
+        return {name: expect(structure, name, int, float, str, bool) for name in structure}
+
+    def deltas(self, structure: Mapping[str, object]) -> dict[str, Delta]:
+        """Changes by layer."""
+        deltas: dict[str, Delta] = {}
+        for layer, parts in structure.items():
+            match parts:
+                case [dense]:
+                    deltas[layer] = self._get(dense)
+                case [b, a, int() | float() as scale]:
+                    deltas[layer] = LowRank(self._get(b), self._get(a), scale)
+                case _:
+                    raise ValueError(f"the change of layer {layer!r} is neither factors nor a matrix")
+        return deltas
+
+    def increments(self, structure: Iterable[object]) -> tuple[Increment, ...]:
+        """Increments of the base, in their order."""
+        return tuple(
+            Increment(expect(i, "round", int), self.deltas(expect(i, "deltas", dict)), expect(i, "decay", float, int))
+            for i in structure
+        )
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes; equal messages give equal bytes. Their number is what the ledger counts.
+
+    Raises:
+        ValueError: for a tensor or scalar that cannot be stored (``Writer.tensors``, ``Writer.scalars``).
+    """
+    writer = Writer(canonical=True)
+    structure: dict[str, object] = {
+        "tensors": writer.tensors(message.tensors),
+        "scalars": writer.scalars(message.scalars),
+        "base": None,
+    }
+    if (patch := message.base) is not None:
+        structure["base"] = {
+            "round": patch.round,
+            "whole": patch.whole,
+            "rho": patch.rho,
+            "total": writer.deltas(patch.total),
+            "increments": writer.increments(patch.increments),
+        }
+    return writer.payload("message", structure)
+
+
+def decode(data: bytes) -> Message:
+    """The message in a payload of ``encode``: tensors bit for bit on the CPU, names sorted.
+
+    Raises:
+        ValueError: if the bytes are not such a payload. No input makes it raise anything else, or run code.
+    """
+    reader = Reader(data, "message")
+    patch = expect(reader.structure, "base", dict, NoneType)
+    return Message(
+        tensors=reader.tensors(expect(reader.structure, "tensors", dict)),
+        scalars=reader.scalars(expect(reader.structure, "scalars", dict)),
+        base=None
+        if patch is None
+        else BasePatch(
+            round=expect(patch, "round", int),
+            increments=reader.increments(expect(patch, "increments", list)),
+            whole=expect(patch, "whole", bool),
+            rho=expect(patch, "rho", float, int),
+            total=reader.deltas(expect(patch, "total", dict)),
+        ),
+    )
+
+
+def payload_size(message: Message) -> int:
+    """Bytes of tensor data in a message, its share of the base included, names and structure not."""
+    tensors = list(message.tensors.values())
+    if message.base is not None:
+        for deltas in (message.base.total, *(increment.deltas for increment in message.base.increments)):
+            for delta in deltas.values():
+                tensors.extend((delta.B, delta.A) if isinstance(delta, LowRank) else (delta,))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def encode_state(state: ServerState) -> bytes:
+    """A server state as bytes, dicts in their order.
+
+    Raises:
+        ValueError: as ``encode``.
+    """
+    writer = Writer(canonical=False)
+    structure = {
+        "round": state.round,
+        "generation": state.generation,
+        "tensors": writer.tensors(state.tensors),
+        "memory": writer.tensors(state.memory),
+        "scalars": writer.scalars(state.scalars),
+        "base": {
+            "round": state.base.round,
+            "rho": state.base.rho,
+            "total": writer.deltas(state.base.total),
+            "recent": writer.increments(state.base.recent),
+            "recent_from": state.base.recent_from,
+        },
+    }
+    return writer.payload("state", structure)
+
+
+def decode_state(data: bytes) -> ServerState:
+    """The state in a payload of ``encode_state``.
+
+    Raises:
+        ValueError: as ``decode``.
+    """
+    reader = Reader(data, "state")
+    base = expect(reader.structure, "base", dict)
+    return ServerState(
+        round=expect(reader.structure, "round", int),
+        tensors=reader.tensors(expect(reader.structure, "tensors", dict)),
+        base=BaseUpdate(
+            round=expect(base, "round", int),
+            rho=expect(base, "rho", float, int),
+            total=reader.deltas(expect(base, "total", dict)),
+            recent=reader.increments(expect(base, "recent", list)),
+            recent_from=expect(base, "recent_from", int),
+        ),
+        memory=reader.tensors(expect(reader.structure, "memory", dict)),
+        scalars=reader.scalars(expect(reader.structure, "scalars", dict)),
+        generation=expect(reader.structure, "generation", int),
+    )

@@ -1,0 +1,39 @@
+"""The one error that a user's mistake turns into: a line that names the field, the value and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["FedspanError", "nearest"]
+
+
+class FedspanError(Exception):
+    """Something that the user can put right.
+
+    The command line prints it on one line and exits with code 2; Python callers catch this one class.
+
+    Args:
+        field: where the wrong value stands, as the user wrote it (``method.name``, ``data.train``).
+        value: the wrong value.
+        expected: what would be right, as a clause that can follow a semicolon.
+    """
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        self.field = field
+        self.value = value
+        self.expected = expected
+        shown = repr(value)
+        if len(shown) > 200:
+            shown = shown[:197] + "..."
+        line = " ".join(f"{field}: {shown}; {expected}".split())
+        super().__init__(line)
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """The known names closest to a misspelt one, for the ``expected`` part of an error; all, sorted, if none is close."""
+    known = sorted(set(known))
+    close = get_close_matches(name, known, n=count, cutoff=0.4)
+    if not close:
+        close = known[: 2 * count]
+    return ", ".join(close)

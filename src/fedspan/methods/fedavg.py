@@ -1,0 +1,78 @@
+"""FedAvg: average the target layers' whole weights.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
+arXiv:1602.05629.
+
+    client i:  trains W_i from the global W
+    server:    W <- sum_i p_i W_i
+
+Exact by definition; the yardstick of bytes.
+
+Deviations: only the target modules (and the extras) train, as for the low-rank methods that it is compared with; target
+every layer for the original. W travels down in round 0 too: clients need not hold the same copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fedspan.core.factors import names, reply
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.parametrization import Dense
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FedAvg"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(RegisteredMethod):
+    """Average whole weights."""
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Communication-Efficient Learning of Deep Networks from Decentralized Data "
+        "(AISTATS 2017, arXiv:1602.05629)",
+        exact=True,
+        adapter=False,
+    )
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(
+            tensors={tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
+        )
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message(state.tensors)
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return Job(
+            parametrization={layer.name: Dense() for layer in self.spec.layers},
+            tensors=message.tensors,
+            trainable=(Group(names(self.spec, "W")),),
+        )
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.next(tensors=reduced.mean)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        whole = layer.out_features * layer.in_features
+        return Traffic(down=whole, up=whole)

@@ -1,0 +1,67 @@
+"""FedIT: FedAvg of LoRA's two factors.
+
+Zhang et al., "Towards Building the Federated GPT: Federated Instruction Tuning", ICASSP 2024, arXiv:2305.05644.
+
+    client i:  trains A_i, B_i from the global A, B
+    server:    A <- sum_i p_i A_i,   B <- sum_i p_i B_i
+
+Not exact: the mean of products is not the product of means,
+``sum_i p_i B_i A_i - B A = sum_i p_i (B_i - B)(A_i - A)``.
+
+Deviations: none of substance. The published code builds a new optimizer every round; that is the run's option
+``training.optimizer_state: reset`` (default).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fedspan.core.factors import a_factors, b_factors, lora_job, reply
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FedIT"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedIT(RegisteredMethod):
+    """Average A and B."""
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Towards Building the Federated GPT: Federated Instruction Tuning (ICASSP 2024, arXiv:2305.05644)",
+        exact=False,
+    )
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message(state.tensors)
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return lora_job(self, message.tensors, client, train=("A", "B"))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.next(tensors=reduced.mean)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        both = rank * (layer.out_features + layer.in_features)
+        return Traffic(down=both, up=both)

@@ -1,0 +1,70 @@
+"""FedSA-LoRA: share A, keep B on the client.
+
+Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025, arXiv:2410.01463.
+
+    client i:  trains A_i (from the global A) and its own B_i
+    server:    A <- sum_i p_i A_i
+
+Personal: B_i and, by default, the head stay on the client. The mean of A is the plain average; the clients' weights
+``B_i A`` differ, so there is no global model, and aggregation is not exact in the sense of ``sum p_i B_i A_i``.
+
+Deviations: a client that never took part has B = 0 (the paper does not say).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fedspan.core.factors import a_factors, b_factors, lora_job, names
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.tensors import select
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FedSALoRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedSALoRA(RegisteredMethod):
+    """Average A; every client keeps its B."""
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Selective Aggregation for Low-Rank Adaptation in Federated Learning (ICLR 2025, arXiv:2410.01463)",
+        exact=False,
+        personal=True,
+        extras="local",
+    )
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors=a_factors(self, self.r))
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message(state.tensors)
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        own = memory or b_factors(self.spec, self.r)
+        return lora_job(self, {**own, **message.tensors}, client, train=("A", "B"))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        shared = select(trained.tensors, names(self.spec, "A"))
+        return Message(shared), select(trained.tensors, names(self.spec, "B"))
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.next(tensors=reduced.mean)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        return Traffic(down=rank * layer.in_features, up=rank * layer.in_features)

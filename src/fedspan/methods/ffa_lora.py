@@ -1,0 +1,74 @@
+"""FFA-LoRA: freeze A, train and average B.
+
+Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024, arXiv:2403.12313.
+
+    A = A0 for everybody, for ever (drawn from the shared seed: it never travels)
+    client i:  trains B_i from the global B
+    server:    B <- sum_i p_i B_i
+
+Exact: ``sum_i p_i B_i A0 = B A0``.
+
+Deviations: the paper freezes the classification head; here the head follows the run's ``model.extras`` policy, which is
+``average`` unless the user says otherwise (a head that is random and frozen caps accuracy on a new label set).
+A0's distribution is an option: ``kaiming`` (published ports, default), ``gaussian`` (paper), ``orthonormal``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fedspan.core.factors import Init, a_factors, b_factors, lora_job, reply
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FFALoRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FFALoRA(RegisteredMethod):
+    """Average B under one frozen A.
+
+    Args:
+        init_A: distribution of the frozen A.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Improving LoRA in Privacy-preserving Federated Learning (ICLR 2024, arXiv:2403.12313)",
+        exact=True,
+    )
+
+    init_A: Init = "kaiming"
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors=b_factors(self.spec, self.r))
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message(state.tensors)
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        frozen = a_factors(self, self.r, init=self.init_A)
+        return lora_job(self, {**frozen, **message.tensors}, client, train=("B",))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.next(tensors=reduced.mean)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        return Traffic(down=rank * layer.out_features, up=rank * layer.out_features)

@@ -1,0 +1,88 @@
+"""FLoRA: stack the clients' factors, add the exact sum to the base, start every round with fresh factors.
+
+Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations",
+NeurIPS 2024, arXiv:2409.05976.
+
+    client i:  trains A_i, B_i of its own rank r_i from A_i random, B_i = 0
+    server:    W <- W + sum_i p_i s_i B_i A_i = W + [s_1 p_1 B_1, ...] [A_1; ...]     (rank sum_i r_i)
+
+Exact for any ranks and scalings: the weight p_i and the scaling s_i stand on one factor of each product.
+
+Deviations: the published code keeps s_i equal for all clients by its choice of alphas; here s_i p_i is folded into B_i,
+so that unequal scalings are exact too. A_i is drawn from (seed, round, client): clients need not share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fedspan.core.base import Increment
+from fedspan.core.factors import a_factors, b_factors, lora_job, reply
+from fedspan.core.lowrank import LowRank, concatenate
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FLoRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FLoRA(RegisteredMethod):
+    """Stack factors into the base; re-initialise."""
+
+    claims: ClassVar[Claims] = Claims(
+        paper="FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations "
+        "(NeurIPS 2024, arXiv:2409.05976)",
+        exact=True,
+        heterogeneous_ranks=True,
+        reduction="stack",
+        reinitialises=True,
+    )
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState()
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        held = None if client is None else client.held
+        return Message(scalars={"round": state.round}, base=state.base.since(held))
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        round, rank = int(message.scalars["round"]), self.rank(client)
+        fresh = a_factors(self, rank, round, "" if client is None else client.id)
+        return lora_job(self, {**fresh, **b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round)
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        deltas = {layer.name: self._stacked(layer.name, reduced) for layer in self.spec.layers}
+        base = state.base.add(Increment(state.round + 1, deltas))
+        return state.next(base=base, generation=state.generation + 1)
+
+    def _stacked(self, layer: str, reduced: Reduced) -> LowRank:
+        a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
+        return concatenate(
+            [
+                LowRank(item.tensors[b], item.tensors[a], item.weight * self.scaling(item.client))
+                for item in reduced.stack
+            ]
+        )
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        one = rank * (layer.out_features + layer.in_features)
+        return Traffic(down=min(clients * one, layer.out_features * layer.in_features) if round else 0, up=one)

@@ -1,0 +1,64 @@
+"""Local-only training: every client trains LoRA alone and nothing travels; the floor that a federation must beat.
+
+    client i:  trains A_i, B_i and its own head, from where it left off
+
+Deviations: none; it is a baseline, not a paper's method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fedspan.core.factors import a_factors, b_factors, lora_job
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["LocalOnly"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocalOnly(RegisteredMethod):
+    """No communication at all."""
+
+    claims: ClassVar[Claims] = Claims(
+        paper="baseline: each client alone",
+        exact=False,
+        personal=True,
+        heterogeneous_ranks=True,
+        extras="local",
+    )
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState()
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message()
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        rank = self.rank(client)
+        own = memory or {**a_factors(self, rank), **b_factors(self.spec, rank)}
+        return lora_job(self, own, client, train=("A", "B"))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return Message(), trained.tensors
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution()
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.next()
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        return Traffic(down=0, up=0)

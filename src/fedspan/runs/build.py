@@ -1,0 +1,223 @@
+"""From a config to the things that run: data, partition, model, method, federation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, TaskType
+
+from fedspan.config import RunConfig
+from fedspan.core.lowrank import LowRank
+from fedspan.core.method import Claims, RegisteredMethod, scaling_of
+from fedspan.core.values import Client
+from fedspan.data.loading import load
+from fedspan.data.partition import Partition, partition
+from fedspan.engines.evaluation import Evaluator
+from fedspan.engines.federation import Federation, Member
+from fedspan.engines.loop import LoopEngine
+from fedspan.errors import FedspanError, nearest
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.export import read_adapter
+from fedspan.models.loading import load_sequence_classifier
+from fedspan.models.targets import find_extras, find_targets
+from fedspan.tasks.classification import EncodedText, SequenceClassification
+from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
+
+__all__ = ["Prepared", "choose_device", "lora_config", "prepare", "with_extras"]
+
+_HEAD_NAMES = ("classifier", "score")  # what PEFT saves of a sequence classifier without being asked
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run, built and ready.
+
+    Args:
+        config: what it was built from.
+        labels: label names by index.
+        partition: who holds which training example.
+        task: the learning problem.
+        engine: with the model on its device.
+        federation: method, engine and clients.
+        evaluator: of the federation.
+        train: encoded examples that the partition divides.
+        test: encoded held-out examples, or None.
+        test_texts: their texts.
+        lora_config: PEFT's description of the target layers, for the export.
+        adopted: update of the adapter that the run starts from, by target layer.
+    """
+
+    config: RunConfig
+    labels: tuple[str, ...]
+    partition: Partition
+    task: SequenceClassification
+    engine: LoopEngine
+    federation: Federation
+    evaluator: Evaluator
+    train: EncodedText
+    test: EncodedText | None
+    test_texts: tuple[str, ...]
+    lora_config: LoraConfig
+    adopted: Mapping[str, LowRank]
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` (CUDA, then Apple's MPS, then the CPU) or the named device.
+
+    Raises:
+        FedspanError: if it is no device name, or this machine lacks it.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FedspanError(
+            "device", name, f"auto, cpu, cuda, cuda:N or mps, as this machine has them ({reason})"
+        ) from None
+    return device
+
+
+def lora_config(config: RunConfig, modules_to_save: list[str] | None = None) -> LoraConfig:
+    """PEFT's config with the run's target modules."""
+    model = config.model
+    return LoraConfig(
+        task_type=TaskType.SEQ_CLS,
+        base_model_name_or_path=model.name,
+        revision=model.revision,
+        target_modules=model.target_modules,
+        exclude_modules=model.exclude_modules,
+        layers_to_transform=model.layers_to_transform,
+        layers_pattern=model.layers_pattern,
+        modules_to_save=modules_to_save,
+    )
+
+
+def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
+    """Build a run.
+
+    Args:
+        config: the run's.
+        given: a partition to use again (of a run that is resumed) instead of drawing it.
+
+    Raises:
+        FedspanError: for anything in the config that does not fit the data or the model.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    data = load(config.data, seed=config.seed)
+    parts = given or partition(data.train, config.partition, config.seed)
+    if parts.examples != len(data.train):
+        raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples that the run was begun with")
+    loaded = load_sequence_classifier(
+        config.model.name,
+        data.labels,
+        revision=config.model.revision,
+        dtype=getattr(torch, config.model.dtype),
+        seed=config.seed,
+    )
+    model = loaded.model.to(device)
+    heads = [name for name in _HEAD_NAMES if hasattr(model, name)]
+    saved = list(dict.fromkeys([*heads, *config.model.modules_to_save, *_uncovered(loaded.new_modules, heads)]))
+    peft_config = lora_config(config, saved)
+    targets = find_targets(model, peft_config)
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    adapted = AdaptedModel(model, targets, find_extras(model, saved))
+    adopted: Mapping[str, LowRank] = {}
+    if config.model.adapter is not None:
+        start = read_adapter(config.model.adapter, {layer.name: layer.shape for layer in adapted.spec.layers})
+        foreign = sorted(set(start.extras) - set(adapted.extras))
+        if foreign:
+            raise FedspanError("model.adapter", foreign[0], "saved modules that are the run's model.modules_to_save")
+        adapted.adopt(start.factors, start.extras)
+        adopted = start.factors
+    task = SequenceClassification(loaded.tokenizer, data.labels, _max_length(config, loaded.tokenizer, model))
+    method = config.build_method(adapted.spec)
+    engine = LoopEngine(adapted, task, config.training_settings(), config.seed)
+    train = task.encode(data.train)
+    federation = Federation(
+        with_extras(config, method), engine, _members(config, method, parts), train, config.round_settings()
+    )
+    return Prepared(
+        config=config,
+        labels=data.labels,
+        partition=parts,
+        task=task,
+        engine=engine,
+        federation=federation,
+        evaluator=Evaluator(federation, config.evaluation.batch_size),
+        train=train,
+        test=None if data.test is None else task.encode(data.test),
+        test_texts=() if data.test is None else tuple(data.test["text"]),
+        lora_config=peft_config,
+        adopted=adopted,
+    )
+
+
+def with_extras(config: RunConfig, method: RegisteredMethod) -> WithExtras:
+    """The method with the run's policy for the extras, or its own where the run names none."""
+    policy: ExtrasPolicy = config.model.extras or method.claims.extras
+    return WithExtras(inner=method, policy=policy, lr_scale=config.model.extras_lr_scale)
+
+
+def _uncovered(new_modules: tuple[str, ...], heads: list[str]) -> list[str]:
+    """Modules with new weights outside the head (a pooler): an adapter without them would not bring the model back."""
+    return [path for path in new_modules if path.split(".")[0] not in heads]
+
+
+def _max_length(config: RunConfig, tokenizer: object, model: object) -> int:
+    limits = [
+        config.model.max_length,
+        getattr(tokenizer, "model_max_length", config.model.max_length),
+        getattr(getattr(model, "config", None), "max_position_embeddings", config.model.max_length),
+    ]
+    return int(min(limits))
+
+
+def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> list[Member]:
+    ranks = _ranks(config, method.claims, method, parts)
+    members: list[Member] = []
+    for part in parts.clients:
+        rank = ranks.get(part.id, method.r)
+        client = Client(
+            id=part.id,
+            rank=rank,
+            scaling=scaling_of(method.lora_alpha, rank, method.use_rslora),
+            examples=len(part.train),
+            weight=1.0 if config.federation.weights == "uniform" else float(len(part.train)),
+        )
+        members.append(Member(client, part.train, part.validation, part.test))
+    cohort = config.federation.clients_per_round
+    if cohort is not None and cohort > len(members):
+        raise FedspanError("federation.clients_per_round", cohort, f"at most the {len(members)} clients there are")
+    return members
+
+
+def _ranks(config: RunConfig, claims: Claims, method: RegisteredMethod, parts: Partition) -> dict[str, int]:
+    wanted = config.federation.ranks
+    if wanted is None:
+        return {}
+    ids = [part.id for part in parts.clients]
+    if isinstance(wanted, list):
+        wanted = {id: wanted[index % len(wanted)] for index, id in enumerate(ids)} if wanted else {}
+    for id, rank in wanted.items():
+        if id not in ids:
+            raise FedspanError(f"federation.ranks.{id}", rank, f"no such client; the nearest are {nearest(id, ids)}")
+        smallest = min(min(layer.shape) for layer in method.spec.layers)
+        if not 1 <= rank <= smallest:
+            raise FedspanError(
+                f"federation.ranks.{id}", rank, f"a rank from 1 to {smallest}, the smallest layer's side"
+            )
+        if rank != method.r and not claims.heterogeneous_ranks:
+            raise FedspanError(
+                f"federation.ranks.{id}", rank, f"{config.method.name} needs one rank for all clients, {method.r}"
+            )
+    return wanted

@@ -1,0 +1,62 @@
+"""What a run ran on: enough to tell why two runs of one configuration differ."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import fedspan
+from fedspan.runs.folder import RunFolder
+
+__all__ = ["record_environment"]
+
+_PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)  # from the metadata: importing transformers takes seconds
+    except PackageNotFoundError:
+        return None
+
+
+def _environment(seed: int, command: Sequence[str]) -> dict[str, object]:
+    return {
+        "fedspan": fedspan.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{package: _version(package) for package in _PACKAGES},
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+        "command": list(command),
+    }
+
+
+def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> dict[str, tuple[object, object]]:
+    """Write environment.json, or compare with the one that the run was begun in.
+
+    Args:
+        folder: the run, created or resumed.
+        seed: of the run.
+        command: the command line.
+
+    Returns:
+        ``{name: (then, now)}`` of what differs from the run's beginning (the command aside): after a resume under other
+        versions or threads, the same bits can no longer be expected. Empty for a new run.
+
+    Raises:
+        FedspanError: if the file cannot be written, or is there and cannot be read.
+    """
+    now = _environment(seed, command)
+    if not folder.environment.exists():
+        folder.write_json(folder.environment, now)
+        return {}
+    recorded = folder.read_json(folder.environment)
+    then = recorded if isinstance(recorded, dict) else {}
+    return {name: (then.get(name), now[name]) for name in now if name != "command" and then.get(name) != now[name]}

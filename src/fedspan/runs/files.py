@@ -1,0 +1,162 @@
+"""Files that are either whole or absent, whatever stops the process: the primitives under the run folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fedspan.errors import FedspanError
+
+__all__ = [
+    "disk_errors",
+    "from_json",
+    "fsync_folder",
+    "read_bytes",
+    "remove",
+    "sweep",
+    "temporary",
+    "to_json",
+    "write_all",
+    "write_atomic",
+    "write_file",
+]
+
+_TEMPORARY = re.compile(r".+\.tmp-\d+$")
+_FULL = {errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC}
+
+
+@contextmanager
+def disk_errors(folder: Path, cure: str = "") -> Generator[None, None, None]:
+    """Turn what the file system refuses inside the block into an error that says where the run stands.
+
+    Args:
+        folder: the run's folder, to be named.
+        cure: what to do about it; by default, put it right and resume.
+
+    Raises:
+        FedspanError: for any ``OSError``; a full disk is called that.
+    """
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in _FULL
+        why = "the disk is full" if full else f"{error.strerror or error} ({error.filename or 'on writing'})"
+        remedy = "free some space" if full else "put that right"
+        cure = cure or f"the last finished round is intact: {remedy}, then go on with --resume"
+        raise FedspanError("run folder", str(folder), f"{why}; {cure}") from error
+
+
+def temporary(path: Path) -> Path:
+    """The name under which something is written before it is renamed to ``path``: in one folder, so on one disk."""
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder with all that is in it; nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed processes left half-written in a folder. Call it only with the run's lock held."""
+    if folder.is_dir():
+        for entry in folder.iterdir():
+            if _TEMPORARY.match(entry.name):
+                remove(entry)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames and new names in a folder survive a power cut."""
+    if os.name == "nt":  # Windows cannot open a folder, and orders its own renames
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all bytes; a single ``os.write`` may take only some of them (2 GiB at most on Linux)."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write or replace a file so that at every moment it holds either all of the old or all of the new."""
+    partial = temporary(path)
+    try:
+        write_file(partial, data)
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to report
+            remove(partial)
+        raise
+    fsync_folder(path.parent)
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        FedspanError: if it is missing or cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FedspanError(str(path), error.strerror or str(error), "a readable file is expected here") from error
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Strict JSON on one line (or indented).
+
+    JSON has no NaN and no infinities: they become null, which pandas reads as NaN. A string in their place could also
+    be somebody's client id.
+
+    Raises:
+        TypeError: for a value that JSON has no form for, such as a tensor.
+    """
+    return json.dumps(_plain(value), allow_nan=False, indent=indent)
+
+
+def from_json(data: bytes) -> object:
+    """The value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: if it is not that.
+    """
+    try:
+        return json.loads(data.decode())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error

@@ -1,0 +1,171 @@
+"""The run folder: one folder that holds everything of a run, owned by one process at a time.
+
+::
+
+    config.yaml          the configuration, as the user wrote it; its presence makes the folder a run
+    environment.json     versions, machine, seed, command
+    partition.json       which examples each client holds
+    metrics.jsonl        one line per evaluation
+    ledger.jsonl         one line per message
+    checkpoints/         round-00005/ ...: the last rounds, and the best
+    best/                the best round's checkpoint
+    adapter/             the exported adapter
+    report.json          the summary, once the run is finished
+    run.lock             held while a process works on the run; names it
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from filelock import FileLock, SoftFileLock, Timeout
+
+from fedspan.errors import FedspanError
+from fedspan.runs.files import disk_errors, from_json, read_bytes, sweep, to_json, write_atomic
+
+__all__ = ["RunFolder"]
+
+
+class RunFolder:
+    """The paths of a run, and reading its small files. To write, ``create`` or ``resume`` it: that takes the lock.
+
+    A folder that was created or resumed is a context manager; leaving it gives the lock back.
+
+    Args:
+        path: the folder. Nothing is checked or made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.json"
+        self.partition = self.path / "partition.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.best = self.path / "best"
+        self.adapter = self.path / "adapter"
+        self.report = self.path / "report.json"
+        self.lock = self.path / "run.lock"
+        # Not per thread: whoever made the folder may close it from another one.
+        self._lock = FileLock(self.lock, thread_local=False)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], config: str) -> Self:
+        """Make the folder of a new run, take its lock and write its configuration.
+
+        Args:
+            path: an empty folder, or one that does not exist.
+            config: the text of config.yaml.
+
+        Raises:
+            FedspanError: if there is anything in the folder, if another process uses it, or if it cannot be written.
+        """
+        run = cls(path)
+        with disk_errors(run.path, "choose another folder"):
+            run._require_empty()  # before the lock, so that no foreign folder gets a file of ours
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._acquire()
+        try:
+            with disk_errors(run.path, "choose another folder"):
+                run._require_empty()  # again: another process may have been quicker
+                sweep(run.path)
+                write_atomic(run.config, config.encode())
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def resume(cls, path: str | os.PathLike[str]) -> Self:
+        """Take the lock of a run that was begun; ``checkpoint.resume`` then brings its files in order.
+
+        Raises:
+            FedspanError: if the folder holds no run, if another process uses it, or if it cannot be written.
+        """
+        run = cls(path)
+        with disk_errors(run.path):
+            if not run.config.is_file():
+                raise FedspanError(
+                    "run folder", str(run.path), "no run was begun here; leave --resume out to start one"
+                )
+            run._acquire()
+        return run
+
+    def _require_empty(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise FedspanError("run folder", str(self.path), "a file has that name; choose another")
+        if self.config.exists():
+            raise FedspanError("run folder", str(self.path), "it holds a run; choose another or use --resume")
+        entries = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
+        # A process that was killed while it made the folder leaves these: no reason to refuse it.
+        ours = (self.lock.name, f"{self.config.name}.tmp-")
+        if others := [name for name in entries if not name.startswith(ours)]:
+            raise FedspanError("run folder", str(self.path), f"it holds other things ({others[0]}); choose another")
+
+    def _acquire(self) -> None:
+        holder = self._holder()  # read first: older filelocks empty the file when they try
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise FedspanError(
+                "run folder", str(self.path), f"{holder} works on this run; wait until it is finished or stop it"
+            ) from None
+        # A soft lock (on disks without real ones) names its process itself. Elsewhere the name is a courtesy to whoever
+        # is refused, so a disk that will not take it is no reason to stop.
+        if not isinstance(self._lock, SoftFileLock):
+            with suppress(OSError):
+                self.lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
+
+    def _holder(self) -> str:
+        try:
+            pid, host = self.lock.read_text().split("\n")[:2]
+            int(pid)
+        except (OSError, ValueError):
+            return "another process"
+        return f"process {pid}" if host == socket.gethostname() else f"process {pid} on {host}"
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def config_text(self) -> str:
+        """The text of config.yaml.
+
+        Raises:
+            FedspanError: if it is missing or not UTF-8.
+        """
+        try:
+            return read_bytes(self.config).decode()
+        except UnicodeDecodeError as error:
+            raise FedspanError(str(self.config), str(error), "text in UTF-8 is expected here") from error
+
+    def write_json(self, path: Path, value: object) -> None:
+        """Write one of the run's JSON files (``run.partition``, ``run.report``) in one piece.
+
+        Raises:
+            FedspanError: if the disk is full or refuses.
+        """
+        with disk_errors(self.path):
+            write_atomic(path, (to_json(value, indent=2) + "\n").encode())
+
+    def read_json(self, path: Path) -> object:
+        """The value in one of the run's JSON files.
+
+        Raises:
+            FedspanError: if it is missing or not JSON.
+        """
+        try:
+            return from_json(read_bytes(path))
+        except ValueError as error:
+            raise FedspanError(str(path), str(error), "JSON is expected here") from error

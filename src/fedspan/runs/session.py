@@ -1,0 +1,269 @@
+"""A run from its first round to its report, checkpointed after every round, with what it shows on the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.data.partition import Partition
+from fedspan.engines.federation import Progress, RoundResult
+from fedspan.errors import FedspanError
+from fedspan.models.export import export_adapter, job_extras, layer_updates
+from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.baselines import train_baseline
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.environment import record_environment
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.ledger import JsonLines, Ledger
+from fedspan.runs.listener import Listener
+from fedspan.runs.scores import client_summary, final_scores
+
+__all__ = ["RunReport", "run", "write_adapters"]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The summary of a finished run; ``report.json`` holds the same.
+
+    Args:
+        method: registry key.
+        rounds: played.
+        best_round: with the best validation score (the last one if there is no validation part).
+        scores: of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
+            ``clients`` (own test parts: mean, worst).
+        by_client: the best round's metrics on each client's own test part.
+        bytes: serialized, ``down`` and ``up``.
+        seconds: wall-clock time of the rounds.
+        baselines: scores of local-only and centralised training, where asked for.
+        adapters: folders of the exported adapters, by client id, or under ``global``.
+        examples: predictions on a few held-out texts.
+    """
+
+    method: str
+    rounds: int
+    best_round: int
+    scores: Mapping[str, Any]
+    by_client: Mapping[str, Mapping[str, float]]
+    bytes: Mapping[str, int]
+    seconds: float
+    baselines: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    examples: tuple[Mapping[str, str], ...] = ()
+
+
+def run(
+    config: RunConfig | None,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    listener: Listener | None = None,
+    command: tuple[str, ...] = (),
+) -> RunReport:
+    """Play all rounds, export the best round's adapters and write the report.
+
+    Args:
+        config: of a new run; None with ``resume``, which reads the folder's.
+        folder: empty or missing for a new run; a run's for ``resume``.
+        resume: go on after the last committed round.
+        listener: told what happens.
+        command: the command line, for environment.json.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    listener = listener or Listener()
+    command = command or tuple(sys.argv)
+    if resume:
+        with RunFolder.resume(folder) as place:
+            stored = parse_config(yaml.safe_load(place.config_text()))
+            record_environment(place, stored.seed, command)
+            return _play(place, stored, listener, resumed=True)
+    if config is None:
+        raise FedspanError("config", None, "needed for a new run")
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    prepared = prepare(config)  # before the folder is made: a mistake in the config leaves nothing behind
+    with RunFolder.create(folder, text) as place:
+        record_environment(place, config.seed, command)
+        return _play(place, config, listener, resumed=False, prepared=prepared)
+
+
+def _play(
+    place: RunFolder, config: RunConfig, listener: Listener, *, resumed: bool, prepared: Prepared | None = None
+) -> RunReport:
+    kept = checkpoints.resume(place)
+    if prepared is None:
+        given = Partition.from_json(place.partition.read_text(encoding="utf-8")) if place.partition.exists() else None
+        prepared = prepare(config, given)
+    if not place.partition.exists():
+        place.write_json(place.partition, json.loads(prepared.partition.to_json()))
+    with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
+        session = _Session(place, prepared, listener, metrics, ledger)
+        return session.finish(session.play(kept, resumed))
+
+
+class _Session:
+    """The state of one process's work on a run."""
+
+    def __init__(
+        self, place: RunFolder, prepared: Prepared, listener: Listener, metrics: JsonLines, ledger: Ledger
+    ) -> None:
+        self.place, self.prepared, self.listener = place, prepared, listener
+        self.metrics, self.ledger = metrics, ledger
+        self.seconds = 0.0
+        self.best: tuple[int, float] | None = None
+
+    def play(self, kept: Checkpoint | None, resumed: bool) -> Progress:
+        """All rounds that are still to be played."""
+        federation = self.prepared.federation
+        if kept is None:
+            progress = federation.begin()
+        else:
+            progress = Progress(kept.state, kept.memories, _held(kept), kept.optimizer_states)
+            self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
+        self.listener.started(self.prepared, progress.state.round, resumed)
+        while progress.state.round < federation.settings.rounds:
+            began, number = time.monotonic(), progress.state.round + 1
+
+            def told(client: str, loss: float, number: int = number) -> None:
+                self.listener.client_finished(number, client, loss)
+
+            result = federation.play(progress, told)
+            progress = result.progress
+            row = self._row(result)
+            self.seconds += time.monotonic() - began
+            self._commit(result, {**row, "seconds": self.seconds})
+        return progress
+
+    def _row(self, result: RoundResult) -> dict[str, Any]:
+        """The round's line of metrics, and whether it is the best so far."""
+        prepared, progress = self.prepared, result.progress
+        number = progress.state.round
+        row: dict[str, Any] = {
+            "round": number,
+            "loss": result.loss,
+            "lr": result.lr,
+            "cohort": list(result.cohort),
+        }
+        every, last = prepared.config.evaluation.every, prepared.federation.settings.rounds
+        if number % every and number != last:
+            return row
+        validation, own = prepared.evaluator.clients(progress)
+        if validation is not None:
+            row["validation"] = dict(validation.pooled)
+        if own is not None:
+            row["clients"] = client_summary(own)
+        if prepared.test is not None and not prepared.federation.method.declared().personal:
+            row["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
+        # Without validation parts the last evaluated round counts as the best.
+        score = number if validation is None else validation.pooled["accuracy"]
+        if self.best is None or score > self.best[1]:
+            self.best = (number, float(score))
+        return row
+
+    def _commit(self, result: RoundResult, row: dict[str, Any]) -> None:
+        """Logs first, then the checkpoint that says how long they are: a kill in between costs this round only."""
+        progress = result.progress
+        number = progress.state.round
+        for transfer in result.transfers:
+            self.ledger.record(number, transfer.client, transfer.direction, transfer.bytes, transfer.payload)
+        totals = self.ledger.totals
+        row["bytes"] = {"down": totals.run("down").bytes, "up": totals.run("up").bytes}
+        self.metrics.append(row)
+        positions = {self.place.metrics.name: self.metrics.commit(), self.place.ledger.name: self.ledger.commit()}
+        checkpoints.save(
+            self.place,
+            Checkpoint(
+                state=progress.state,
+                memories=progress.memories,
+                held=progress.held,
+                optimizer_states=progress.optimizers,
+                best=self.best,
+                positions=positions,
+                extra={"seconds": self.seconds},
+            ),
+        )
+        checkpoints.prune(self.place)
+        self.listener.round_finished(row)
+
+    def finish(self, progress: Progress) -> RunReport:
+        """Evaluate the best round, export its adapters, train the baselines, write the report."""
+        prepared, place = self.prepared, self.place
+        best_round = progress.state.round
+        if self.best is not None and self.best[0] != progress.state.round:
+            kept = checkpoints.load(place.best)
+            best_round, progress = self.best[0], Progress(kept.state, kept.memories, _held(kept), kept.optimizer_states)
+        scores, by_client = final_scores(prepared, progress)
+        adapters = write_adapters(prepared, progress, place)
+        examples = _predictions(prepared, progress)
+        totals = self.ledger.totals
+        report = RunReport(
+            method=prepared.config.method.name,
+            rounds=prepared.federation.settings.rounds,
+            best_round=best_round,
+            scores=scores,
+            by_client=by_client,
+            bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},
+            seconds=self.seconds,
+            baselines={name: train_baseline(prepared, name, self.listener) for name in prepared.config.baselines},
+            adapters={id: str(path.relative_to(place.path)) for id, path in adapters.items()},
+            examples=examples,
+        )
+        place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
+        return report
+
+
+def _held(kept: Checkpoint) -> dict[str, int]:
+    return {id: round for id, round in kept.held.items() if round is not None}
+
+
+def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:
+    """Predictions on a few held-out texts, spread over the set, by the first model."""
+    if prepared.test is None:
+        return ()
+    indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
+    _, job = prepared.evaluator.models(progress)[0]
+    logits = prepared.engine.predict(job, prepared.test, indices, prepared.config.evaluation.batch_size)
+    return tuple(
+        {
+            "text": prepared.test_texts[index],
+            "label": prepared.labels[int(prepared.test.labels[index])],
+            "prediction": prepared.labels[int(row.argmax())],
+        }
+        for index, row in zip(indices.tolist(), logits, strict=True)
+    )
+
+
+def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> dict[str, Path]:
+    """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
+
+    Returns:
+        Folders by client id, or under ``global``.
+    """
+    adapted = prepared.engine.adapted
+    personal = prepared.federation.method.declared().personal
+    folders: dict[str, Path] = {}
+    for ids, job in prepared.evaluator.models(progress):
+        key = ids[0] if personal else "global"
+        folder = place.adapter / key if personal else place.adapter
+        updates = layer_updates(job, progress.state.base, adapted, prepared.adopted)
+        notes = {
+            "labels": list(prepared.labels),
+            "max_length": prepared.task.max_length,
+            "method": prepared.config.method.name,
+            "round": progress.state.round,
+            "base_model": prepared.config.model.name,
+            "client": ids[0] if personal else None,
+        }
+        export_adapter(folder, updates, job_extras(job, adapted, adapted.extras), prepared.lora_config, notes)
+        folders[key] = folder
+    return folders

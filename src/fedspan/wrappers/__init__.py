@@ -1,0 +1,1 @@
+"""Methods around methods."""

@@ -1,0 +1,91 @@
+"""What trains beside the target layers (head, norms, ``modules_to_save``), the same way around every method.
+
+``average``: the extras travel both ways each round and are averaged with the replies' weights.
+``local``: every client trains its own; the server's initial values reach it once.
+``frozen``: nobody trains them; the server's initial values reach every client once, so a random head is the same random
+head everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+from fedspan.core.method import Memory
+from fedspan.core.tensors import Tensors, extra_name, is_extra, split_extras
+from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Trained, Weights
+from fedspan.wrappers.wrapper import Wrapper
+
+__all__ = ["ExtrasPolicy", "WithExtras"]
+
+ExtrasPolicy = Literal["average", "local", "frozen"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WithExtras(Wrapper):
+    """Adds the extras of ``spec.extras`` to a method.
+
+    Args:
+        policy: ``average``, ``local`` or ``frozen``.
+        lr_scale: multiplier on the learning rate of the extras.
+    """
+
+    policy: ExtrasPolicy
+    lr_scale: float = 1.0
+
+    def init(self, weights: Weights) -> ServerState:
+        state = self.inner.init(weights)
+        extras = {extra_name(parameter): weights.extra(parameter) for parameter in self.spec.extras}
+        return replace(state, tensors={**state.tensors, **extras})
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        inner, extras = split_extras(state.tensors)
+        message = self.inner.sync(replace(state, tensors=inner), client)
+        first = client is None or client.held is None
+        if self.policy != "average" and not first:
+            return message
+        return replace(message, tensors={**message.tensors, **extras})
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        inner, extras = split_extras(message.tensors)
+        own, kept = split_extras(memory)
+        job = self.inner.start(replace(message, tensors=inner), client, own)
+        # Where extras are kept on the client, its own values win over the server's initial ones.
+        return self._with(job, extras if self.policy == "average" else {**extras, **kept})
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        inner_tensors, extras = split_extras(trained.tensors)
+        own, _ = split_extras(memory)
+        inner_job = replace(job, tensors=split_extras(job.tensors)[0], trainable=_without_extras(job.trainable))
+        result, own = self.inner.finish(inner_job, replace(trained, tensors=inner_tensors), client, own)
+        kept = {} if self.policy == "average" else extras
+        if isinstance(result, Job):
+            return self._with(result, extras), {**own, **split_extras(memory)[1]}
+        if self.policy == "average":
+            result = replace(result, tensors={**result.tensors, **extras})
+        return result, {**own, **kept}
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        inner, extras = split_extras(message.tensors)
+        contribution = self.inner.contribute(replace(message, tensors=inner), client)
+        return replace(contribution, sum={**contribution.sum, **extras})
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        inner_tensors, extras = split_extras(state.tensors)
+        inner_mean, extras_mean = split_extras(reduced.mean)
+        after = self.inner.update(replace(state, tensors=inner_tensors), replace(reduced, mean=inner_mean))
+        return replace(after, tensors={**after.tensors, **extras, **extras_mean})
+
+    def _with(self, job: Job, extras: Tensors) -> Job:
+        if not extras:
+            return job
+        groups = job.trainable
+        if self.policy != "frozen":
+            groups = (*groups, Group(tuple(extras), lr_scale=self.lr_scale))
+        return replace(job, tensors={**job.tensors, **extras}, trainable=groups)
+
+
+def _without_extras(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    stripped = [replace(group, names=tuple(name for name in group.names if not is_extra(name))) for group in groups]
+    return tuple(group for group in stripped if group.names)

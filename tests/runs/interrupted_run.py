@@ -1,0 +1,74 @@
+"""A run of nothing but bookkeeping, the same whenever it is stopped and resumed; and a process to be killed in it.
+
+As a script: reads ``<folder> <last round>`` from each line of stdin, forks a process that runs it, prints its id, and
+once it is gone how it ended. Forking spares every kill the seconds that importing torch takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from fedspan.core.values import OptimizerState, ServerState
+from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.ledger import JsonLines, Ledger
+
+
+def state_of(round: int) -> ServerState:
+    """The server state after a round."""
+    return ServerState(round, {"l/A": torch.full((50,), float(round))}, scalars={"rounds": round})
+
+
+def begin(path: Path) -> RunFolder:
+    """Open a run, whether it was begun before or not."""
+    return RunFolder.resume(path) if (path / "config.yaml").exists() else RunFolder.create(path, "seed: 1\n")
+
+
+def go_on(run: RunFolder, stop: int) -> None:
+    """From wherever the run stands up to a round."""
+    checkpoint = resume(run)
+    start, best = (checkpoint.state.round, checkpoint.best) if checkpoint else (0, None)
+    with JsonLines(run.metrics) as metrics, Ledger(run.ledger) as ledger:
+        for round in range(start + 1, stop + 1):
+            for client in ("a", "b"):
+                ledger.record(round, client, "down", 100 + round, 80)
+                ledger.record(round, client, "up", 50 + round, 40)
+            score = round % 4 + round / 100
+            metrics.append({"round": round, "score": score, "bytes": ledger.totals.run("up").bytes})
+            if best is None or score > best[1]:
+                best = round, score
+            moments = OptimizerState({"exp_avg": {"l/A": torch.ones(3) * round}}, {"l/A": round})
+            positions = {run.metrics.name: metrics.commit(), run.ledger.name: ledger.commit()}
+            memories = {"a": {"l/B": torch.arange(4) * round}}
+            kept = {"b": (moments, 0)}
+            save(run, Checkpoint(state_of(round), memories, {"a": round, "b": None}, kept, best, positions))
+            prune(run)
+
+
+def main() -> None:
+    """Serve as the script."""
+    torch.set_num_threads(1)
+    # A killed process loses nothing that it wrote, flushed or not; so spend the time on being killed elsewhere.
+    os.fsync = lambda fd: None
+    for line in sys.stdin:
+        path, stop = line.rsplit(maxsplit=1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with begin(Path(path)) as run:
+                    go_on(run, int(stop))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Checkpoints: round trips of everything in them, every damaged byte noticed, the right ones kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.lowrank import LowRank
+from fedspan.core.values import OptimizerState, ServerState
+from fedspan.errors import FedspanError
+from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.folder import RunFolder
+
+IDS = st.text(max_size=6) | st.sampled_from(["../../etc/passwd", "a/b", "", "станция 3", "\udc80", "__metadata__"])
+SLOTS = st.dictionaries(
+    st.sampled_from(["l/A", "l/B", "extras/head.weight", "x"]), st.integers(-9, 9).map(torch.tensor)
+)
+SCALARS = st.dictionaries(IDS, st.booleans() | st.integers() | st.floats() | st.text(max_size=3), max_size=3)
+CHECKPOINTS = st.builds(
+    Checkpoint,
+    st.builds(ServerState, st.integers(0, 10**6), SLOTS, scalars=SCALARS),
+    st.dictionaries(IDS, SLOTS, max_size=3),
+    st.dictionaries(IDS, st.none() | st.integers(0, 9), max_size=3),
+    st.dictionaries(
+        IDS,
+        st.tuples(
+            st.builds(
+                OptimizerState,
+                st.dictionaries(st.sampled_from(["exp_avg", "exp_avg_sq"]), SLOTS),
+                st.dictionaries(st.sampled_from(["l/A", "l/B"]), st.integers(0, 99)),
+            ),
+            st.integers(0, 5),
+        ),
+        max_size=3,
+    ),
+    st.none() | st.tuples(st.integers(0, 9), st.floats()),
+    st.dictionaries(st.sampled_from(["metrics.jsonl", "ledger.jsonl"]), st.integers(0, 10**12)),
+    SCALARS,
+)
+
+
+def plain(value: object) -> object:
+    """Nested plain data with types, tensors and floats exactly."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value).__name__, plain(vars(value))
+    return type(value).__name__, value.hex() if isinstance(value, float) else value
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here depends on it, and it takes the time
+    return RunFolder(tmp_path)
+
+
+def checkpoint_of(round: int, best: tuple[int, float] | None = None) -> Checkpoint:
+    return Checkpoint(
+        ServerState(round, {"l/A": torch.full((3,), float(round))}), {"a": {"l/B": torch.ones(2)}}, best=best
+    )
+
+
+def rounds_of(run: RunFolder) -> list[str]:
+    return sorted(folder.name for folder in run.checkpoints.iterdir())
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CHECKPOINTS)
+def test_everything_comes_back(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> None:
+    run = RunFolder(tmp_path_factory.mktemp("run"))
+    folder = save(run, checkpoint)
+    assert plain(load(folder)) == plain(checkpoint)
+    assert plain(latest(run)) == plain(checkpoint)
+
+
+def test_dtypes_base_and_order_come_back(run: RunFolder) -> None:
+    pair = LowRank(torch.randn(4, 2), torch.randn(2, 4), 0.5)
+    base = BaseUpdate().add(Increment(1, {"z": pair, "a": torch.randn(4, 4)})).add(Increment(2, {"z": pair}, 0.9))
+    tensors = {
+        "z/A": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "a/A": torch.empty(0),
+        "b": torch.tensor(True),
+    }
+    checkpoint = Checkpoint(ServerState(2, tensors, base, {"m": torch.tensor(7, dtype=torch.int64)}, {"c": 1.0}, 3))
+    save(run, checkpoint)
+    back = latest(run)
+    assert back is not None
+    assert plain(back) == plain(checkpoint)
+    assert list(back.state.tensors) == ["z/A", "a/A", "b"]
+    assert list(back.state.base.total) == ["z", "a"]
+
+
+def test_a_tensor_that_clients_share_is_stored_once(run: RunFolder) -> None:
+    shared = torch.ones(10_000)
+    folder = save(run, Checkpoint(ServerState(1), {str(i): {"l/B": shared} for i in range(10)}))
+    assert (folder / "clients.safetensors").stat().st_size < 1.2 * shared.nbytes
+    assert plain(load(folder).memories["7"]["l/B"]) == plain(shared)
+
+
+def test_no_checkpoint_yet(run: RunFolder) -> None:
+    assert latest(run) is None
+    prune(run)
+
+
+def test_the_newest_by_number(run: RunFolder) -> None:
+    for round in (99_999, 100_000, 2):
+        save(run, checkpoint_of(round))
+    (run.checkpoints / "round-200000.tmp-1").mkdir()
+    (run.checkpoints / "notes").mkdir()
+    found = latest(run)
+    assert found is not None
+    assert found.state.round == 100_000
+
+
+def test_a_round_is_saved_once(run: RunFolder) -> None:
+    save(run, checkpoint_of(1))
+    with pytest.raises(ValueError, match="has a checkpoint already"):
+        save(run, checkpoint_of(1))
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "clients.safetensors", "checkpoint.json"])
+def test_every_damaged_byte_is_noticed(run: RunFolder, name: str) -> None:
+    save(run, checkpoint_of(4))
+    folder = save(run, checkpoint_of(5, best=(4, 0.5)))
+    whole = (folder / name).read_bytes()
+    for position in {*range(0, len(whole), 3), len(whole) - 1}:
+        for bit in (1, 128):
+            damaged = bytearray(whole)
+            damaged[position] ^= bit
+            (folder / name).write_bytes(damaged)
+            with pytest.raises(FedspanError) as caught:
+                load(folder)
+            assert name in str(caught.value)
+    (folder / name).write_bytes(whole)
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "clients.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["cut", "longer", "empty", "missing", "folder"])
+def test_a_damaged_file_is_named_with_the_way_on(run: RunFolder, name: str, damage: str) -> None:
+    for round in (3, 4, 5):
+        folder = save(run, checkpoint_of(round))
+    file = folder / name
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "folder":
+        file.mkdir()
+    elif damage != "missing":
+        file.write_bytes({"cut": data[:-1], "longer": data + b"\n", "empty": b""}[damage])
+    (run.checkpoints / "round-00004" / "state.safetensors").write_bytes(b"damaged too")
+    with pytest.raises(FedspanError) as caught:
+        latest(run)
+    message = str(caught.value)
+    assert message.startswith(str(file))
+    assert f"round 3 is intact: delete {folder} " in message
+    assert rounds_of(run) == ["round-00003", "round-00004", "round-00005"]
+
+
+def test_nothing_intact_says_so(run: RunFolder) -> None:
+    (save(run, checkpoint_of(1)) / "state.safetensors").write_bytes(b"")
+    with pytest.raises(FedspanError, match="no older checkpoint is intact"):
+        latest(run)
+
+
+def test_going_on_from_an_older_one(run: RunFolder) -> None:
+    save(run, checkpoint_of(1, best=(1, 0.1)))
+    folder = save(run, checkpoint_of(2, best=(2, 0.2)))
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    found = resume(run)
+    assert found is not None
+    assert found.best == (1, 0.1)
+    assert load(run.best).state.round == 1, "best/ goes back as well"
+    save(run, checkpoint_of(2, best=(2, 0.2)))
+    assert load(run.best).state.round == 2
+
+
+def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedspan.runs.packing.FORMAT", 2)
+    save(run, checkpoint_of(1))
+    monkeypatch.undo()
+    with pytest.raises(FedspanError, match="reads format 1"):
+        latest(run)
+
+
+def test_wire_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedspan.engines.wire.FORMAT", 2)
+    save(run, checkpoint_of(1))
+    monkeypatch.undo()
+    with pytest.raises(FedspanError, match="format 2"):
+        latest(run)
+
+
+def test_pruning_keeps_the_last_and_the_best(run: RunFolder) -> None:
+    for round in range(1, 8):
+        save(run, checkpoint_of(round, best=(min(round, 3), 0.5)))
+        prune(run)
+    assert rounds_of(run) == ["round-00003", "round-00006", "round-00007"]
+    assert load(run.best).state.round == 3
+    prune(run, keep=1)
+    assert rounds_of(run) == ["round-00003", "round-00007"]
+    with pytest.raises(ValueError, match="at least 1"):
+        prune(run, keep=0)
+
+
+def test_best_is_linked_where_the_disk_has_links_and_copied_elsewhere(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(run, checkpoint_of(1, best=(1, 0.5)))
+    assert (run.best / "state.safetensors").samefile(folder / "state.safetensors")
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    folder = save(run, checkpoint_of(2, best=(2, 0.6)))
+    assert not (run.best / "state.safetensors").samefile(folder / "state.safetensors")
+    assert load(run.best).state.round == 2
+    save(run, replace(checkpoint_of(3), best=None))
+    assert not run.best.exists()
+
+
+def test_what_cannot_be_stored_leaves_nothing(run: RunFolder) -> None:
+    save(run, checkpoint_of(1))
+    with pytest.raises(ValueError, match="'x'"):
+        save(run, Checkpoint(ServerState(2, {"x": torch.ones(2, dtype=torch.complex128)})))
+    assert rounds_of(run) == ["round-00001"]

@@ -1,0 +1,211 @@
+"""A run that is killed, or whose disk fills, at any moment: it goes on from the last finished round to the same end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedspan.errors import FedspanError
+from fedspan.runs.checkpoint import latest, load, resume, truncate_logs
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.ledger import read_lines, read_totals
+
+SCRIPT = Path(__file__).with_name("interrupted_run.py")
+_script = runpy.run_path(str(SCRIPT))
+begin, go_on, state_of = _script["begin"], _script["go_on"], _script["state_of"]
+
+CHANGES = ["write", "fsync", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "ftruncate", "open"]
+"""The functions of ``os`` through which the file system is changed."""
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    """Every file of a run with its content, the lock aside."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != "run.lock")
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests break off, they break off before the call; waiting for the disk would be all of their time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def uninterrupted(path: Path, stop: int) -> dict[str, bytes]:
+    with begin(path) as run:
+        go_on(run, stop)
+    return tree(path)
+
+
+def assert_sound(path: Path) -> int:
+    """Every checkpoint is whole and the logs reach to the latest at least; returns its round."""
+    run = RunFolder(path)
+    for folder in run.checkpoints.glob("round-?????"):
+        load(folder)
+    checkpoint = latest(run)
+    if checkpoint is None:
+        return 0
+    round = checkpoint.state.round
+    assert torch.equal(checkpoint.state.tensors["l/A"], state_of(round).tensors["l/A"])
+    assert checkpoint.held == {"a": round, "b": None}
+    assert checkpoint.optimizer_states["b"][0].steps == {"l/A": round}
+    assert run.metrics.stat().st_size >= checkpoint.positions["metrics.jsonl"]
+    assert run.ledger.stat().st_size >= checkpoint.positions["ledger.jsonl"]
+    if run.best.exists():
+        assert load(run.best).best is not None
+    return round
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    draws = random.Random(0)
+    path = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with server:
+        reached = []
+        for _ in range(20):
+            print(path, 100_000, file=server.stdin, flush=True)
+            pid = int(server.stdout.readline())
+            time.sleep(draws.uniform(0, 0.08))
+            os.kill(pid, signal.SIGKILL)
+            assert int(server.stdout.readline()) == -signal.SIGKILL
+            reached.append(assert_sound(path))
+        assert reached == sorted(reached)
+        assert len(set(reached)) > 5, "most kills came after some progress"
+        print(path, reached[-1] + 3, file=server.stdin, flush=True)
+        server.stdout.readline()
+        assert int(server.stdout.readline()) == 0
+        server.stdin.close()
+    assert tree(path) == uninterrupted(tmp_path / "reference", reached[-1] + 3)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class Interruption:
+    """Lets a number of file system changes happen, then fails: once with an ``OSError``, or for ever as if killed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: BaseException) -> None:
+        self.left = 10**9
+        self.struck = False
+        self._failure = failure
+        for name in CHANGES:
+            monkeypatch.setattr(os, name, self._counting(name, getattr(os, name)))
+
+    def _counting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR):
+                return function(*args, **kwargs)
+            self.left -= 1
+            if self.left < 0 and (isinstance(self._failure, Killed) or not self.struck):
+                if name == "write" and not self.struck:
+                    function(args[0], args[1][: len(args[1]) // 2])
+                self.struck = True
+                raise self._failure
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def test_killed_at_every_change_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = uninterrupted(tmp_path / "reference", 7)
+    uninterrupted(tmp_path / "begun", 5)
+    changes = 0
+    while True:
+        path = shutil.copytree(tmp_path / "begun", tmp_path / str(changes))
+        with monkeypatch.context() as patch:
+            interruption = Interruption(patch, Killed())
+            run = begin(path)
+            interruption.left = changes
+            try:
+                go_on(run, 7)
+            except Killed:
+                pass
+            finally:
+                interruption.left = 10**9
+                run.close()
+        assert assert_sound(path) >= 5
+        with begin(path) as run:
+            go_on(run, 7)
+        assert tree(path) == end, f"killed after {changes} changes"
+        if not interruption.struck:  # it got through before the strike
+            break
+        changes += 1
+    assert changes > 50
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_disk_refuses_at_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    end = uninterrupted(tmp_path / "reference", 3)
+    uninterrupted(tmp_path / "begun", 2)
+    changes = 0
+    while True:
+        path = shutil.copytree(tmp_path / "begun", tmp_path / str(changes))
+        with begin(path) as run:
+            said = ""
+            with monkeypatch.context() as patch:
+                interruption = Interruption(patch, OSError(code, os.strerror(code)))
+                interruption.left = changes
+                try:
+                    go_on(run, 3)
+                except FedspanError as error:
+                    said = str(error)
+            if said:
+                assert f"run folder: '{path}'" in said
+                assert "the last finished round is intact" in said
+                assert ("the disk is full" in said) == (code == errno.ENOSPC)
+            assert assert_sound(path) >= 2
+            go_on(run, 3)
+        assert tree(path) == end, f"refused after {changes} changes"
+        if not interruption.struck:  # it got through before the strike
+            break
+        changes += 1
+    assert changes > 15
+
+
+def test_a_round_that_was_not_committed_leaves_no_trace(tmp_path: Path) -> None:
+    end = uninterrupted(tmp_path / "run", 3)
+    run = RunFolder(tmp_path / "run")
+    with run.metrics.open("ab") as metrics, run.ledger.open("ab") as ledger:
+        metrics.write(b'{"round": 4}\n{"rou')
+        ledger.write(b'{"round": 4, "client": "a", "dir')
+    assert [row["round"] for row in read_lines(run.metrics)] == [1, 2, 3, 4]
+    assert read_totals(run.ledger).rounds == (1, 2, 3)
+    with begin(run.path) as run:
+        go_on(run, 3)
+    assert tree(run.path) == end
+
+
+def test_stopped_before_the_first_checkpoint(tmp_path: Path) -> None:
+    with begin(tmp_path / "run") as run:
+        run.metrics.write_text('{"round": 1}\n')
+        assert resume(run) is None
+        assert run.metrics.read_bytes() == b""
+
+
+@pytest.mark.parametrize("change", ["shortened", "edited"])
+def test_logs_that_do_not_fit_the_checkpoint_are_named(tmp_path: Path, change: str) -> None:
+    uninterrupted(tmp_path / "run", 3)
+    run = RunFolder(tmp_path / "run")
+    data = run.ledger.read_bytes()
+    run.ledger.write_bytes(data[:-1] if change == "shortened" else b"x" + data)
+    with pytest.raises(FedspanError, match=r"ledger\.jsonl"):
+        truncate_logs(run, latest(run))

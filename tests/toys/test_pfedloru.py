@@ -1,0 +1,139 @@
+"""pFedLoRU against two hand-written phases of gradient descent on dense weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedspan.core.base import as_dense
+from fedspan.core.tensors import tensor_name
+
+from .pfedloru import PFedLoRU, personal_pair
+from .problem import HEAD, LAYERS, Problem
+from .rounds import Federation, close, sgd, with_extras
+
+LR, TAU, SCALING, PERSONAL_SCALING = 0.3, 2, 2.0, 0.5
+PERSONAL_STEPS, GLOBAL_STEPS = 2, 3
+COHORTS = [(0, 1, 2, 3), (1, 2), (0, 2, 3), (0, 1), (0, 1, 2, 3)]  # client 0 and 3 miss the first accumulation
+
+Pairs = dict[str, dict[str, Tensor]]
+
+
+def _effective(W: dict[str, Tensor], shared: Pairs, own: Pairs) -> dict[str, Tensor]:
+    return {
+        layer: W[layer]
+        + SCALING * shared[layer]["B"] @ shared[layer]["A"]
+        + PERSONAL_SCALING * own[layer]["L"] @ own[layer]["U"]
+        for layer in LAYERS
+    }
+
+
+def _descend(problem: Problem, id: str, W: dict, head: dict, shared: Pairs, own: Pairs, personal: bool) -> None:
+    """One phase of one client, in place: the chain rule from the dense gradient by hand."""
+    for _ in range(PERSONAL_STEPS if personal else GLOBAL_STEPS):
+        dense = problem.gradients(id, {**_effective(W, shared, own), **head})
+        for layer in LAYERS:
+            pair, up, down, scale = (
+                (own[layer], "L", "U", PERSONAL_SCALING) if personal else (shared[layer], "B", "A", SCALING)
+            )
+            d_up, d_down = scale * dense[layer] @ pair[down].T, scale * pair[up].T @ dense[layer]
+            pair[up], pair[down] = pair[up] - LR * d_up, pair[down] - LR * d_down
+        for name in HEAD:
+            head[name] = head[name] - LR * dense[name]
+
+
+def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> None:
+    problem = Problem()
+    method = PFedLoRU(
+        spec=problem.adapted().spec,
+        seed=3,
+        r=2,
+        lora_alpha=4.0,
+        tau=TAU,
+        personal_r=1,
+        personal_scaling=PERSONAL_SCALING,
+        personal_epochs=PERSONAL_STEPS,
+        global_epochs=GLOBAL_STEPS,
+    )
+    federation = Federation(with_extras(method), problem, sgd(LR))
+
+    W = problem.dense(*LAYERS)
+    head = problem.dense(*HEAD)
+    fresh = method.shared._fresh(0)
+    shared = {one: {s: fresh[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    personal: dict[str, Pairs] = {}
+    for id, party in federation.parties.items():
+        pair = personal_pair(method.spec, 1, 3, party.client)
+        personal[id] = {one: {s: pair[tensor_name(one, s)].double() for s in "LU"} for one in LAYERS}
+
+    accumulations = 0
+    for number, members in enumerate(COHORTS):
+        cohort = [problem.client_ids[member] for member in members]
+        federation.round(cohort)
+        shares = problem.shares(cohort)
+        after = {one: {s: torch.zeros_like(shared[one][s]) for s in "AB"} for one in LAYERS}
+        head_after = {name: torch.zeros_like(value) for name, value in head.items()}
+        for id in cohort:
+            mine, my_head = {one: dict(shared[one]) for one in LAYERS}, dict(head)
+            _descend(problem, id, W, my_head, mine, personal[id], personal=True)
+            _descend(problem, id, W, my_head, mine, personal[id], personal=False)
+            for one in LAYERS:
+                for slot in "AB":
+                    after[one][slot] += shares[id] * mine[one][slot]
+            for name in HEAD:
+                head_after[name] += shares[id] * my_head[name]
+        shared, head = after, head_after
+        if (number + 1) % TAU == 0:
+            accumulations += 1
+            fresh = method.shared._fresh(accumulations)
+            for one in LAYERS:
+                W[one] = W[one] + SCALING * shared[one]["B"] @ shared[one]["A"]
+                shared[one] = {slot: fresh[tensor_name(one, slot)].double() for slot in "AB"}
+
+        state = federation.state
+        for one in LAYERS:
+            for slot in "AB":
+                assert close(state.tensors[tensor_name(one, slot)].double(), shared[one][slot])
+            if accumulations:
+                assert close(as_dense(state.base.total[one]), W[one] - problem.dense(one)[one])
+            assert close(federation.weight(one), W[one] + SCALING * shared[one]["B"] @ shared[one]["A"])
+        for id, party in federation.parties.items():
+            for one in LAYERS:
+                for slot, value in personal[id][one].items():
+                    if party.memory:
+                        assert close(party.memory[tensor_name(one, slot)], value)
+                assert close(federation.weight(one, id), _effective(W, shared, personal[id])[one])
+            expected = problem.loss(id, {**_effective(W, shared, personal[id]), **head})
+            assert abs(federation.loss(id) - float(expected)) < 1e-6  # predictions come back in float32
+
+    assert accumulations == 2
+    assert state.base.round == 4
+
+
+def test_the_personal_pair_never_travels() -> None:
+    problem = Problem()
+    method = PFedLoRU(spec=problem.adapted().spec, r=2, tau=2)
+    federation = Federation(with_extras(method), problem, sgd(LR))
+    for number in range(3):
+        federation.round()
+        for id, reply in federation.replies.items():
+            assert {name.partition("/")[2] for name in reply.tensors} == {"A", "B", *HEAD}
+            down, up = federation.elements[id]
+            # The declared cost is that of FedLoRU, whatever L and U weigh.
+            assert (down, up) == federation.declared(id, number)
+
+
+def test_a_lost_reply_advances_neither_memory_nor_base() -> None:
+    problem = Problem()
+    method = PFedLoRU(spec=problem.adapted().spec, r=2, tau=1)
+    federation = Federation(with_extras(method), problem, sgd(LR))
+    federation.round()
+    before = federation.parties["client-1"]
+    federation.round(lost=["client-1"])
+    assert federation.parties["client-1"] is before
+    federation.round()
+    assert federation.parties["client-1"].base.round == 2
+    for id in problem.client_ids:
+        for layer in LAYERS:
+            held = as_dense(federation.parties[id].base.total[layer])
+            assert torch.equal(held, as_dense(federation.parties["client-1"].base.total[layer]))
