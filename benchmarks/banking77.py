@@ -3,8 +3,8 @@ baselines (local-only and centralised training, as many passes).
 
     python benchmarks/banking77.py --data PATH/banking77 --out runs/banking77
 
-Each run is a folder under ``--out``; what is there already is not run again, so the script can be stopped at any moment.
-``--page`` writes the table. Runs go through two single-thread processes by default (``--workers``).
+Each run is a folder under ``--out``; what is there already is not run again, so the script can be stopped at any
+moment. ``--page`` writes the table. Runs go through two single-thread processes by default (``--workers``).
 """
 
 from __future__ import annotations

@@ -1,3 +1,42 @@
-"""fedspan: federated fine-tuning of pretrained models with low-rank updates."""
+"""fedspan: federated fine-tuning of pretrained models with low-rank updates.
+
+>>> import fedspan
+>>> report = fedspan.run("config.yaml", "runs/first")            # doctest: +SKIP
+>>> fedspan.predict("runs/first", ["can I move my appointment?"])  # doctest: +SKIP
+[('reschedule_appointment', 0.93)]
+
+Names are loaded when they are first used, so the import itself takes no torch and no time.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "FedspanError": "fedspan.errors",
+    "Listener": "fedspan.runs.listener",
+    "RunConfig": "fedspan.config",
+    "RunReport": "fedspan.runs.session",
+    "evaluate": "fedspan.api",
+    "export": "fedspan.api",
+    "list_methods": "fedspan.methods.describe",
+    "load_config": "fedspan.config",
+    "predict": "fedspan.api",
+    "resume": "fedspan.api",
+    "run": "fedspan.api",
+}
+
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedspan' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

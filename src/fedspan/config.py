@@ -51,18 +51,27 @@ class ModelConfig(_Section):
         default="float32", description="Number format of the frozen base; factors are always float32."
     )
     target_modules: list[str] | str | None = Field(
-        default=None, description="Names or suffixes, a regex, or all-linear; left out: PEFT's default of the architecture."
+        default=None,
+        description="Names or suffixes, a regex, or all-linear; left out: PEFT's default of the architecture.",
     )
-    exclude_modules: list[str] | str | None = Field(default=None, description="Names or suffixes, or a regex, to leave out.")
-    layers_to_transform: list[int] | int | None = Field(default=None, description="Indices of the transformer layers to adapt.")
-    layers_pattern: list[str] | str | None = Field(default=None, description="Name of the list of layers, if PEFT can't guess.")
+    exclude_modules: list[str] | str | None = Field(
+        default=None, description="Names or suffixes, or a regex, to leave out."
+    )
+    layers_to_transform: list[int] | int | None = Field(
+        default=None, description="Indices of the transformer layers to adapt."
+    )
+    layers_pattern: list[str] | str | None = Field(
+        default=None, description="Name of the list of layers, if PEFT can't guess."
+    )
     modules_to_save: list[str] = Field(
         default_factory=list, description="Modules that train whole, beside the classification head."
     )
     extras: Literal["average", "local", "frozen"] | None = Field(
         default=None, description="What becomes of the head and modules_to_save; left out: the method's own way."
     )
-    extras_lr_scale: float = Field(default=1.0, gt=0, description="Learning rate of the extras, as a multiple of training.lr.")
+    extras_lr_scale: float = Field(
+        default=1.0, gt=0, description="Learning rate of the extras, as a multiple of training.lr."
+    )
     adapter: str | None = Field(default=None, description="Folder of a PEFT LoRA adapter to start from.")
     max_length: int = Field(default=128, ge=2, description="Tokens of a text beyond this are cut.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
@@ -110,7 +119,9 @@ class TrainingConfig(_Section):
     batch_size: int = Field(default=16, ge=1, description="Examples of one pass.")
     gradient_accumulation_steps: int = Field(default=1, ge=1, description="Passes of one optimizer step.")
     local_epochs: int = Field(default=1, ge=1, description="Passes over a client's examples each round.")
-    local_steps: int | None = Field(default=None, ge=1, description="Optimizer steps each round, in place of local_epochs.")
+    local_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps each round, in place of local_epochs."
+    )
     max_grad_norm: float = Field(default=1.0, ge=0, description="Clip a client's gradient to this norm; 0: never.")
     optimizer_state: Literal["reset", "keep"] = Field(
         default="reset", description="Whether a client's moments start anew each round or survive on the client."

@@ -31,7 +31,7 @@ class FedspanError(Exception):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The known names closest to a misspelt one, for the ``expected`` part of an error; all, sorted, if none is close."""
+    """The known names closest to a misspelt one (the first few if none is close), for an error's ``expected``."""
     known = sorted(set(known))
     close = get_close_matches(name, known, n=count, cutoff=0.4)
     if not close:

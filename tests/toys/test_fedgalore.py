@@ -35,17 +35,12 @@ def _carried(layer: str, moment: Tensor, old: Tensor, new: Tensor, rule: str, se
     """A moment in new coordinates, by going through the dense matrix that it stands for."""
     if rule == "keep":
         return moment
-    if rule == "squared" and second:  # entry by entry: sum_k T_kj^2 v_ik
-        T = old @ new.T if RIGHT[layer] else (old.T @ new)
-        return torch.stack(
-            [
-                sum(
-                    (T[k, j] ** 2 * (moment[:, k] if RIGHT[layer] else moment[k]) for k in range(RANK)), torch.zeros(())
-                )
-                for j in range(RANK)
-            ],
-            1 if RIGHT[layer] else 0,
-        )
+    if rule == "squared" and second:  # entry by entry: v'_ij = sum_k T_kj^2 v_ik
+        T = old @ new.T if RIGHT[layer] else old.T @ new
+        v = moment if RIGHT[layer] else moment.T
+        rows = [[sum(float(T[k, j] ** 2 * row[k]) for k in range(RANK)) for j in range(RANK)] for row in v]
+        moved = torch.tensor(rows, dtype=torch.float64)
+        return moved if RIGHT[layer] else moved.T
     dense = _lifted(layer, moment, old)
     moved = _projected(layer, dense, new)
     return moved.clamp_min(0.0) if second else moved

@@ -62,7 +62,7 @@ class Increment:
 
 @dataclass(frozen=True)
 class BasePatch:
-    """What a client is sent of the base: increments to replay, or (``whole``) rho and the total that replace its own."""
+    """What a client is sent of the base: increments to replay, or (``whole``) rho and total, in place of its own."""
 
     round: int
     increments: tuple[Increment, ...] = ()

@@ -1,4 +1,4 @@
-"""Which examples make which batch: a function of (seed, client, round, phase, epoch) alone, the same in every engine."""
+"""Which examples make which batch: a function of (seed, client, round, phase, epoch), the same in every engine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-
 import numpy as np
 import torch
 from torch import Tensor

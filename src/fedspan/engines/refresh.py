@@ -1,4 +1,4 @@
-"""Renewing projectors in mid-job: close the segment trained under the old one, choose the new one, carry the moments."""
+"""Renewing projectors in mid-job: close the segment under the old one, choose the new one, carry the moments."""
 
 from __future__ import annotations
 

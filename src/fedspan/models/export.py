@@ -175,7 +175,7 @@ def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> Starting
             raise FedspanError(
                 "model.adapter",
                 layer,
-                f"adapts a layer that model.target_modules leaves out; the nearest targets are {nearest(layer, layers)}",
+                f"adapts a layer outside model.target_modules; the nearest targets are {nearest(layer, layers)}",
             )
         if set(pair) != {"A", "B"} or (pair["B"].shape[0], pair["A"].shape[1]) != layers[layer]:
             raise FedspanError("model.adapter", layer, f"factors of a weight of shape {layers[layer]}")

@@ -35,7 +35,8 @@ def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any]
         heldout = prepared.evaluator.heldout(progress, prepared.test)
         worst = min(heldout, key=lambda id: heldout[id]["accuracy"])
         metrics = next(iter(heldout.values()))
-        scores["test"] = {key: float(np.mean([row[key] for row in heldout.values()])) for key in metrics}
+        means: dict[str, Any] = {key: float(np.mean([row[key] for row in heldout.values()])) for key in metrics}
         if len(heldout) > 1:
-            scores["test"]["worst"] = {"client": worst, "accuracy": heldout[worst]["accuracy"]}
+            means["worst"] = {"client": worst, "accuracy": heldout[worst]["accuracy"]}
+        scores["test"] = means
     return scores, {} if own is None else {id: dict(row) for id, row in own.by_client.items()}

@@ -1,0 +1,111 @@
+"""Low-rank algebra against the dense matrix in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.core.lowrank import LowRank, concatenate, fix_signs, inner, svd
+
+TOLERANCE = 1e-9
+
+
+@st.composite
+def low_rank(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> LowRank:
+    """Pairs of any shape, of ranks beyond min(O, I) and of no rank at all, some zero, some with a repeated direction."""
+    rows, columns = shape or (draw(st.integers(1, 7)), draw(st.integers(1, 7)))
+    rank, kind = draw(st.integers(0, 9)), draw(st.sampled_from(["full", "zero B", "zero A", "repeated"]))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    B = torch.randn((rows, rank), generator=rng, dtype=torch.float64)
+    A = torch.randn((rank, columns), generator=rng, dtype=torch.float64)
+    if kind == "zero B":
+        B.zero_()
+    if kind == "zero A":
+        A.zero_()
+    if kind == "repeated" and rank > 1:
+        B[:, 1], A[1] = B[:, 0], A[0]
+    return LowRank(B, A, draw(st.sampled_from([1.0, 0.25, -3.0, 0.0])))
+
+
+def _dense(pair: LowRank) -> Tensor:
+    """The sum of scaled outer products, entry by entry."""
+    total = torch.zeros(pair.shape, dtype=torch.float64)
+    for k in range(pair.rank):
+        total += pair.scale * torch.outer(pair.B[:, k], pair.A[k])
+    return total
+
+
+def _equal(actual: Tensor, expected: Tensor, size: float = 1.0) -> bool:
+    return actual.shape == expected.shape and float((actual - expected).norm()) <= TOLERANCE * max(1.0, size)
+
+
+@given(low_rank())
+def test_dense_and_folded(pair: LowRank) -> None:
+    assert _equal(pair.dense(), _dense(pair))
+    assert pair.folded().scale == 1.0
+    assert _equal(pair.folded().dense(), _dense(pair))
+    assert pair.numel() == pair.rank * sum(pair.shape)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
+def test_concatenation_is_the_sum(data: st.DataObject, rows: int, columns: int, count: int) -> None:
+    pairs = [data.draw(low_rank((rows, columns))) for _ in range(count)]
+    joined = concatenate(pairs)
+    assert joined.rank == sum(pair.rank for pair in pairs)
+    assert _equal(joined.dense(), torch.stack([_dense(pair) for pair in pairs]).sum(0), 100.0)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 6))
+def test_inner_product(data: st.DataObject, rows: int, columns: int) -> None:
+    left, right = data.draw(low_rank((rows, columns))), data.draw(low_rank((rows, columns)))
+    expected = (_dense(left) * _dense(right)).sum()
+    assert _equal(inner(left, right), expected, float(_dense(left).norm() * _dense(right).norm()))
+
+
+@given(low_rank(), st.one_of(st.none(), st.integers(1, 8)))
+@settings(deadline=None)
+def test_svd(pair: LowRank, rank: int | None) -> None:
+    matrix = _dense(pair)
+    U, S, Vt = svd(pair, rank)
+    expected = torch.linalg.svdvals(matrix)
+    most = min(pair.rank, *pair.shape) if pair.rank < min(pair.shape) else min(pair.shape)
+    kept = most if rank is None else min(rank, most)
+    assert U.shape == (pair.shape[0], kept)
+    assert Vt.shape == (kept, pair.shape[1])
+    size = float(matrix.norm())
+    assert _equal(S, expected[:kept], size)
+    assert _equal(U.T @ U, torch.eye(kept, dtype=torch.float64))
+    assert _equal(Vt @ Vt.T, torch.eye(kept, dtype=torch.float64))
+    # Eckart-Young: what is left out weighs exactly the singular values that were cut.
+    lost = (U * S @ Vt - matrix).norm()
+    assert abs(float(lost - expected[kept:].norm())) <= TOLERANCE * max(1.0, size)
+    for k in range(kept):
+        assert U[U[:, k].abs().argmax(), k] > 0
+
+
+def test_svd_of_a_float32_pair_is_computed_in_float64() -> None:
+    rng = torch.Generator().manual_seed(0)
+    pair = LowRank(torch.randn((9, 2), generator=rng), torch.randn((2, 8), generator=rng))
+    U, S, Vt = svd(pair)
+    assert U.dtype == S.dtype == Vt.dtype == torch.float64
+    assert _equal(U * S @ Vt, pair.to(torch.float64).dense())
+
+
+def test_signs_follow_from_the_matrix_alone() -> None:
+    rng = torch.Generator().manual_seed(1)
+    U, Vt = torch.randn((6, 3), generator=rng), torch.randn((3, 5), generator=rng)
+    flipped = torch.tensor([-1.0, 1.0, -1.0])
+    first, second = fix_signs(U, Vt), fix_signs(U * flipped, Vt * flipped[:, None])
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert _equal((first[0] @ first[1]).double(), (U @ Vt).double(), 1e3)
+
+
+def test_factors_that_do_not_multiply_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not multiply"):
+        LowRank(torch.zeros(4, 2), torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="at least one"):
+        concatenate([])

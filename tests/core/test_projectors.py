@@ -1,0 +1,121 @@
+"""Projectors against dense singular vectors, and moments carried through the dense matrix that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.core.projectors import random_projector, reproject, side_of, svd_projector
+from fedspan.core.tensors import generator
+
+SIDES = ("right", "left")
+
+
+def _projection(P: Tensor, side: str) -> Tensor:
+    """The orthogonal projection of the side's space onto the directions of P."""
+    P = P.double()
+    return P.T @ P if side == "right" else P @ P.T
+
+
+def test_the_shorter_side_is_projected_and_square_counts_as_tall() -> None:
+    assert side_of((8, 5)) == "right"
+    assert side_of((5, 8)) == "left"
+    assert side_of((6, 6)) == "right"
+
+
+@given(st.integers(2, 8), st.integers(2, 8), st.sampled_from(SIDES), st.integers(0, 1000), st.data())
+def test_svd_projector_keeps_most_of_the_gradient(rows: int, columns: int, side: str, seed: int, data: st.DataObject):
+    rank = data.draw(st.integers(1, min(rows, columns)))
+    G = torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    P = svd_projector(G, rank, side)
+    assert P.shape == ((rank, columns) if side == "right" else (rows, rank))
+    kept = G @ _projection(P, side) if side == "right" else _projection(P, side) @ G
+    best = torch.linalg.svdvals(G)[rank:].norm()
+    assert abs(float((G - kept).norm() - best)) < 1e-5 * float(G.norm())
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.sampled_from(SIDES), st.integers(0, 1000), st.data())
+def test_random_projector_is_orthonormal_and_keyed(rows: int, columns: int, side: str, seed: int, data: st.DataObject):
+    size = columns if side == "right" else rows
+    rank = data.draw(st.integers(1, size))
+    P = random_projector((rows, columns), rank, side, generator(seed, "projector", "layer"))
+    gram = P @ P.T if side == "right" else P.T @ P
+    assert gram.shape == (rank, rank)
+    assert (gram - torch.eye(rank)).abs().max() < 1e-6
+    again = random_projector((rows, columns), rank, side, generator(seed, "projector", "layer"))
+    assert torch.equal(P, again)
+
+
+def test_random_projectors_favour_no_direction() -> None:
+    """Haar: the mean projection over many draws is rank / size times the identity."""
+    total = torch.zeros(4, 4, dtype=torch.float64)
+    for seed in range(600):
+        total += _projection(random_projector((9, 4), 2, "right", generator(seed, "haar")), "right")
+    # An entry's standard deviation is below 0.25: 5 standard errors of 600 draws.
+    assert (total / 600 - 0.5 * torch.eye(4)).abs().max() < 5 * 0.25 / 600**0.5
+
+
+def _bases(side: str, rank: int = 2, seeds: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
+    old, new = (random_projector((6, 5), rank, side, generator(seed, "basis")).double() for seed in seeds)
+    return old, new
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("second", [False, True])
+def test_linear_is_the_dense_moment_seen_in_new_coordinates(side: str, second: bool) -> None:
+    old, new = _bases(side)
+    shape = (6, 2) if side == "right" else (2, 5)
+    moment = torch.rand(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    dense = moment @ old if side == "right" else old @ moment
+    expected = dense @ new.T if side == "right" else new.T @ dense
+    assert expected.min() < 0  # a linear map of a nonnegative buffer is not nonnegative
+    if second:
+        expected = expected.clamp_min(0.0)
+    assert torch.allclose(reproject(moment, old, new, side, "linear", second), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_squared_maps_variances(side: str) -> None:
+    """The second moment of independent coordinates under T: v'_j = sum_k T_kj^2 v_k. The first moment is linear."""
+    old, new = _bases(side)
+    T = old @ new.T if side == "right" else old.T @ new
+    moment = torch.rand((6, 2) if side == "right" else (2, 5), dtype=torch.float64)
+    rows = moment if side == "right" else moment.T
+    expected = torch.zeros_like(rows)
+    for i in range(rows.shape[0]):
+        for j in range(2):
+            expected[i, j] = sum(T[k, j] ** 2 * rows[i, k] for k in range(2))
+    moved = reproject(moment, old, new, side, "squared", second=True)
+    assert torch.allclose(moved if side == "right" else moved.T, expected, rtol=0, atol=1e-12)
+    assert (moved >= 0).all()
+    first = reproject(moment, old, new, side, "squared", second=False)
+    assert torch.equal(first, reproject(moment, old, new, side, "linear", second=False))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("rule", ["keep", "linear", "squared"])
+def test_the_same_projector_changes_nothing(side: str, rule: str) -> None:
+    old, _ = _bases(side)
+    old = torch.linalg.qr(old.T if side == "right" else old)[0]  # orthonormal to float64
+    old = old.T if side == "right" else old
+    moment = torch.rand((6, 2) if side == "right" else (2, 5), dtype=torch.float64)
+    for second in (False, True):
+        assert torch.allclose(reproject(moment, old, old, side, rule, second), moment, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_keep_and_reset(side: str) -> None:
+    old, new = _bases(side)
+    moment = torch.rand((6, 2) if side == "right" else (2, 5), dtype=torch.float64)
+    assert torch.equal(reproject(moment, old, new, side, "keep", second=True), moment)
+    assert not reproject(moment, old, new, side, "reset", second=True).any()
+
+
+@pytest.mark.xfail(reason="any rule that is not known is taken for linear")
+def test_an_unknown_rule_is_refused() -> None:
+    old, new = _bases("right")
+    with pytest.raises(ValueError, match="sqared"):
+        reproject(torch.rand((6, 2), dtype=torch.float64), old, new, "right", "sqared", second=True)
