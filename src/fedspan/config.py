@@ -50,6 +50,11 @@ class ModelConfig(_Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Number format of the frozen base; factors are always float32."
     )
+    attention: Literal["auto", "eager", "sdpa"] = Field(
+        default="auto",
+        description="Attention implementation; auto: eager on a CPU (faster to train there on short texts), else "
+        "Transformers' choice.",
+    )
     target_modules: list[str] | str | None = Field(
         default=None,
         description="Names or suffixes, a regex, or all-linear; left out: PEFT's default of the architecture.",

@@ -11,11 +11,12 @@ from torch import Tensor
 from fedspan.core.lowrank import LowRank, concatenate, fix_signs, inner, svd
 
 TOLERANCE = 1e-9
+few = settings(max_examples=50, deadline=None)
 
 
 @st.composite
 def low_rank(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> LowRank:
-    """Pairs of any shape, of ranks beyond min(O, I) and of no rank at all, some zero, some with a repeated direction."""
+    """Pairs of any shape, of ranks beyond min(O, I) and of no rank at all, some zero, some with repeated directions."""
     rows, columns = shape or (draw(st.integers(1, 7)), draw(st.integers(1, 7)))
     rank, kind = draw(st.integers(0, 9)), draw(st.sampled_from(["full", "zero B", "zero A", "repeated"]))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
@@ -42,6 +43,7 @@ def _equal(actual: Tensor, expected: Tensor, size: float = 1.0) -> bool:
     return actual.shape == expected.shape and float((actual - expected).norm()) <= TOLERANCE * max(1.0, size)
 
 
+@few
 @given(low_rank())
 def test_dense_and_folded(pair: LowRank) -> None:
     assert _equal(pair.dense(), _dense(pair))
@@ -50,6 +52,7 @@ def test_dense_and_folded(pair: LowRank) -> None:
     assert pair.numel() == pair.rank * sum(pair.shape)
 
 
+@few
 @given(st.data(), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 def test_concatenation_is_the_sum(data: st.DataObject, rows: int, columns: int, count: int) -> None:
     pairs = [data.draw(low_rank((rows, columns))) for _ in range(count)]
@@ -58,6 +61,7 @@ def test_concatenation_is_the_sum(data: st.DataObject, rows: int, columns: int, 
     assert _equal(joined.dense(), torch.stack([_dense(pair) for pair in pairs]).sum(0), 100.0)
 
 
+@few
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_inner_product(data: st.DataObject, rows: int, columns: int) -> None:
     left, right = data.draw(low_rank((rows, columns))), data.draw(low_rank((rows, columns)))
@@ -65,8 +69,8 @@ def test_inner_product(data: st.DataObject, rows: int, columns: int) -> None:
     assert _equal(inner(left, right), expected, float(_dense(left).norm() * _dense(right).norm()))
 
 
+@few
 @given(low_rank(), st.one_of(st.none(), st.integers(1, 8)))
-@settings(deadline=None)
 def test_svd(pair: LowRank, rank: int | None) -> None:
     matrix = _dense(pair)
     U, S, Vt = svd(pair, rank)

@@ -116,12 +116,13 @@ class LoopEngine:
         settings = self.settings
         steps = settings.steps if job.steps is None and job.epochs is None else job.steps
         epochs = settings.epochs if job.epochs is None else job.epochs
+        if job.steps == 0:  # a probe sees each example once
+            epochs = 1
         return training_batches(
             indices,
             examples.lengths,
             batch_size=settings.batch_size,
             epochs=epochs,
-            # A probe (0 steps) sees each example once.
             batches=steps * settings.accumulate if steps else None,
             seed=self.seed,
             key=(round, client, job.phase),

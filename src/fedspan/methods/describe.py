@@ -42,7 +42,8 @@ class MethodRow:
 
     Args:
         key: ``method.name`` in a config.
-        name: of the class, as the paper spells it.
+        name: as the paper spells it.
+        cls: the class, in ``fedspan.methods``.
         idea: one line.
         paper: title, venue and arXiv id.
         exact: the aggregated weight equals the weighted mean of the clients' weights, to rounding.
@@ -55,6 +56,7 @@ class MethodRow:
 
     key: str
     name: str
+    cls: str
     idea: str
     paper: str
     exact: bool
@@ -68,7 +70,7 @@ class MethodRow:
 def list_methods() -> tuple[MethodRow, ...]:
     """Every registered method, sorted by key. Imports no method, so it takes milliseconds."""
     rows = json.loads(files("fedspan.methods").joinpath(_TABLE).read_text(encoding="utf-8"))
-    return tuple(MethodRow(**{**row, "options": tuple(Option(**option) for option in row["options"])}) for row in rows)
+    return tuple(MethodRow(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
 
 
 def describe() -> list[dict[str, Any]]:
@@ -79,11 +81,12 @@ def describe() -> list[dict[str, Any]]:
     for key, cls in sorted(METHODS.items()):
         claims = cls.claims
         module = inspect.getmodule(cls)
-        first = (inspect.getdoc(module) or "").split("\n\n")[0]
+        name, _, idea = (inspect.getdoc(module) or "").split("\n\n")[0].partition(": ")
         row = MethodRow(
             key=key,
-            name=cls.__name__,
-            idea=" ".join(first.partition(": ")[2].split()),
+            name=name,
+            cls=cls.__name__,
+            idea=" ".join(idea.split()),
             paper=claims.paper,
             exact=claims.exact,
             personal=claims.personal,

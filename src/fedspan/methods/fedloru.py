@@ -7,7 +7,7 @@ Regularization", arXiv:2409.12371.
     after round t, when (t + 1) mod tau = 0:
                            W <- W + s B A;  A random, B = 0
 
-The update's rank grows with every accumulation while only factors travel. With ``tau`` beyond the run it is FedIT.
+The rank of the update grows with every accumulation while only factors travel; ``tau`` beyond the run is FedIT.
 
 Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r. The fresh A is
 drawn from (seed, number of accumulations), so it does not travel; a client that was absent at an accumulation is sent

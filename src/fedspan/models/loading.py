@@ -87,6 +87,7 @@ def load_sequence_classifier(
     *,
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
     seed: int = 0,
 ) -> Loaded:
     """A model with a classification head over ``labels``; a new head is drawn from ``seed``.
@@ -98,6 +99,7 @@ def load_sequence_classifier(
         labels: label names by index.
         revision: of a hub model.
         dtype: of all weights (Transformers would keep the checkpoint's).
+        attention: ``eager`` or ``sdpa``; None: Transformers' choice.
         seed: of the new head.
 
     Raises:
@@ -125,6 +127,7 @@ def load_sequence_classifier(
                 config=config,
                 revision=revision,
                 dtype=dtype,
+                attn_implementation=attention,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
             )

@@ -121,6 +121,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         data.labels,
         revision=config.model.revision,
         dtype=getattr(torch, config.model.dtype),
+        attention=_attention(config, device),
         seed=config.seed,
     )
     model = loaded.model.to(device)
@@ -166,6 +167,13 @@ def with_extras(config: RunConfig, method: RegisteredMethod) -> WithExtras:
     """The method with the run's policy for the extras, or its own where the run names none."""
     policy: ExtrasPolicy = config.model.extras or method.claims.extras
     return WithExtras(inner=method, policy=policy, lr_scale=config.model.extras_lr_scale)
+
+
+def _attention(config: RunConfig, device: torch.device) -> str | None:
+    if config.model.attention != "auto":
+        return config.model.attention
+    # On a CPU the backward pass of fused attention takes longer than the three small products that it replaces.
+    return "eager" if device.type == "cpu" else None
 
 
 def _uncovered(new_modules: tuple[str, ...], heads: list[str]) -> list[str]:

@@ -1,0 +1,48 @@
+"""Write docs/config.md from the config's own field descriptions: ``python docs/generate_config.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from fedspan.config import RunConfig
+
+PAGE = Path(__file__).parent / "config.md"
+INTRO = """# Configuration
+
+A run is described by one YAML file; `--set section.field=value` overrides any field, and a mistake is answered with the
+field, the value and what would be right. Only `data.train` is required. This page is written by
+`python docs/generate_config.py` from the descriptions in `fedspan.config`; options of a method stand beside `method.name`
+(`fedspan methods --json` lists them).
+"""
+
+
+def _type(annotation: object) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return text.replace("typing.", "").replace("NoneType", "None").replace("|", "or")
+
+
+def section(title: str, model: type[BaseModel]) -> str:
+    """One table: field, type, default, meaning."""
+    lines = [f"## {title}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            continue
+        default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
+        meaning = (field.description or "").replace("|", "\\|")
+        lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRO, section("Top level", RunConfig)]
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            parts.append(section(f"`{name}`", field.annotation))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

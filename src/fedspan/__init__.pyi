@@ -1,0 +1,15 @@
+"""The types of the names that ``fedspan/__init__.py`` loads when they are first used."""
+
+from fedspan.api import evaluate as evaluate
+from fedspan.api import export as export
+from fedspan.api import predict as predict
+from fedspan.api import resume as resume
+from fedspan.api import run as run
+from fedspan.config import RunConfig as RunConfig
+from fedspan.config import load_config as load_config
+from fedspan.errors import FedspanError as FedspanError
+from fedspan.methods.describe import list_methods as list_methods
+from fedspan.runs.listener import Listener as Listener
+from fedspan.runs.session import RunReport as RunReport
+
+__version__: str

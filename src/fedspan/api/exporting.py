@@ -1,0 +1,127 @@
+"""Taking a trained model out of a run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from transformers import AutoConfig
+
+from fedspan.api.reports import is_run, read_config, read_partition, read_report, require_client
+from fedspan.api.serving import ADAPTER, NOTES, adapter_folder, load_served
+from fedspan.engines.federation import Progress
+from fedspan.errors import FedspanError
+from fedspan.models.loading import resolve
+from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.build import prepare
+from fedspan.runs.files import remove, temporary
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.session import write_adapters
+
+__all__ = ["Form", "export"]
+
+Form = Literal["adapter", "merged"]
+
+
+def export(
+    run_folder: str | Path,
+    out: str | Path,
+    form: Form = "adapter",
+    client: str | None = None,
+    round: int | Literal["best", "last"] = "best",
+) -> Path:
+    """Write a trained model to a folder of its own.
+
+    Args:
+        run_folder: of a run, finished or not; or a model exported before.
+        out: an empty folder, or one that does not exist.
+        form: ``adapter`` for PEFT, or ``merged``: a plain Transformers model with its tokenizer.
+        client: whose model, if every client has its own.
+        round: ``best`` (by validation), ``last``, or a number; a run keeps the checkpoints of its last two rounds and
+            of the best one.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        FedspanError: unknown form, client or round, a run without a finished round, or a folder that is not empty.
+    """
+    out = Path(out)
+    if form not in ("adapter", "merged"):
+        raise FedspanError("form", form, "adapter or merged")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FedspanError("out", str(out), "an empty folder, or one that does not exist")
+    with tempfile.TemporaryDirectory(prefix="fedspan-") as scratch:
+        source = _source(Path(run_folder), client, round, Path(scratch))
+        partial = temporary(out)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial)
+            if form == "adapter":
+                if not (source / ADAPTER).is_file():
+                    raise FedspanError("form", form, f"merged: {source} holds a merged model")
+                shutil.copytree(source, partial)
+            else:
+                _merge(source, partial)
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+        except OSError as error:
+            raise FedspanError("out", str(out), f"a folder that can be written ({error.strerror or error})") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -> Path:
+    """The folder of the adapter: the one that the run exported at its end, or a new one from a checkpoint."""
+    if not is_run(folder):
+        return adapter_folder(folder, client)
+    place = RunFolder(folder)
+    if place.report.is_file() and round in ("best", read_report(folder).best_round):
+        return adapter_folder(folder, client)
+    if client is not None:
+        require_client(folder, client)
+    kept = checkpoints.load(_checkpoint(place, round))
+    held = {id: held for id, held in kept.held.items() if held is not None}
+    progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
+    prepared = prepare(read_config(folder), read_partition(folder))
+    adapters = write_adapters(prepared, progress, RunFolder(scratch))
+    if "global" in adapters:
+        return adapters["global"]
+    if client is None:
+        raise FedspanError("client", None, "the id of a client: every client of this run has a model of its own")
+    return adapters[client]
+
+
+def _checkpoint(place: RunFolder, round: int | str) -> Path:
+    there = {
+        int(match[1]): entry
+        for entry in (place.checkpoints.iterdir() if place.checkpoints.is_dir() else ())
+        if (match := re.fullmatch(r"round-(\d+)", entry.name))
+    }
+    if not there:
+        raise FedspanError("run folder", str(place.path), "a run with a finished round; this one has none yet")
+    if round == "best" and place.best.is_dir():
+        return place.best
+    wanted = max(there) if round in ("best", "last") else round
+    if not isinstance(wanted, int) or wanted not in there:
+        kept = ", ".join(str(number) for number in sorted(there))
+        raise FedspanError("round", round, f"best, last, or a round whose checkpoint was kept: {kept}")
+    return there[wanted]
+
+
+def _merge(adapter: Path, out: Path) -> None:
+    served = load_served(adapter, device="cpu")
+    model = served.model.merge_and_unload() if hasattr(served.model, "merge_and_unload") else served.model
+    # Training and serving run without the model's dropout; who trains the merged model on wants it back.
+    original = AutoConfig.from_pretrained(resolve(served.notes["base_model"]), revision=served.revision).to_dict()
+    for key, value in original.items():
+        if "drop" in key and isinstance(value, float):
+            setattr(model.config, key, value)
+    model.save_pretrained(str(out))
+    served.task.tokenizer.save_pretrained(str(out))
+    shutil.copyfile(served.folder / NOTES, out / NOTES)

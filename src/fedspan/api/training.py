@@ -1,0 +1,74 @@
+"""Running and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedspan.api.reports import is_run, read_config, read_report
+from fedspan.config import RunConfig, load_config, override, parse_config
+from fedspan.errors import FedspanError
+from fedspan.runs import session
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.listener import Listener
+from fedspan.runs.session import RunReport
+
+__all__ = ["resume", "run"]
+
+
+def run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    folder: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    listener: Listener | None = None,
+) -> RunReport:
+    """Play a federation to its end: train, export the best round's adapters, compare with the baselines, report.
+
+    Args:
+        config: the path of a YAML file, the same as plain values, or a ``RunConfig``.
+        folder: where the run is kept; empty, or not there yet.
+        overrides: changes to the config, each ``section.field=value``.
+        resume: if the folder holds a run of this very config, go on with it, as ``resume(folder)`` does.
+        listener: told what happens (a ``fedspan.Listener``).
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    config = _config(config, overrides)
+    if resume and is_run(folder):
+        if read_config(folder) != config:
+            raise FedspanError("config", str(folder), "the config that this run was begun with, or another folder")
+        return _go_on(folder, listener)
+    return session.run(config, folder, listener=listener)
+
+
+def _config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return parse_config(override(config.model_dump(mode="json"), overrides)) if overrides else config
+    if isinstance(config, Mapping):
+        return parse_config(override(config, overrides))
+    return load_config(config, overrides)
+
+
+def resume(folder: str | Path, *, listener: Listener | None = None) -> RunReport:
+    """Go on with a run after its last finished round; of a finished one, the report is read and nothing is done.
+
+    On the same machine, with as many threads, the adapter is bit for bit that of a run that was never interrupted.
+
+    Args:
+        folder: the run's.
+        listener: told what happens.
+
+    Raises:
+        FedspanError: if there is no run, another process works on it, or its latest checkpoint is damaged.
+    """
+    return _go_on(folder, listener)
+
+
+def _go_on(folder: str | Path, listener: Listener | None) -> RunReport:
+    if is_run(folder) and RunFolder(folder).report.is_file():
+        return read_report(folder)
+    return session.run(None, folder, resume=True, listener=listener)

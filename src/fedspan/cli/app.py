@@ -1,0 +1,110 @@
+"""The commands with their help, and what an error or Ctrl-C looks like."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import fedspan
+from fedspan.cli import show, train, use
+from fedspan.errors import FedspanError
+
+__all__ = ["app"]
+
+
+class _Group(TyperGroup):
+    """Says a user's mistake on one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FedspanError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=True)
+            raise typer.Exit(130) from None
+
+
+def _examples(*lines: str) -> str:
+    """An epilog: a blank line between two keeps them apart."""
+    return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{line}[/cyan]" for line in lines)])
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_examples("fedspan demo", "fedspan run my.yaml --out runs/first", "fedspan run --help"),
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedspan {fedspan.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Fine-tune a pretrained model across private data holders with low-rank updates; get one PEFT adapter back."""
+
+
+app.command(
+    "demo",
+    epilog=_examples(
+        "fedspan demo",
+        "fedspan demo --set method.name=fedsa-lora --out runs/personal",
+        "fedspan demo --show-config > my.yaml",
+    ),
+)(train.demo)
+app.command(
+    "run",
+    epilog=_examples(
+        "fedspan run my.yaml --out runs/first",
+        "fedspan run my.yaml --set method.name=ffa-lora --set training.lr=2e-3",
+        "fedspan run --resume runs/first",
+    ),
+)(train.run)
+app.command("methods", epilog=_examples("fedspan methods", "fedspan methods fedloru", "fedspan methods --json"))(
+    show.methods
+)
+app.command(
+    "partition",
+    epilog=_examples(
+        "fedspan partition my.yaml",
+        "fedspan partition my.yaml --set partition.alpha=0.1 --png partition.png",
+    ),
+)(show.partition)
+app.command(
+    "predict",
+    epilog=_examples(
+        'fedspan predict runs/first "Can I move my appointment to Friday?"',
+        "fedspan predict runs/first --file messages.txt > labels.tsv",
+        'fedspan predict runs/personal --client client-03 "Where do I park?"',
+    ),
+)(use.predict)
+app.command(
+    "evaluate",
+    epilog=_examples(
+        "fedspan evaluate runs/first",
+        "fedspan evaluate exported/ --data new.csv --text message --label intent",
+    ),
+)(use.evaluate)
+app.command(
+    "export",
+    epilog=_examples(
+        "fedspan export runs/first --out adapter",
+        "fedspan export runs/first --out model --form merged",
+        "fedspan export runs/personal --out theirs --client client-03",
+    ),
+)(use.export)

@@ -1,0 +1,46 @@
+"""Numbers as people read them, and the console that they are printed to."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+__all__ = ["console", "duration", "one_line", "percent", "size", "titles"]
+
+
+def console() -> Console:
+    """Standard output; colours only in a terminal."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def percent(value: float | None) -> str:
+    """0.8125 as 81.2%; a dash for what was not measured."""
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: 3 412 345 as 3.4 MB."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.5:
+            return f"{count:.{0 if count >= 99.95 else 1}f} {unit}"
+    return f"{count / 1000:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """75 as 1:15, 3675 as 1:01:15."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def one_line(text: str, width: int) -> str:
+    """A text on one line of at most so many characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def titles(name: str) -> str:
+    """What a baseline is called."""
+    return {"local": "local only", "centralised": "centralised"}.get(name, name)

@@ -1,0 +1,103 @@
+"""``fedspan run`` and ``fedspan demo``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedspan.cli.show import Overrides
+from fedspan.errors import FedspanError
+
+__all__ = ["demo", "run"]
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Where the run is kept; left out: runs/ and the config's name."),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="FOLDER", help="Go on with an interrupted run, under its own config."),
+    ] = None,
+) -> None:
+    """Train across the clients, round by round, and export the best round's adapter.
+
+    Every round is saved. Stop it with Ctrl-C, or lose the machine: --resume goes on to the very same adapter.
+    """
+    if resume is not None:
+        extra = {"CONFIG": config, "--out": out, "--set": overrides or None}
+        for name, value in extra.items():
+            if value is not None:
+                raise FedspanError(name, value, "nothing beside --resume: a run goes on under its own config")
+        _play(resume, None)
+        return
+    if config is None:
+        raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER; fedspan demo --show-config prints one")
+    _play(out or _fresh(Path("runs") / config.stem), config, overrides or ())
+
+
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Where the run is kept; left out: runs/demo, runs/demo-2, ..."),
+    ] = None,
+    overrides: Overrides = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the demo's config, to start your own from.")
+    ] = False,
+) -> None:
+    """See it work: ten clinics learn to sort patients' messages together, and no message leaves its clinic."""
+    packaged = files("fedspan").joinpath("demo.yaml")
+    if show_config:
+        typer.echo(packaged.read_text(encoding="utf-8"), nl=False)
+        return
+    with as_file(packaged) as path:
+        _play(out or _fresh(Path("runs") / "demo"), path, overrides or ())
+
+
+def _fresh(folder: Path) -> Path:
+    """The folder, or with the first number behind it under which there is nothing yet."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def _play(folder: Path, config: Path | None, overrides: Sequence[str] = ()) -> None:
+    """A new run, or with no config one that goes on; then its closing screen."""
+    from fedspan.cli.text import console
+
+    out = console()
+    with out.status("loading torch and Transformers"):
+        from fedspan import api
+        from fedspan.cli.closing import show_report
+        from fedspan.cli.live import RunView
+    view = RunView(out, folder)
+    try:
+        with view:
+            if config is None:
+                report = api.resume(folder, listener=view)
+            else:
+                report = api.run(config, folder, overrides=overrides, listener=view)
+    except KeyboardInterrupt:
+        typer.echo(_stopped(folder, view.done, view.rounds), err=True)
+        raise typer.Exit(130) from None
+    show_report(out, report, folder)
+
+
+def _stopped(folder: Path, done: int, rounds: int) -> str:
+    from fedspan.api.reports import is_run
+
+    if not is_run(folder):
+        return "stopped before the run began; nothing was written"
+    saved = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
+    return f"stopped; {saved}. Go on with:\n  fedspan run --resume {shlex.quote(str(folder))}"

@@ -1,0 +1,39 @@
+"""What all tests share: no network, one thread, and the tiny models in a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+
+import pytest
+import torch
+from transformers.utils import logging
+
+import tiny
+from fedspan.runs.build import Prepared, prepare
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> None:
+    """Small matrices are fastest on one thread, and bits depend on the number of threads."""
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds ``bert``, ``roberta``, ``distilbert``, ``gpt2`` and ``corpus.csv``."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for kind in ("bert", "roberta", "distilbert", "gpt2"):
+        tiny.save_model(kind, folder)
+    tiny.save_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(tiny_folder: Path) -> Prepared:
+    """FedIT on the tiny BERT, whose model tests may share: values of a federation leave nothing behind in it."""
+    return prepare(tiny.config(tiny_folder))

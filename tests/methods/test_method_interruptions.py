@@ -1,0 +1,133 @@
+"""Rounds that are stopped, retried or resumed end with the same bits as rounds that are not, for every method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import yaml
+from torch import Tensor, nn
+from watching import Play, differences, flat, method_config, snapshot
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.data.partition import Partition
+from fedspan.engines.federation import Federation, Progress
+from fedspan.methods.registry import METHODS
+from fedspan.runs import checkpoint
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.folder import RunFolder
+
+
+def interrupted_config(folder: Path, key: str) -> RunConfig:
+    """Two passes a step, so that gradients are under way at most moments; heads stay on the clients."""
+    training = {"gradient_accumulation_steps": 2, "lora_dropout": 0.1}
+    return method_config(folder, key, training=training, federation={"rounds": 3}, model={"extras": "local"})
+
+
+def uninterrupted(federation: Federation) -> list[Progress]:
+    """The progress before the first round and after each."""
+    steps = [federation.begin()]
+    while steps[-1].state.round < federation.settings.rounds:
+        steps.append(federation.play(steps[-1]).progress)
+    return steps
+
+
+def one_round_in_a_new_process(folder: Path) -> None:
+    """Everything anew from the folder, one round, and back into the folder."""
+    run = RunFolder(folder)
+    kept = checkpoint.latest(run)
+    given = Partition.from_json(run.partition.read_text())
+    federation = prepare(parse_config(yaml.safe_load(run.config.read_text())), given).federation
+    progress = federation.begin()
+    if kept is not None:
+        held = {id: round for id, round in kept.held.items() if round is not None}
+        progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
+    after = federation.play(progress).progress
+    checkpoint.save(run, Checkpoint(after.state, after.memories, after.held, after.optimizers))
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_a_resumed_run_ends_as_one_that_never_stopped(
+    key: str, tiny_folder: Path, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here depends on it, and it takes the time
+    config = interrupted_config(tiny_folder, key)
+    run = RunFolder(tmp_path)
+    run.config.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    run.partition.write_text(prepared.partition.to_json())
+    federation = tiny.variant(prepared, config).federation
+    for expected in uninterrupted(federation)[1:]:
+        one_round_in_a_new_process(tmp_path)
+        kept = checkpoint.latest(run)
+        assert kept is not None
+        resumed = Progress(kept.state, kept.memories, kept.held, kept.optimizer_states)  # type: ignore[arg-type]
+        assert differences(resumed, expected) == []
+
+
+class _Unplugged(Exception):
+    """The machine is gone."""
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_a_round_that_fails_midway_leaves_nothing_behind(
+    key: str, tiny_folder: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the progress nor in the model: the same round, played again in the same process, has the same bits."""
+    federation = tiny.variant(prepared, interrupted_config(tiny_folder, key)).federation
+    progress, *rest = uninterrupted(federation)
+    loss, calls = prepared.task.loss, 0
+
+    def failing(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 10:  # the third client's second pass; each client has 2 steps of 2 passes
+            raise _Unplugged
+        return loss(model, batch)
+
+    for expected in rest:
+        before, calls = snapshot(progress), 0
+        with monkeypatch.context() as patch:
+            patch.setattr(prepared.task, "loss", failing)
+            with pytest.raises(_Unplugged):
+                federation.play(progress)
+        assert differences(before, flat(progress)) == []
+        progress = federation.play(progress).progress
+        assert differences(progress, expected) == []
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_a_round_played_twice_counts_once(key: str, played: Play) -> None:
+    """Memories, moments and what clients hold advance from the progress that is given, not from the last call."""
+    run = played(key)
+    for round in run.rounds[-2:]:
+        again = run.federation.play(round.before)
+        assert differences(again.progress, round.after) == []
+        assert again.transfers == round.result.transfers
+        assert again.loss == round.result.loss
+
+
+def test_a_failed_round_leaves_no_dropout_in_the_model(
+    tiny_folder: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.variant(prepared, tiny.config(tiny_folder, training={"lora_dropout": 0.5}))
+    progress = made.federation.play(made.federation.begin()).progress
+    job = made.evaluator.job(progress, None)
+    indices = made.federation.members["west"].train
+
+    def fails(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        raise _Unplugged
+
+    before = made.engine.predict(job, made.train, indices, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(made.task, "loss", fails)
+        with pytest.raises(_Unplugged):
+            made.federation.play(progress)
+    assert torch.equal(made.engine.predict(made.evaluator.job(progress, None), made.train, indices, 8), before)
+    without = replace(made.engine.settings, dropout=0.0)
+    assert without != made.engine.settings

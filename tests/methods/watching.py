@@ -1,0 +1,258 @@
+"""Playing rounds while looking on: what every function was given and gave, and whether it wrote to its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tiny
+from fedspan.config import RunConfig
+from fedspan.core.base import BaseUpdate, materialise
+from fedspan.core.lowrank import LowRank
+from fedspan.core.method import Memory
+from fedspan.core.parametrization import Parametrization, dense_change
+from fedspan.core.tensors import Tensors, slots_of
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+)
+from fedspan.engines.federation import Federation, Progress, RoundResult
+from fedspan.engines.loop import LoopEngine
+from fedspan.runs.build import Prepared
+from fedspan.wrappers.wrapper import Wrapper
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"fedloru": {"tau": 2}}
+"""Of methods whose claims would not show in a few rounds otherwise."""
+
+
+def method_config(folder: Path, key: str, kind: str = "bert", **changes: Mapping[str, Any]) -> RunConfig:
+    """A run of a method on the tiny corpus, three of four clients a round, moments and weight decay on.
+
+    At rank 3 the factors of three clients together are larger than some layers and smaller than others.
+    """
+    values = {
+        "method": {"name": key, "r": 3, "lora_alpha": 6, **OPTIONS.get(key, {}), **changes.pop("method", {})},
+        "federation": {"rounds": 5, **changes.pop("federation", {})},
+        "training": {"optimizer_state": "keep", "weight_decay": 0.1, **changes.pop("training", {})},
+    }
+    return tiny.config(folder, kind, **values, **changes)
+
+
+def flat(value: object, path: str = "") -> dict[str, object]:
+    """Tensors and plain values inside dataclasses, dicts and sequences, by where they stand."""
+    if dataclasses.is_dataclass(value):
+        parts: Any = [(item.name, getattr(value, item.name)) for item in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, tuple | list):
+        parts = enumerate(value)
+    else:
+        return {path: value}
+    return {inner: leaf for key, part in parts for inner, leaf in flat(part, f"{path}[{key}]").items()}
+
+
+def differences(left: object, right: object) -> list[str]:
+    """Where two values are not the same, types and bits of tensors included."""
+    one, other = flat(left), flat(right)
+    return [
+        path for path in {**one, **other} if path not in one or path not in other or _differ(one[path], other[path])
+    ]
+
+
+def _differ(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype != other.dtype or not torch.equal(one, other)
+    return type(one) is not type(other) or one != other
+
+
+def snapshot(value: object) -> dict[str, object]:
+    """A deep copy, for ``differences``."""
+    return {path: leaf.clone() if isinstance(leaf, Tensor) else leaf for path, leaf in flat(value).items()}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one of a method's functions."""
+
+    function: str
+    args: tuple[Any, ...]
+    result: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Wrapper):
+    """A method whose calls are kept, and compared with their arguments' values of before."""
+
+    calls: list[Call] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+
+    def _call(self, name: str, *args: object) -> Any:
+        before = snapshot(args)
+        result = getattr(self.inner, name)(*args)
+        self.written.extend(f"{name}{path}" for path in differences(before, flat(args)))
+        self.calls.append(Call(name, args, result))
+        return result
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return self._call("sync", state, client)
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return self._call("start", message, client, memory)
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        return self._call("finish", job, trained, client, memory)
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return self._call("contribute", message, client)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return self._call("update", state, reduced)
+
+
+@dataclass(frozen=True)
+class Local:
+    """One job that a client trained."""
+
+    client: str
+    job: Job
+    trained: Trained
+
+
+class WatchedEngine(LoopEngine):
+    """Keeps what was trained; compares jobs with their values of before."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.trained: list[Local] = []
+        self.written: list[str] = []
+
+    def train(self, job: Job, *args: Any, client: str, **options: Any) -> Trained:
+        before = snapshot((job, options))
+        trained = super().train(job, *args, client=client, **options)
+        self.written += [f"train{path}" for path in differences(before, flat((job, options)))]
+        self.trained.append(Local(client, job, trained))
+        return trained
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: the progress before it, what it gave, and all that happened in it."""
+
+    before: Progress
+    result: RoundResult
+    calls: tuple[Call, ...]
+    trained: tuple[Local, ...]
+
+    @property
+    def after(self) -> Progress:
+        return self.result.progress
+
+    def of(self, function: str) -> list[Call]:
+        return [call for call in self.calls if call.function == function]
+
+    def messages(self) -> list[Message]:
+        """What travelled, in the order of ``result.transfers``."""
+        sent = [call.result if call.function == "sync" else call.result[0] for call in self.calls if _travels(call)]
+        assert len(sent) == len(self.result.transfers)
+        return sent
+
+
+def _travels(call: Call) -> bool:
+    return call.function == "sync" or (call.function == "finish" and isinstance(call.result[0], Message))
+
+
+@dataclass(frozen=True)
+class Played:
+    """A federation that was played.
+
+    Args:
+        prepared: with the watched method and engine.
+        rounds: all of them.
+        written: inputs that somebody wrote to; there should be none.
+    """
+
+    prepared: Prepared
+    rounds: tuple[Round, ...]
+    written: tuple[str, ...]
+
+    @property
+    def federation(self) -> Federation:
+        return self.prepared.federation
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self.prepared.engine.adapted.spec.layers
+
+    def weights(self, ids: tuple[str, ...]) -> dict[str, float]:
+        """Normalised weights of a cohort in the average."""
+        total = sum(self.federation.members[id].client.weight for id in ids)
+        return {id: self.federation.members[id].client.weight / total for id in ids}
+
+    def change(self, layer: str, base: BaseUpdate, parametrization: Parametrization, tensors: Tensors) -> Tensor:
+        """A layer's effective weight minus W0, (O, I), computed densely in float64 from the float32 tensors."""
+        weight = self.prepared.engine.adapted.weight(layer).double()
+        exact = BaseUpdate(base.round, base.rho, {name: _double(delta) for name, delta in base.total.items()})
+        moved = materialise(weight, exact, layer)
+        slots = {slot: value.double() for slot, value in slots_of(tensors, layer).items()}
+        return dense_change(parametrization.effective(slots), moved) + moved - weight
+
+    def global_change(self, layer: str, progress: Progress) -> Tensor:
+        """A layer's change in the model that a progress stands for."""
+        job = self.prepared.evaluator.job(progress, None)
+        return self.change(layer, progress.state.base, job.parametrization[layer], job.tensors)
+
+    def mean_change(self, layer: str, round: Round) -> Tensor:
+        """The weighted mean of a layer's change over the models that the clients trained."""
+        shares, mean = self.weights(round.result.cohort), torch.zeros((), dtype=torch.float64)
+        for id, local in {local.client: local for local in round.trained}.items():  # a client's last phase
+            parametrization = local.job.parametrization[layer]
+            mean = mean + shares[id] * self.change(
+                layer, round.before.state.base, parametrization, local.trained.tensors
+            )
+        return mean
+
+
+def _double(delta: LowRank | Tensor) -> LowRank | Tensor:
+    return delta.to(torch.float64)
+
+
+def play(prepared: Prepared, config: RunConfig) -> Played:
+    """All rounds of a config on a model and data that are loaded already, evaluated after each."""
+    watched: list[Watched] = []
+
+    def watch(method: Any) -> Watched:
+        watched.append(Watched(inner=method))
+        return watched[0]
+
+    made = tiny.variant(prepared, config, watch=watch, engine=WatchedEngine)
+    method, engine, written = watched[0], made.engine, list[str]()
+    assert isinstance(engine, WatchedEngine)
+    rounds: list[Round] = []
+    progress = made.federation.begin()
+    while progress.state.round < made.federation.settings.rounds:
+        method.calls.clear()
+        engine.trained.clear()
+        before = snapshot(progress)
+        result = made.federation.play(progress)
+        rounds.append(Round(progress, result, tuple(method.calls), tuple(engine.trained)))
+        written += [f"play{path}" for path in differences(before, flat(progress))]
+        after = snapshot(result.progress)
+        made.evaluator.clients(result.progress)
+        written += [f"evaluate{path}" for path in differences(after, flat(result.progress))]
+        progress = result.progress
+    return Played(made, tuple(rounds), (*written, *method.written, *engine.written))
+
+
+Play = Callable[..., Played]

@@ -1,0 +1,169 @@
+"""Models, a tokenizer and a corpus so small that a test can train on them: what the tests of real transformers share.
+
+The models are real Hugging Face classes with random weights (larger than usual, so that logits differ), the corpus is
+a csv file; both are read from a folder as a user's would be. ``BERT`` names target modules of three shapes: 16 x 16
+(query, value), 24 x 16 (intermediate.dense) and 16 x 24 (output.dense).
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.core.method import Method, scaling_of
+from fedspan.engines.evaluation import Evaluator
+from fedspan.engines.federation import Federation
+from fedspan.engines.loop import LoopEngine
+from fedspan.runs.build import Prepared, with_extras
+
+BERT = ["query", "value", "intermediate.dense", "output.dense"]
+GPT2 = ["c_attn", "c_proj"]
+LABELS = ("admin", "billing", "lab", "symptom")
+SITES = {"east": 11, "north": 19, "south": 32, "west": 58}
+"""Clients of the corpus with their number of texts."""
+
+_SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
+_WORDS = [f"{label}{number}" for label in LABELS for number in range(8)] + [f"word{number}" for number in range(12)]
+_VOCABULARY = {word: index for index, word in enumerate([*_SPECIAL, *_WORDS])}
+_SMALL = {"vocab_size": len(_VOCABULARY), "pad_token_id": 0, "initializer_range": 0.3}
+_ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bert": lambda: transformers.BertModel(
+        transformers.BertConfig(**_SMALL, **_ENCODER, max_position_embeddings=32),
+    ),
+    "roberta": lambda: transformers.RobertaModel(
+        transformers.RobertaConfig(**_SMALL, **_ENCODER, max_position_embeddings=34, type_vocab_size=1),
+        add_pooling_layer=False,
+    ),
+    "distilbert": lambda: transformers.DistilBertModel(
+        transformers.DistilBertConfig(**_SMALL, dim=16, hidden_dim=24, n_layers=2, n_heads=2),
+    ),
+    "gpt2": lambda: transformers.GPT2Model(
+        transformers.GPT2Config(**_SMALL, n_embd=16, n_inner=24, n_layer=2, n_head=2, n_positions=32, eos_token_id=3),
+    ),
+}
+
+
+def save_model(kind: str, folder: Path) -> Path:
+    """A model without a head, and its tokenizer, in a folder of its own; the same weights every time."""
+    path = folder / kind
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        _MODELS[kind]().save_pretrained(path)
+    _tokenizer(pairs=kind != "gpt2").save_pretrained(path)
+    return path
+
+
+def _tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
+    """One id a word. GPT-2's adds no tokens and has none for padding, like the real one."""
+    tokenizer = Tokenizer(WordLevel(_VOCABULARY, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    if not pairs:
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", model_max_length=32
+        )
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        cls_token="<s>",
+        sep_token="</s>",
+        model_max_length=32,
+    )
+
+
+def save_corpus(folder: Path) -> Path:
+    """120 texts of 2 to 9 words in 4 labels; every site has one label in 2 of 3 texts, another one for each site."""
+    rng = random.Random(0)
+    path = folder / "corpus.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label", "site"])
+        for number, (site, size) in enumerate(SITES.items()):
+            for _ in range(size):
+                label = LABELS[number] if rng.random() < 2 / 3 else rng.choice(LABELS)
+                own = [f"{label}{rng.randrange(8)}" for _ in range(rng.randint(1, 4))]
+                filler = [f"word{rng.randrange(12)}" for _ in range(rng.randint(1, 5))]
+                words = own + filler
+                rng.shuffle(words)
+                writer.writerow([" ".join(words), label, site])
+    return path
+
+
+def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A run on the tiny model and corpus as plain values; ``changes`` go into its sections."""
+    values: dict[str, Any] = {
+        "seed": 3,
+        "device": "cpu",
+        "model": {"name": str(folder / kind), "target_modules": GPT2 if kind == "gpt2" else BERT, "max_length": 16},
+        "data": {"train": str(folder / "corpus.csv"), "test_fraction": 0.1},
+        "partition": {"partitioner": "natural", "column": "site"},
+        "method": {"name": "fedit", "r": 2, "lora_alpha": 4},
+        "federation": {"rounds": 3, "clients_per_round": 3},
+        "training": {"lr": 0.02, "local_steps": 2, "batch_size": 4},
+        "evaluation": {"batch_size": 32},
+    }
+    for section, change in changes.items():
+        values[section] = {**values[section], **change}
+    return copy.deepcopy(values)
+
+
+def config(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> RunConfig:
+    """``settings``, parsed."""
+    return parse_config(settings(folder, kind, **changes))
+
+
+def variant(
+    prepared: Prepared,
+    config: RunConfig,
+    *,
+    watch: Callable[[Method], Method] = lambda method: method,
+    engine: type[LoopEngine] = LoopEngine,
+) -> Prepared:
+    """Another method, or other rounds or training, on a model and data that are loaded already.
+
+    Args:
+        prepared: the run with the model.
+        config: with the same model, data and partition.
+        watch: put around the whole method.
+        engine: class of the engine.
+    """
+    adapted, members = prepared.engine.adapted, []
+    method = config.build_method(adapted.spec)
+    ranks = config.federation.ranks or {}
+    assert isinstance(ranks, dict)
+    for id, member in prepared.federation.members.items():
+        rank = ranks.get(id, method.r)
+        scaling = scaling_of(method.lora_alpha, rank, method.use_rslora)
+        members.append(replace(member, client=replace(member.client, rank=rank, scaling=scaling)))
+    made = engine(adapted, prepared.task, config.training_settings(), config.seed)
+    wrapped = watch(with_extras(config, method))
+    federation = Federation(wrapped, made, members, prepared.train, config.round_settings())
+    evaluator = Evaluator(federation, config.evaluation.batch_size)
+    return replace(prepared, config=config, engine=made, federation=federation, evaluator=evaluator)
+
+
+def fresh_classifier(folder: str | Path, **changes: object) -> nn.Module:
+    """The pretrained model with a random head, as somebody without fedspan loads it."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(LABELS), **changes)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = 3
+    return model.eval()
