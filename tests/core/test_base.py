@@ -58,7 +58,7 @@ def _same_bits(one: Mapping[str, Delta], other: Mapping[str, Delta]) -> bool:
 
 
 @given(increments())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_increments_add_up_to_the_dense_oracle(rounds: list[Increment | None]) -> None:
     rng = torch.Generator().manual_seed(0)
     W0 = {layer: torch.randn(shape, generator=rng, dtype=torch.float64) for layer, shape in SHAPES.items()}
@@ -80,7 +80,7 @@ def test_increments_add_up_to_the_dense_oracle(rounds: list[Increment | None]) -
 
 
 @given(increments(torch.float32), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_clients_hold_the_servers_bits_whatever_they_missed(
     rounds: list[Increment | None], data: st.DataObject
 ) -> None:
@@ -106,7 +106,7 @@ def test_clients_hold_the_servers_bits_whatever_they_missed(
 
 
 @given(increments())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_kept_increments_are_no_larger_than_the_total(rounds: list[Increment | None]) -> None:
     base = BaseUpdate()
     for increment in rounds:

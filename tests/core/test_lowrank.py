@@ -11,7 +11,7 @@ from torch import Tensor
 from fedspan.core.lowrank import LowRank, concatenate, fix_signs, inner, svd
 
 TOLERANCE = 1e-9
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 
 @st.composite

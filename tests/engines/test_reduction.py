@@ -50,7 +50,7 @@ def _reduce(cohort: dict[str, tuple[Client, Contribution | None]], order: tuple[
 
 
 @given(cohorts())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_weighted_mean_and_stack_match_the_oracle(cohort: dict[str, tuple[Client, Contribution | None]]) -> None:
     reduced = _reduce(cohort, tuple(cohort))
     replies = {id: reply for id, (_, reply) in cohort.items() if reply is not None}

@@ -229,7 +229,7 @@ def _double(delta: LowRank | Tensor) -> LowRank | Tensor:
 
 
 def play(prepared: Prepared, config: RunConfig) -> Played:
-    """All rounds of a config on a model and data that are loaded already, evaluated after each."""
+    """All rounds of a config, and an evaluation, on a model and data that are loaded already."""
     watched: list[Watched] = []
 
     def watch(method: Any) -> Watched:
@@ -248,10 +248,10 @@ def play(prepared: Prepared, config: RunConfig) -> Played:
         result = made.federation.play(progress)
         rounds.append(Round(progress, result, tuple(method.calls), tuple(engine.trained)))
         written += [f"play{path}" for path in differences(before, flat(progress))]
-        after = snapshot(result.progress)
-        made.evaluator.clients(result.progress)
-        written += [f"evaluate{path}" for path in differences(after, flat(result.progress))]
         progress = result.progress
+    after = snapshot(progress)
+    made.evaluator.clients(progress)
+    written += [f"evaluate{path}" for path in differences(after, flat(progress))]
     return Played(made, tuple(rounds), (*written, *method.written, *engine.written))
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.text import duration, one_line, percent, size, titles
+from fedspan.cli.text import duration, one_line, percent, plain_table, size, titles
 from fedspan.models.loading import resolve
 from fedspan.runs.session import RunReport
 
@@ -21,7 +21,6 @@ __all__ = ["peft_snippet", "show_report"]
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
-    out.print()
     out.print(_scores(report))
     if said := _gain(report):
         out.print(Text(said))
@@ -37,18 +36,19 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     if id != "global":
         adapter = f"{(folder / where).parent}, one for each client (round {report.best_round})"
     facts.add_row("adapter", Text(adapter))
+    whose = "" if id == "global" else f" --client {shlex.quote(id)}"
+    facts.add_row("try", Text(f'fedspan predict {shlex.quote(str(folder))} "your text"{whose}'))
     out.print(facts)
     out.print()
     for line in peft_snippet(folder / where):
         out.print(Text(f"  {line}", "cyan"), soft_wrap=True)
     if report.examples:
-        out.print()
         out.print(_examples(report, out.width))
 
 
 def _scores(report: RunReport) -> Table:
     heldout, own = "test" in report.scores, "clients" in report.scores
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = plain_table()
     table.add_column("", no_wrap=True)
     if heldout:
         table.add_column("held-out\naccuracy", justify="right")
@@ -83,11 +83,16 @@ def _gain(report: RunReport) -> str:
     if reached is None:
         return ""
     parts = [
-        f"{abs(100 * (reached - score)):.1f} points {'above' if reached >= score else 'below'} {against}"
+        f"{_apart(reached - score)} {against}"
         for name, against in (("local", "the mean client alone"), ("centralised", "all examples in one place"))
         if (score := others.get(name)) is not None
     ]
     return f"Held-out accuracy is {' and '.join(parts)}." if parts else ""
+
+
+def _apart(difference: float) -> str:
+    points = f"{abs(100 * difference):.1f}"
+    return "equal to" if points == "0.0" else f"{points} points {'above' if difference > 0 else 'below'}"
 
 
 def peft_snippet(adapter: Path) -> list[str]:
@@ -104,7 +109,7 @@ def peft_snippet(adapter: Path) -> list[str]:
 
 
 def _examples(report: RunReport, width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = plain_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
     table.add_column("a held-out text", width=min(90, width - 2 * labels - 6))

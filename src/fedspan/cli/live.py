@@ -14,7 +14,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.text import duration, one_line, percent, size, titles
+from fedspan.cli.effort import Effort
+from fedspan.cli.text import duration, number, one_line, percent, size, titles
 from fedspan.runs.build import Prepared
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
@@ -42,7 +43,7 @@ class RunView(Listener):
         self._best = -1.0
         self._now = "reading the data and loading the model"
         self._baseline: tuple[str, int, int, float] | None = None
-        self._work = _Work(clock)
+        self._effort: Effort | None = None
         self._live = Live(get_renderable=self.footer, console=out, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> RunView:
@@ -58,8 +59,8 @@ class RunView(Listener):
         self._prepared, self.done, self.rounds = prepared, done, federation.settings.rounds
         clients = len(federation.members)
         cohort = federation.settings.cohort or clients
-        self._work.begin((self.rounds - done) * min(1.0, cohort / clients) + self.rounds * len(config.baselines))
-        self._now = "training"
+        self._effort = Effort(prepared, done, self._clock)
+        self._now = "training" if done < self.rounds else "measuring the best round"
         examples = sum(len(member.train) for member in federation.members.values())
         each = f", {cohort} a round" if cohort < clients else ""
         self._print(
@@ -78,43 +79,46 @@ class RunView(Listener):
 
     def client_finished(self, round: int, client: str, loss: float) -> None:
         assert self._prepared is not None
-        cohort = self._prepared.federation.cohort(round - 1)
+        assert self._effort is not None
         if client not in self._losses:  # a method with two phases trains each client twice
-            self._work.advance(1 / len(self._prepared.federation.members))
+            self._effort.client(client)
         self._losses[client], self._last = loss, client
-        self._now = "measuring" if len(self._losses) >= len(cohort) else "training"
+        trained = len(self._losses) >= len(self._prepared.federation.cohort(round - 1))
+        self._now = "measuring" if trained else "training"
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
+        assert self._effort is not None
         self.done = row["round"]
+        self._effort.round(self.done)
         self._losses.clear()
-        self._now = "training" if self.done < self.rounds else "measuring the best round and exporting its adapter"
+        self._now = "training" if self.done < self.rounds else "measuring the best round"
         self._print(self._row(row))
 
     def baseline_started(self, name: str, rounds: int) -> None:
-        self._finish_baseline()
-        self._baseline = (name, 0, rounds, float("nan"))
-        self._now = "comparing"
+        assert self._effort is not None
+        if self._baseline is None:
+            self._effort.closed()
+        else:
+            self._effort.scored(self._baseline[0])
+        self._baseline = (name, 0, rounds, 0.0)
+        self._now = f"for comparison: {titles(name)}"
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
         assert self._baseline is not None
+        assert self._effort is not None
+        self._effort.epoch()
         self._baseline = (name, round, self._baseline[2], loss)
-        self._work.advance(1)
         if round == self._baseline[2]:
-            self._finish_baseline()
-
-    def _finish_baseline(self) -> None:
-        if self._baseline is not None:
-            name, round, _, loss = self._baseline
-            self._print(Text(f"for comparison, {titles(name)}: {round} epochs, loss {loss:.4f}", "dim"))
-            self._baseline = None
+            self._print(Text(f"for comparison, {titles(name)}: {round} epochs, loss {number(loss)}", "dim"))
+            self._now = f"measuring {titles(name)}"
 
     def _print(self, text: Text) -> None:
         self._out.print(text, soft_wrap=True)
 
     def _line(self, cells: tuple[str, ...], style: str = "") -> Text:
         """Eight cells under each other, right-aligned, in 80 columns or up to 92."""
-        number = max(6, 2 * len(str(self.rounds)) + 2)
-        widths = [number, 9, 12, 8, 0, 10, 10, 9]
+        first = max(6, 2 * len(str(self.rounds)) + 2)
+        widths = [first, 9, 12, 8, 0, 10, 10, 9]
         widths[4] = max(12, min(self._out.width, 92) - sum(widths))
         shown = "".join(one_line(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
         return Text(shown.rstrip(), style)
@@ -128,7 +132,7 @@ class RunView(Listener):
         moved = row["bytes"]
         cells = (
             f"{row['round']}/{self.rounds}",
-            "-" if row["loss"] is None else f"{row['loss']:.4f}",
+            number(row["loss"]),
             percent(validation),
             percent(_accuracy(row.get("test"))),
             "-" if worst is None else f"{one_line(worst['client'], 12)} {percent(worst['accuracy'])}",
@@ -141,10 +145,12 @@ class RunView(Listener):
     def footer(self) -> RenderableType:
         """What happens now: bars, losses so far, elapsed time and time left."""
         elapsed = duration(self._clock() - self._began)
-        left = self._work.left()
+        left = None if self._effort is None else self._effort.left()
         times = f"elapsed {elapsed}" + ("" if left is None else f", about {duration(left)} left")
-        if self._prepared is None:
-            return Spinner("dots", Text(f"{self._now}, {times}", "dim"))
+        state = Spinner("dots", Text(f"{self._now}, {times}", "dim"))
+        return state if self._prepared is None else Group("", *self._bars(self._prepared), state)
+
+    def _bars(self, prepared: Prepared) -> list[Table]:
         bars = Table.grid(padding=(0, 1))
         bars.add_column(no_wrap=True)
         bars.add_column(no_wrap=True, justify="right")
@@ -152,38 +158,16 @@ class RunView(Listener):
         bars.add_column(no_wrap=True, overflow="ellipsis")
         if self._baseline is not None:
             name, round, rounds, loss = self._baseline
-            said = "" if round == 0 else f"loss {loss:.4f}"
-            bars.add_row(titles(name), f"{round}/{rounds}", ProgressBar(rounds, round), Text(said))
+            said = f"loss {number(loss)}" if round else ""
+            bars.add_row(titles(name), f"{round}/{rounds}", ProgressBar(rounds, round), said)
         elif self.done < self.rounds:
-            cohort = len(self._prepared.federation.cohort(self.done))
-            clients, loss = len(self._losses), ""
-            if self._losses:
-                loss = f"loss {sum(self._losses.values()) / clients:.4f}  {one_line(self._last, 20)}"
+            cohort, trained = len(prepared.federation.cohort(self.done)), len(self._losses)
+            said = ""
+            if trained:
+                said = f"loss {number(sum(self._losses.values()) / trained)}  {one_line(self._last, 20)}"
             bars.add_row("round", f"{self.done + 1}/{self.rounds}", ProgressBar(self.rounds, self.done), "")
-            bars.add_row("clients", f"{clients}/{cohort}", ProgressBar(cohort, clients), Text(loss))
-        return Group("", bars, Spinner("dots", Text(f"{self._now}, {times}", "dim")))
-
-
-class _Work:
-    """How much is done, in passes over everybody's examples, and how long the rest may take."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._total = self._done = self._at = self._began = 0.0
-
-    def begin(self, total: float) -> None:
-        self._total, self._began = total, self._clock()
-
-    def advance(self, work: float) -> None:
-        self._done += work
-        self._at = self._clock()
-
-    def left(self) -> float | None:
-        """Seconds, at the mean speed so far; None before there is one."""
-        if self._done == 0:
-            return None
-        rest = (self._total - self._done) * (self._at - self._began) / self._done
-        return max(0.0, rest - (self._clock() - self._at))
+            bars.add_row("clients", f"{trained}/{cohort}", ProgressBar(cohort, trained), Text(said))
+        return [bars] if bars.row_count else []
 
 
 def _accuracy(scores: Mapping[str, float] | None) -> float | None:

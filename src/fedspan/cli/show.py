@@ -13,7 +13,6 @@ from fedspan.errors import FedspanError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from fedspan.data.partition import ClientRow, Partition
     from fedspan.methods.describe import MethodRow
@@ -25,6 +24,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Change a field of the config; may be given many times."),
 ]
+_LONGEST = 24
 
 
 def methods(
@@ -53,7 +53,9 @@ def methods(
 def _all_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
     from rich.text import Text
 
-    table = _table()
+    from fedspan.cli.text import plain_table
+
+    table = plain_table()
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("method", ratio=1, max_width=72)
     for name in ("exact", "personal", "ranks", "reply"):
@@ -74,15 +76,17 @@ def _all_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
         )
     out.print(table)
     notes = (
-        "exact: does the aggregate equal the mean of the clients' weights? personal: does every client keep a model of its own? "
-        "ranks: may they differ between clients? reply: a sum over clients is enough (secure aggregation and "
-        "differential privacy apply), or the server needs a stack of all replies.\n"
+        "exact: does the aggregate equal the mean of the clients' weights? personal: does every client keep a model "
+        "of its own? ranks: may they differ between clients? reply: a sum over clients is enough, so secure "
+        "aggregation and differential privacy apply, or the server needs a stack of all replies.\n"
         "One method's paper and options: fedspan methods fedit"
     )
     out.print(notes, style="dim")
 
 
 def _one_method(out: Console, row: MethodRow) -> None:
+    from fedspan.cli.text import plain_table
+
     out.print(f"{row.name}: {row.idea}", style="bold")
     out.print(f"{row.paper}\n")
     facts = [
@@ -98,20 +102,13 @@ def _one_method(out: Console, row: MethodRow) -> None:
     ]
     for fact in facts:
         out.print(f"  {fact}")
-    table = _table()
+    table = plain_table()
     table.add_column("option", style="bold", no_wrap=True)
     table.add_column("default", no_wrap=True)
     table.add_column("what it is")
     for option in row.options:
         table.add_row(f"method.{option.name}", json.dumps(option.default), option.help)
     out.print(table)
-
-
-def _table() -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
 
 
 def partition(
@@ -144,36 +141,59 @@ def partition(
     else:
         test = 0 if data.test is None else len(data.test)
         _show_partition(console(), parts, rows, data.labels, test)
+        if png is not None:
+            typer.echo(f"wrote {png}")
 
 
 def _show_partition(
     out: Console, parts: Partition, rows: tuple[ClientRow, ...], labels: tuple[str, ...], test: int
 ) -> None:
+    heldout = f"{test} held out" if test else "no held-out test set"
+    out.print(f"{len(rows)} clients, {parts.examples} examples, {len(labels)} labels; {heldout}\n", style="bold")
+    counts = [(f"{row.train}+{row.validation}+{row.test}", row) for row in rows]
+    names = max(6, *(min(_LONGEST, len(row.id)) for row in rows))
+    sizes = max(8, *(len(size) for size, _ in counts)) + 1
+    digits = max(len(str(count)) for row in rows for count in (*row.counts, len(labels))) + 1
+    if names + sizes + digits * len(labels) <= out.width:
+        _count_table(out, counts, labels, (names, sizes, digits))
+    else:
+        _largest_table(out, counts, labels)
+    out.print("examples: train+validation+test", style="dim")
+
+
+def _count_table(
+    out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...], widths: tuple[int, int, int]
+) -> None:
+    """A column for each label; rich's own tables leave too much space in between for twenty labels in 80 columns."""
     from fedspan.cli.text import one_line
 
-    heldout = f"{test} held out" if test else "no held-out test set"
-    out.print(f"{len(rows)} clients, {parts.examples} examples, {len(labels)} labels; {heldout}", style="bold")
-    fixed = max(len("client"), *(min(24, len(row.id)) for row in rows)) + 30
-    digits = max(2, *(len(str(count)) for row in rows for count in row.counts))
-    table = _table()
+    names, sizes, digits = widths
+    numbers = "".join(str(index).rjust(digits) for index in range(1, len(labels) + 1))
+    out.print("client".ljust(names) + "examples".rjust(sizes) + numbers, style="dim")
+    for size, row in counts:
+        cells = "".join((str(count) if count else ".").rjust(digits) for count in row.counts)
+        out.print(one_line(row.id, names).ljust(names) + size.rjust(sizes) + cells, soft_wrap=True)
+    out.print()
+    line = ""
+    for entry in [f"{index} {name}" for index, name in enumerate(labels, 1)]:
+        if line and len(line) + 2 + len(entry) > out.width:
+            out.print(line, style="dim")
+            line = ""
+        line += ("  " if line else "") + entry
+    out.print(line, style="dim")
+
+
+def _largest_table(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
+    """How many labels a client has, and its largest ones: for labels that are too many for a column each."""
+    from fedspan.cli.text import one_line, plain_table
+
+    table = plain_table()
     table.add_column("client", no_wrap=True)
-    for name in ("train", "valid.", "test"):
-        table.add_column(name, justify="right", no_wrap=True)
-    whole = fixed + len(labels) * (digits + 2) <= out.width
-    if whole:
-        for index in range(len(labels)):
-            table.add_column(str(index + 1), justify="right", no_wrap=True)
-    else:
-        table.add_column("labels", justify="right", no_wrap=True)
-        table.add_column("most frequent")
-    for row in rows:
-        cells = [one_line(row.id, 24), str(row.train), str(row.validation), str(row.test)]
-        if whole:
-            cells += [str(count) if count else "." for count in row.counts]
-        else:
-            held = sorted(((count, -index) for index, count in enumerate(row.counts) if count), reverse=True)
-            cells += [str(len(held)), ", ".join(f"{labels[-index]} {count}" for count, index in held[:3])]
-        table.add_row(*cells)
+    table.add_column("examples", justify="right", no_wrap=True)
+    table.add_column("labels", justify="right", no_wrap=True)
+    table.add_column("most frequent")
+    for size, row in counts:
+        held = sorted((-count, index) for index, count in enumerate(row.counts) if count)
+        largest = ", ".join(f"{labels[index]} {-count}" for count, index in held[:3])
+        table.add_row(one_line(row.id, _LONGEST), size, str(len(held)), largest)
     out.print(table)
-    if whole:
-        out.print("  ".join(f"{index}\u00a0{name}" for index, name in enumerate(labels, 1)), style="dim")

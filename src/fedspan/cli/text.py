@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-__all__ = ["console", "duration", "one_line", "percent", "size", "titles"]
+__all__ = ["console", "duration", "number", "one_line", "percent", "plain_table", "size", "titles"]
 
 
 def console() -> Console:
     """Standard output; colours only in a terminal."""
     return Console(highlight=False, markup=False, emoji=False)
+
+
+def plain_table() -> Table:
+    """A table with one line under its head, as narrow as it can be."""
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+
+
+def number(value: float | None) -> str:
+    """A loss with four decimals, or four digits if it is large; a dash if it is not a number."""
+    return "-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:

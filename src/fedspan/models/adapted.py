@@ -192,6 +192,7 @@ class AdaptedModel:
         Returns:
             The live tensors by name: leaves that an optimizer may write to (extras: the model's own parameters).
         """
+        self.set_dropout(None)  # a job that failed midway leaves its dropout here, and gradients of the extras
         live: dict[str, Tensor] = {}
         for layer, slots in by_layer(tensors).items():
             if layer == EXTRAS:
@@ -201,6 +202,7 @@ class AdaptedModel:
                 live[name] = value.detach().to(self.device, copy=True).requires_grad_(name in trainable)
         for path, parameter in self.extras.items():
             name = extra_name(path)
+            parameter.grad = None
             with torch.no_grad():
                 parameter.copy_(tensors.get(name, self._initial_extras[path]))
             parameter.requires_grad_(name in trainable)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
-from fedspan.core.method import Memory
+from fedspan.core.method import Claims, Memory
 from fedspan.core.tensors import Tensors, extra_name, is_extra, split_extras
 from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, Trained, Weights
 from fedspan.wrappers.wrapper import Wrapper
@@ -33,6 +33,11 @@ class WithExtras(Wrapper):
 
     policy: ExtrasPolicy
     lr_scale: float = 1.0
+
+    def declared(self) -> Claims:
+        claims = self.inner.declared()
+        # With a head of its own, every client has a model of its own.
+        return replace(claims, personal=True) if self.policy == "local" and self.spec.extras else claims
 
     def init(self, weights: Weights) -> ServerState:
         state = self.inner.init(weights)

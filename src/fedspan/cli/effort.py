@@ -1,0 +1,77 @@
+"""How much of a run is done, in forward passes over one example, and how long the rest may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fedspan.runs.build import Prepared
+
+__all__ = ["Effort"]
+
+_TRAINING = 3.0  # a forward and a backward pass, in forward passes
+
+
+class Effort:
+    """Counts what a run has to do and what it has done; time left follows from the mean speed so far.
+
+    Args:
+        prepared: the run.
+        done: rounds that were finished before.
+        clock: seconds.
+    """
+
+    def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
+        federation, config, training = prepared.federation, prepared.config, prepared.config.training
+        self._clock, self._began = clock, clock()
+        members = federation.members
+        steps = training.local_steps
+        batch = training.batch_size * training.gradient_accumulation_steps
+        self._client = {
+            id: _TRAINING * (len(member.train) * training.local_epochs if steps is None else steps * batch)
+            for id, member in members.items()
+        }
+        own = sum(len(member.validation) + len(member.test) for member in members.values())
+        heldout = 0 if prepared.test is None else len(prepared.test)
+        personal = federation.method.declared().personal
+        rounds, every = federation.settings.rounds, config.evaluation.every
+        scored = own + (0 if personal else heldout)
+        self._round = {n: scored if n % every == 0 or n == rounds else 0 for n in range(done + 1, rounds + 1)}
+        self._closing = own + heldout * (len(members) if personal else 1)
+        self._epoch = sum(self._client.values()) + own
+        final = {"local": own + heldout * len(members), "centralised": own + heldout}
+        self._final = {name: final[name] for name in config.baselines}
+        cohorts = sum(sum(self._client[id] for id in federation.cohort(n - 1)) for n in self._round)
+        baselines = len(self._final) * rounds * self._epoch + sum(self._final.values())
+        self._total = cohorts + sum(self._round.values()) + self._closing + baselines
+        self._done, self._at = 0.0, self._began
+
+    def client(self, id: str) -> None:
+        """A client has trained."""
+        self._add(self._client[id])
+
+    def round(self, number: int) -> None:
+        """A round was measured and saved."""
+        self._add(self._round[number])
+
+    def closed(self) -> None:
+        """The best round was measured."""
+        self._add(self._closing)
+
+    def epoch(self) -> None:
+        """A baseline's epoch was trained and validated."""
+        self._add(self._epoch)
+
+    def scored(self, name: str) -> None:
+        """A baseline was measured."""
+        self._add(self._final[name])
+
+    def _add(self, passes: float) -> None:
+        self._done += passes
+        self._at = self._clock()
+
+    def left(self) -> float | None:
+        """Seconds; None before there is a speed, and where the rest takes longer than it should."""
+        if self._done == 0:
+            return None
+        left = (self._total - self._done) * (self._at - self._began) / self._done - (self._clock() - self._at)
+        return left if left >= 1 else None

@@ -1,0 +1,97 @@
+"""A run that is finished, one that was stopped, and how the tests call the commands."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+import tiny
+from fedspan.cli import app
+
+Call = Callable[..., Result]
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def call() -> Call:
+    """``fedspan`` with arguments, in 80 columns."""
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
+
+    def called(*arguments: object, input: str | None = None) -> Result:
+        return runner.invoke(app, [str(argument) for argument in arguments], input=input)
+
+    return called
+
+
+@pytest.fixture
+def refused(call: Call) -> Callable[..., str]:
+    """``fedspan`` with arguments that are wrong: the one line that it says."""
+
+    def called(*arguments: object) -> str:
+        result = call(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        assert "Traceback" not in result.output
+        assert isinstance(result.exception, SystemExit)
+        return result.stderr.removeprefix("error: ").strip()
+
+    return called
+
+
+@pytest.fixture(scope="session")
+def write(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """A config file for the tiny model and corpus, with changes in its sections."""
+
+    def written(baselines: tuple[str, ...] = (), **changes: Any) -> Path:
+        values = {**tiny.settings(tiny_folder, **changes), "baselines": list(baselines)}
+        path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return written
+
+
+@pytest.fixture(scope="session")
+def finished(call: Call, write: Write, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with both baselines; not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    config = write(("local", "centralised"), federation={"rounds": 2})
+    result = call("run", config, "--out", folder)
+    assert result.exit_code == 0, result.output
+    (folder.parent / "screen.txt").write_text(result.stdout)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def personal(call: Call, write: Write, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run in which every client has its own model."""
+    folder = tmp_path_factory.mktemp("runs") / "personal"
+    config = write(method={"name": "fedsa-lora"}, federation={"rounds": 1})
+    result = call("run", config, "--out", folder)
+    assert result.exit_code == 0, result.output
+    (folder.parent / "screen.txt").write_text(result.stdout)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _stopped(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "stopped"
+    shutil.copytree(finished, folder)
+    (folder / "report.json").unlink()
+    shutil.rmtree(folder / "adapter")
+    shutil.rmtree(folder / "checkpoints" / "round-00002")
+    return folder
+
+
+@pytest.fixture
+def stopped(_stopped: Path, tmp_path: Path) -> Path:
+    """A run of two rounds that was stopped in the second; a copy to be changed."""
+    return Path(shutil.copytree(_stopped, tmp_path / "stopped"))

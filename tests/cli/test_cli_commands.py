@@ -1,0 +1,268 @@
+"""Every command, on a run of the tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import transformers
+import yaml
+from click.testing import Result
+
+import fedspan
+import tiny
+from fedspan.cli.train import _fresh
+from fedspan.methods.describe import describe
+from fedspan.methods.registry import METHODS
+
+Call = Callable[..., Result]
+Write = Callable[..., Path]
+
+
+def done(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) -> None:
+    screen = (finished.parent / "screen.txt").read_text()
+    report = json.loads((finished / "report.json").read_text())
+    for round in (1, 2):
+        assert f" {round}/2 " in screen
+    for shown in ("fedit", "local only", "centralised", "held-out", "own tests", "worst client"):
+        assert shown in screen
+    assert f"{100 * report['scores']['test']['accuracy']:.1f}%" in screen
+    assert str(finished / "adapter") in screen.replace("\n", "")
+    assert "kB down" in screen
+    for row in report["examples"]:
+        assert row["text"].split()[0] in screen
+    assert max(len(line) for line in screen.splitlines() if "from_pretrained" not in line and "/" not in line) <= 80
+
+
+def test_the_snippet_that_it_closes_with_loads_the_adapter(finished: Path, personal: Path) -> None:
+    for folder, head in ((finished, "classifier"), (personal, "classifier")):
+        screen = (folder.parent / "screen.txt").read_text()
+        lines = [line.strip() for line in screen.splitlines() if "import peft" in line or "from_pretrained" in line]
+        assert len(lines) == 3
+        names: dict[str, Any] = {}
+        exec("\n".join(lines), names)
+        assert isinstance(names["model"], peft.PeftModel)
+        assert head in names["model"].peft_config["default"].modules_to_save
+
+
+def test_run_chooses_a_new_folder(tmp_path: Path) -> None:
+    assert _fresh(tmp_path / "demo") == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    assert _fresh(tmp_path / "demo") == tmp_path / "demo-2"
+    (tmp_path / "demo-2").mkdir()
+    assert _fresh(tmp_path / "demo") == tmp_path / "demo-3"
+
+
+def test_resume_goes_on_to_the_same_adapter(call: Call, stopped: Path, finished: Path) -> None:
+    screen = done(call("run", "--resume", stopped))
+    assert "going on after round 1 of 2" in screen
+    assert " 1/2 " in screen
+    name = Path("adapter") / "adapter_model.safetensors"
+    assert (stopped / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_resume_of_a_finished_run_shows_its_report_again(call: Call, finished: Path) -> None:
+    began = (finished / "report.json").stat().st_mtime_ns
+    screen = done(call("run", "--resume", finished))
+    assert screen.strip() in (finished.parent / "screen.txt").read_text()
+    assert (finished / "report.json").stat().st_mtime_ns == began
+
+
+def test_demo(call: Call, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = [
+        f"model.name={tiny_folder / 'bert'}",
+        "model.layers_to_transform=null",
+        "method.r=2",
+        "data.max_examples=40",
+        "partition.clients=2",
+        "partition.min_examples=4",
+        "federation.rounds=1",
+        "baselines=[]",
+    ]
+    settings = [part for change in changes for part in ("--set", change)]
+    for folder in ("demo", "demo-2"):
+        assert f"runs/{folder}/adapter" in done(call("demo", *settings))
+        assert (tmp_path / "runs" / folder / "report.json").is_file()
+
+
+def test_demo_shows_its_config(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(done(call("demo", "--show-config")))
+    config = fedspan.load_config(path)
+    assert config.model.name == "builtin:all-minilm-l6-v2"
+    assert config.data.train == "builtin:patient-messages"
+    assert (config.method.name, config.baselines) == ("fedit", ["local", "centralised"])
+
+
+def test_methods(call: Call) -> None:
+    shown = done(call("methods"))
+    rows = json.loads(done(call("methods", "--json")))
+    assert [row["key"] for row in rows] == sorted(METHODS)
+    for row in rows:
+        assert row["key"] in shown
+        assert row["cls"] == METHODS[row["key"]].__name__
+    one = done(call("methods", "fedloru"))
+    assert "method.tau" in one
+    assert "rounds between accumulations" in one
+
+
+def test_the_table_of_methods_is_that_of_the_registry() -> None:
+    path = Path(fedspan.__file__).parent / "methods" / "table.json"
+    assert json.loads(path.read_text()) == describe(), "write it anew: python -m fedspan.methods.describe"
+    for row in describe():
+        assert row["name"]
+        assert row["idea"]
+        assert all(option["help"] for option in row["options"]), f"describe each option of {row['cls']} under Args:"
+
+
+def test_partition(call: Call, write: Write, tmp_path: Path) -> None:
+    config, png = write(), tmp_path / "p.png"
+    shown = done(call("partition", config, "--png", png))
+    content = json.loads(done(call("partition", config, "--json")))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert content["labels"] == list(tiny.LABELS)
+    assert [client["id"] for client in content["clients"]] == sorted(tiny.SITES)
+    for client in content["clients"]:
+        line = next(line for line in shown.splitlines() if line.startswith(client["id"]))
+        assert f"{client['train']}+{client['validation']}+{client['test']}" in line
+        assert [0 if cell == "." else int(cell) for cell in line.split()[2:]] == client["counts"]
+        assert sum(client["counts"]) == client["train"] + client["validation"] + client["test"]
+    assert max(map(len, shown.replace(str(png), "").splitlines())) <= 80
+
+
+def test_partition_with_many_labels(call: Call, tmp_path: Path) -> None:
+    demo = Path(fedspan.__file__).parent / "demo.yaml"
+    twenty = done(call("partition", demo))
+    assert "20 waiting_list" in twenty
+    rows = [f"text {number},a_label_with_a_long_name_{number % 77:02}" for number in range(770)]
+    (tmp_path / "many.csv").write_text("text,label\n" + "\n".join(rows))
+    many = done(call("partition", demo, "--set", f"data.train={tmp_path / 'many.csv'}"))
+    assert "most frequent" in many
+    assert max(map(len, (twenty + many).splitlines())) <= 80
+
+
+def test_predict(call: Call, finished: Path, tmp_path: Path) -> None:
+    texts = ["admin1 admin2 word3", "symptom4 word1"]
+    (tmp_path / "texts.txt").write_text("\n\n".join(texts))
+    rows = json.loads(done(call("predict", finished, *texts, "--json")))
+    assert [row["text"] for row in rows] == texts
+    assert all(row["label"] in tiny.LABELS and 0.25 <= row["probability"] <= 1 for row in rows)
+    expected = "".join(f"{row['label']}\t{row['probability']:.4f}\t{row['text']}\n" for row in rows)
+    assert done(call("predict", finished, "--file", tmp_path / "texts.txt")) == expected
+    assert done(call("predict", finished, "--file", "-", input="\n".join(texts))) == expected
+    assert done(call("predict", finished, *texts, "--client", "west")) == expected
+
+
+def test_predict_pairs(call: Call, finished: Path) -> None:
+    assert done(call("predict", finished, "--pairs", "admin1\tword3")).endswith("\tadmin1 word3\n")
+
+
+def test_personal_models_differ(call: Call, personal: Path) -> None:
+    said = {client: done(call("predict", personal, "admin1 lab2", "--client", client)) for client in tiny.SITES}
+    assert len(set(said.values())) == len(tiny.SITES)
+    assert "one for each client" in (personal.parent / "screen.txt").read_text()
+
+
+def test_evaluate_measures_what_the_run_reported(call: Call, finished: Path, tiny_folder: Path) -> None:
+    metrics = json.loads(done(call("evaluate", finished, "--json")))
+    reported = json.loads((finished / "report.json").read_text())["scores"]["test"]
+    assert metrics["accuracy"] == reported["accuracy"]
+    assert metrics["macro_f1"] == pytest.approx(reported["macro_f1"])
+    assert metrics["loss"] == pytest.approx(reported["loss"], abs=1e-5)
+    shown = done(call("evaluate", finished))
+    assert f"{100 * metrics['accuracy']:.1f}%" in shown
+    whole = json.loads(done(call("evaluate", finished, "--data", tiny_folder / "corpus.csv", "--json")))
+    assert whole["examples"] == sum(tiny.SITES.values())
+
+
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_export(call: Call, finished: Path, tiny_folder: Path, tmp_path: Path, form: str) -> None:
+    out = tmp_path / "deep" / form
+    assert done(call("export", finished, "--out", out, "--form", form)) == f"wrote {out}\n"
+    assert [path.name for path in out.parent.iterdir()] == [form]
+    data = ("--data", tiny_folder / "corpus.csv", "--json")
+    there = json.loads(done(call("evaluate", finished, *data)))
+    here = json.loads(done(call("evaluate", out, *data)))
+    assert here == pytest.approx(there, abs=1e-5)
+    assert done(call("predict", out, "lab1 word2")) == done(call("predict", finished, "lab1 word2"))
+    if form == "merged":
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(out)
+        assert model.config.id2label == dict(enumerate(tiny.LABELS))
+        assert model.config.hidden_dropout_prob == 0.1
+        assert transformers.AutoTokenizer.from_pretrained(out)("lab1").input_ids
+
+
+def test_export_of_a_client(call: Call, personal: Path, tmp_path: Path) -> None:
+    out = tmp_path / "theirs"
+    done(call("export", personal, "--out", out, "--client", "north"))
+    expected = done(call("predict", personal, "admin1 lab2", "--client", "north"))
+    assert done(call("predict", out, "admin1 lab2")) == expected
+    assert done(call("predict", out, "admin1 lab2", "--client", "north")) == expected
+
+
+def test_export_of_a_round(call: Call, finished: Path, stopped: Path, tmp_path: Path) -> None:
+    """From checkpoints: of a run that is not finished, and of rounds that were not the best."""
+    name = "adapter_model.safetensors"
+    for round in ("best", "last", "1"):
+        done(call("export", stopped, "--out", tmp_path / round, "--round", round))
+    done(call("export", finished, "--out", tmp_path / "first", "--round", "1"))
+    done(call("export", finished, "--out", tmp_path / "second", "--round", "2"))
+    first = (tmp_path / "first" / name).read_bytes()
+    assert all((tmp_path / round / name).read_bytes() == first for round in ("best", "last", "1"))
+    assert (tmp_path / "second" / name).read_bytes() != first
+
+
+def test_version_and_help(call: Call) -> None:
+    assert done(call("--version")) == f"fedspan {fedspan.__version__}\n"
+    assert "Usage" in call().output
+    listed = done(call("--help"))
+    for command in ("demo", "run", "methods", "partition", "predict", "evaluate", "export"):
+        assert command in listed
+        said = done(call(command, "--help"))
+        assert f"fedspan {command}" in said
+        assert "Examples" in said
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["methods"], ["run", "--help"], ["--version"]])
+def test_quick_commands_are_quick(arguments: list[str]) -> None:
+    def seconds() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "fedspan.cli", *arguments], check=True, capture_output=True)
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(3)) < 1
+    script = "import sys; from fedspan.cli import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True)
+    modules = {"torch", "transformers", "datasets", "pydantic"} & set(loaded.stdout.split())
+    assert arguments[-1].startswith("--") or not modules
+
+
+def test_import_is_quick() -> None:
+    script = (
+        "import sys, time; began = time.perf_counter(); import fedspan; took = time.perf_counter() - began\n"
+        "assert not {'torch', 'pydantic', 'typer'} & set(sys.modules); print(took)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+        for _ in range(3)
+    ]
+    assert min(map(float, runs)) < 0.1
+
+
+def test_configs_of_runs_are_configs(finished: Path) -> None:
+    assert fedspan.load_config(finished / "config.yaml").method.name == "fedit"
+    assert yaml.safe_load((finished / "config.yaml").read_text())["method"]["r"] == 2

@@ -1,0 +1,143 @@
+"""What travels: how many bytes, what of the extras, and that a client that was away has all that it needs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from watching import Play, Played, method_config
+
+import tiny
+from fedspan.core.base import BaseUpdate, apply_patch
+from fedspan.core.method import Memory
+from fedspan.core.tensors import Tensors, extra_name, split_extras
+from fedspan.engines.wire import decode, encode
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared
+
+POLICIES = ("average", "local", "frozen")
+GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
+both = pytest.mark.parametrize(("key", "policy"), [(key, policy) for key in METHODS for policy in POLICIES])
+
+
+def with_policy(played: Play, key: str, policy: str) -> Played:
+    """Three of four clients in five rounds; the same run as elsewhere under the policy that the method prefers."""
+    return played(key) if policy == METHODS[key].claims.extras else played(key, model={"extras": policy})
+
+
+def initial_extras(run: Played) -> dict[str, Tensor]:
+    adapted = run.prepared.engine.adapted
+    return {extra_name(path): adapted.extra(path) for path in adapted.extras}
+
+
+def extras_of(tensors: Tensors) -> dict[str, Tensor]:
+    return split_extras(tensors)[1]
+
+
+def equal(left: Tensors, right: Tensors) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@both
+def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, played: Play) -> None:
+    """Declared for clients that took part in every round before: four bytes a parameter and nothing else."""
+    run = with_policy(played, key, policy)
+    steady = set(run.federation.members)
+    extras = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
+    for number, round in enumerate(run.rounds):
+        cohort, sent = round.result.cohort, round.messages()
+        for transfer, message in zip(round.result.transfers, sent, strict=True):
+            assert transfer.bytes == len(encode(message))
+            if transfer.direction == "down" and transfer.client not in steady:
+                continue
+            rank = run.federation.members[transfer.client].client.rank
+            traffic = [run.federation.method.traffic(one, rank, len(cohort), number) for one in run.layers]
+            elements = sum(getattr(one, transfer.direction) for one in traffic)
+            travel = policy == "average" or (transfer.direction == "down" and number == 0)
+            assert transfer.payload == 4 * (elements + travel * extras)
+        steady &= set(cohort)
+    assert steady, "nobody took part in every round"
+
+
+@both
+def test_extras_follow_their_policy(key: str, policy: str, played: Play) -> None:
+    """Average: the weighted mean. Local: sent once, moved by their client only. Frozen: sent once, never moved."""
+    run = with_policy(played, key, policy)
+    initial, own = initial_extras(run), dict[str, Tensors]()
+    for round in run.rounds:
+        cohort, sent = round.result.cohort, round.messages()
+        server, jobs = extras_of(round.before.state.tensors), {local.client: local for local in round.trained}
+        trained = {id: extras_of(local.trained.tensors) for id, local in jobs.items()}
+        for id in cohort:
+            begun = extras_of(jobs[id].job.tensors)
+            assert equal(begun, server if policy == "average" else own.get(id, initial))
+            for name in initial:
+                assert torch.equal(begun[name], trained[id][name]) == (policy == "frozen")
+        own.update(trained)
+        for transfer, message in zip(round.result.transfers, sent, strict=True):
+            first = transfer.direction == "down" and transfer.client not in round.before.held
+            assert bool(extras_of(message.tensors)) == (policy == "average" or first)
+        after, shares = extras_of(round.after.state.tensors), run.weights(cohort)
+        for name, value in after.items():
+            mean = sum(shares[id] * trained[id][name].double() for id in cohort)
+            expected = mean if policy == "average" else initial[name].double()
+            assert torch.allclose(value.double(), expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_a_local_head_makes_every_client_s_model_its_own(key: str, played: Play) -> None:
+    """There is no one model to evaluate then, whatever the method does with its factors."""
+    run = with_policy(played, key, "local")
+    progress = run.rounds[-1].after
+    models = {ids: job for ids, job in run.prepared.evaluator.models(progress)}
+    assert set(models) == {(id,) for id in run.federation.members}
+    heads = {id: extras_of(progress.memories[id]) for id in progress.held}
+    assert len(heads) > 1
+    for id, head in heads.items():
+        assert equal(extras_of(models[id,].tensors), head)
+
+
+@pytest.mark.parametrize("key", GLOBAL)
+def test_a_client_that_was_away_catches_up_exactly(key: str, played: Play) -> None:
+    """From its messages alone: the base that it holds plus what it is sent is the server's, and so is its model."""
+    run = played(key, federation={"clients_per_round": 2, "rounds": 6})
+    bases: dict[str, BaseUpdate] = dict.fromkeys(run.federation.members, BaseUpdate())
+    away = 0
+    for number, round in enumerate(run.rounds):
+        state = round.before.state
+        everything = run.prepared.evaluator.job(round.before, None)
+        for id in run.federation.members:
+            client = run.federation.client(id, round.before)
+            away += client.held is not None and client.held < number - 1
+            message = decode(encode(run.federation.method.sync(state, client)))
+            base = apply_patch(bases[id], message.base)
+            memory: Memory = round.before.memories.get(id, {})
+            job = run.federation.method.start(message, client, memory)
+            for layer in run.layers:
+                found = run.change(layer.name, base, job.parametrization[layer.name], job.tensors)
+                full = everything.parametrization[layer.name]
+                expected = run.change(layer.name, state.base, full, everything.tensors)
+                assert torch.equal(found, expected)
+            assert equal(extras_of(job.tensors), extras_of(everything.tensors))
+            if id in round.result.cohort:
+                bases[id] = base
+    assert away > 3
+
+
+def test_the_extras_learning_rate_is_a_multiple(tiny_folder: Path, prepared: Prepared) -> None:
+    """One step of SGD without clipping: the head moves three times as far, the factors as far as before."""
+    training = {"optimizer": "sgd", "local_steps": 1, "max_grad_norm": 0, "weight_decay": 0}
+    moved: list[dict[str, Tensor]] = []
+    for scale in (1.0, 3.0):
+        config = method_config(tiny_folder, "fedit", training=training, model={"extras_lr_scale": scale})
+        federation = tiny.variant(prepared, config).federation
+        before = federation.begin()
+        after = federation.play(before).progress.state.tensors
+        moved.append({name: after[name] - value for name, value in before.state.tensors.items()})
+    for name, once in moved[0].items():
+        factor = 3.0 if name.startswith("extras/") else 1.0
+        assert torch.allclose(moved[1][name], factor * once, rtol=1e-4, atol=1e-7)
+    assert moved[0]["extras/classifier.weight"].abs().max() > 1e-4
