@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
 
 from fedspan.api.reports import is_run, read_config, read_partition, read_report, require_client
 from fedspan.api.serving import ADAPTER, NOTES, adapter_folder, load_served
@@ -122,6 +123,10 @@ def _merge(adapter: Path, out: Path) -> None:
     for key, value in original.items():
         if "drop" in key and isinstance(value, float):
             setattr(model.config, key, value)
-    model.save_pretrained(str(out))
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(str(out))
+    finally:
+        transformers_logging.enable_progress_bar()
     served.task.tokenizer.save_pretrained(str(out))
     shutil.copyfile(served.folder / NOTES, out / NOTES)

@@ -26,21 +26,21 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
         out.print(Text(said))
         out.print()
     id, where = next(iter(report.adapters.items()))
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
-    facts.add_row("traffic", f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up")
-    facts.add_row("time", f"{duration(report.seconds)} for {report.rounds} rounds")
-    facts.add_row("report", Text(str(folder / "report.json")))
-    adapter = f"{folder / where} (round {report.best_round}, the best by validation)"
-    if id != "global":
-        adapter = f"{(folder / where).parent}, one for each client (round {report.best_round})"
-    facts.add_row("adapter", Text(adapter))
-    whose = "" if id == "global" else f" --client {shlex.quote(id)}"
-    facts.add_row("try", Text(f'fedspan predict {shlex.quote(str(folder))} "your text"{whose}'))
-    out.print(facts)
+    adapter, own = folder / where, id != "global"
+    chosen = "the best by validation" if "validation" in report.scores else "the last one"
+    whose = f" --client {shlex.quote(id)}" if own else ""
+    facts = {
+        "traffic": f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up",
+        "time": f"{duration(report.seconds)} for {report.rounds} rounds",
+        "round": f"{report.best_round}, {chosen}",
+        "adapters" if own else "adapter": f"{adapter.parent} (one for each client)" if own else str(adapter),
+        "report": str(folder / "report.json"),
+        "try": f'fedspan predict {shlex.quote(str(folder))} "your text"{whose}',
+    }
+    for name, fact in facts.items():
+        out.print(Text.assemble((f"{name:<10}", "dim"), fact), soft_wrap=True)
     out.print()
-    for line in peft_snippet(folder / where):
+    for line in peft_snippet(adapter):
         out.print(Text(f"  {line}", "cyan"), soft_wrap=True)
     if report.examples:
         out.print(_examples(report, out.width))

@@ -33,10 +33,10 @@ def run(
     Every round is saved. Stop it with Ctrl-C, or lose the machine: --resume goes on to the very same adapter.
     """
     if resume is not None:
-        extra = {"CONFIG": config, "--out": out, "--set": overrides or None}
+        extra = {"CONFIG": config, "--out": out, "--set": " ".join(overrides or ())}
         for name, value in extra.items():
-            if value is not None:
-                raise FedspanError(name, value, "nothing beside --resume: a run goes on under its own config")
+            if value:
+                raise FedspanError(name, str(value), "nothing beside --resume: a run goes on under its own config")
         _play(resume, None)
         return
     if config is None:

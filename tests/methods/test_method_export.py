@@ -1,0 +1,84 @@
+"""Adapters that a federation writes, read back by PEFT alone on a model that is loaded anew: the same logits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from watching import method_config
+
+import tiny
+from fedspan.engines.federation import Progress
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.session import write_adapters
+
+MODELS: Mapping[str, Mapping[str, object]] = {
+    "bert": {},
+    "gpt2": {},  # Conv1D: weights are stored transposed (fan_in_fan_out)
+    "bert-last-layer": {"layers_to_transform": [1]},
+    "bert-local-head": {"extras": "local"},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) -> tuple[str, Prepared]:
+    """A model with the target layers of its case, loaded once for all methods."""
+    kind = request.param.partition("-")[0]
+    config = tiny.config(tiny_folder, kind, model=MODELS[request.param])
+    return request.param, prepare(config, prepared.partition)
+
+
+def logits_by_peft(prepared: Prepared, adapter: Path) -> Tensor:
+    model = PeftModel.from_pretrained(tiny.fresh_classifier(prepared.config.model.name), str(adapter)).eval()
+    examples = prepared.test
+    assert examples is not None
+    with torch.no_grad():
+        batch = prepared.task.batch(examples, range(len(examples)), torch.device("cpu"))
+        return prepared.task.predict(model, batch)
+
+
+def logits_by_engine(prepared: Prepared, progress: Progress, client: str | None) -> Tensor:
+    examples = prepared.test
+    assert examples is not None
+    job = prepared.evaluator.job(progress, client)
+    return prepared.engine.predict(job, examples, np.arange(len(examples)), len(examples))
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("key", METHODS)
+def test_peft_gives_the_engine_s_logits(
+    key: str, case: tuple[str, Prepared], tiny_folder: Path, tmp_path: Path
+) -> None:
+    name, loaded = case
+    rounds = {"rounds": 2, "clients_per_round": 2}
+    training = {"lr": 0.05}
+    config = method_config(
+        tiny_folder, key, name.partition("-")[0], model=MODELS[name], federation=rounds, training=training
+    )
+    prepared = tiny.variant(loaded, config)
+    begin = progress = prepared.federation.begin()
+    for _ in range(2):
+        progress = prepared.federation.play(progress).progress
+    folders = write_adapters(prepared, progress, RunFolder(tmp_path))
+    personal = METHODS[key].claims.personal or name == "bert-local-head"
+    assert set(folders) == (set(prepared.federation.members) if personal else {"global"})
+    gained = 0.0
+    for id, folder in folders.items():
+        client = None if id == "global" else id
+        expected = logits_by_engine(prepared, progress, client)
+        assert torch.allclose(logits_by_peft(prepared, folder), expected, rtol=0, atol=1e-4)
+        gained = max(gained, float((expected - logits_by_engine(prepared, begin, client)).abs().max()))
+        notes = json.loads((folder / "fedspan.json").read_text())
+        assert (notes["method"], notes["round"], notes["client"]) == (key, 2, client)
+    assert gained > 0.01, "training changed nothing"
+    if personal:  # whoever was trained has a model of its own
+        models = {id: logits_by_engine(prepared, progress, id) for id in progress.held}
+        assert len({tuple(model.flatten().tolist()) for model in models.values()}) == len(models) > 1
