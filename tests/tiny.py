@@ -40,8 +40,14 @@ SITES = {"east": 11, "north": 19, "south": 32, "west": 58}
 _SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
 _WORDS = [f"{label}{number}" for label in LABELS for number in range(8)] + [f"word{number}" for number in range(12)]
 _VOCABULARY = {word: index for index, word in enumerate([*_SPECIAL, *_WORDS])}
-_SMALL = {"vocab_size": len(_VOCABULARY), "pad_token_id": 0, "initializer_range": 0.3}
-_ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SMALL = {"vocab_size": len(_VOCABULARY), "initializer_range": 0.3}
+_ENCODER = {
+    "pad_token_id": 0,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 _MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: transformers.BertModel(
         transformers.BertConfig(**_SMALL, **_ENCODER, max_position_embeddings=32),
@@ -51,7 +57,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
         add_pooling_layer=False,
     ),
     "distilbert": lambda: transformers.DistilBertModel(
-        transformers.DistilBertConfig(**_SMALL, dim=16, hidden_dim=24, n_layers=2, n_heads=2),
+        transformers.DistilBertConfig(**_SMALL, pad_token_id=0, dim=16, hidden_dim=24, n_layers=2, n_heads=2),
     ),
     "gpt2": lambda: transformers.GPT2Model(
         transformers.GPT2Config(**_SMALL, n_embd=16, n_inner=24, n_layer=2, n_head=2, n_positions=32, eos_token_id=3),

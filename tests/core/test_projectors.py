@@ -118,7 +118,6 @@ def test_keep_and_reset(side: str) -> None:
     assert not reproject(moment, old, new, side, "reset", second=True).any()
 
 
-@pytest.mark.xfail(reason="any rule that is not known is taken for linear")
 def test_an_unknown_rule_is_refused() -> None:
     old, new = _bases("right")
     with pytest.raises(ValueError, match="sqared"):

@@ -121,9 +121,7 @@ def test_masked_entries_are_frozen_and_the_others_train_as_if_alone(spec: Optimi
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param(
-            SGD, marks=pytest.mark.xfail(reason="decay joins the gradient after the mask, and the buffer gathers it")
-        ),
+        SGD,
         replace(SGD, weight_decay=0.0),
         ADAMW,
     ],
@@ -183,7 +181,6 @@ def test_a_zero_gradient_still_decays_as_in_torch() -> None:
     assert torch.allclose(live["l/A"], _start()["l/A"] * (1 - 0.05 * 0.1), rtol=0, atol=1e-15)
 
 
-@pytest.mark.xfail(reason="any name but sgd is taken for adamw")
 def test_an_unknown_optimizer_is_refused() -> None:
     live = _start()
     with pytest.raises(Exception, match="adamax"):

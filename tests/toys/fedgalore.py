@@ -101,6 +101,7 @@ class FedGaLore(RegisteredMethod):
             optimizer_state=OptimizerState({"exp_avg_sq": second}),
             refresh=Refresh(self.period, rule=self.rule, seed=seed, moments=self.moments),
             generation=seed,
+            decay_base=True,
         )
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:

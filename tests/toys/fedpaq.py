@@ -23,7 +23,7 @@ from fedspan.core.values import Client, Contribution, Job, Message, Reduced, Ser
 from fedspan.errors import FedspanError
 from fedspan.wrappers.wrapper import Wrapper
 
-from .carry import into_job, into_next_phase, out_of_job, with_round
+from .carry import into_job, into_next_phase, round_of, with_round
 
 NORM = "#norm"
 STASH = "fedpaq:start/"
@@ -77,7 +77,7 @@ class FedPAQ(Wrapper):
         return into_job(self.inner.start(message, client, memory), message)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        round, job, trained = out_of_job(job, trained)
+        round = round_of(job)
         # In a second phase job.tensors is the start of the phase: the start of the round waits in memory, the only
         # thing beside the job that one ``finish`` hands to the next.
         stash = {name.removeprefix(STASH): value for name, value in memory.items() if name.startswith(STASH)}

@@ -66,13 +66,13 @@ class LoRAA2(RegisteredMethod):
         slot = str(message.scalars["active"])
         job = lora_job(self, message.tensors, None, train=(slot,))  # one scaling: slots, not ranks, differ
         groups = (Group(names(self.spec, slot), lr_scale=self.b_lr_scale if slot == "B" else 1.0),)
-        return replace(job, trainable=groups, epochs=1, phase=PROBE)
+        return replace(job, trainable=groups, epochs=1, phase=PROBE, extras=False)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
         slot = job.trainable_names[0].partition("/")[2]
         if job.phase == PROBE:
             masks = self._masks(job, trained, slot, client.rank)
-            return replace(job, masks=masks, epochs=None, phase=TRAIN), memory
+            return replace(job, masks=masks, epochs=None, phase=TRAIN, extras=True), memory
         reply: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             name = tensor_name(layer.name, slot)

@@ -24,7 +24,7 @@ from fedspan.core.values import Client, Contribution, Job, Message, Reduced, Ser
 from fedspan.errors import FedspanError
 from fedspan.wrappers.wrapper import Wrapper
 
-from .carry import into_job, into_next_phase, out_of_job, with_round
+from .carry import into_job, into_next_phase, round_of, with_round
 
 MODULUS = 2**32
 WEIGHT = "secure/weight"
@@ -60,7 +60,7 @@ class SecureSum(Wrapper):
         return into_job(self.inner.start(message, client, memory), message)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        round, job, trained = out_of_job(job, trained)
+        round = round_of(job)
         result, memory = self.inner.finish(job, trained, client, memory)
         if isinstance(result, Job):
             return into_next_phase(result, round), memory

@@ -16,9 +16,10 @@ __all__ = ["ajive_joint_basis", "procrustes"]
 
 
 def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
-    """The orthogonal-rows S that minimises ``||S source - target||_F``.
+    """Orthogonal Procrustes: the S with orthonormal rows that maximises ``<S source, target>``.
 
-    For ``source`` (R', I) and ``target`` (R, I): with ``target source^T = U Sigma V^T``, S = U V^T, (R, R').
+    For ``source`` (R', I), ``target`` (R, I), R <= R', and ``target source^T = U Sigma V^T``: S = U V^T, (R, R').
+    For R = R' that also minimises ``||S source - target||_F``; for R < R' it need not (FLoRG's ``paper`` variant).
     """
     U, _, Vt = torch.linalg.svd(target_RI @ source_RI.T, full_matrices=False)
     return U @ Vt
@@ -42,7 +43,9 @@ def ajive_joint_basis(views: Sequence[Tensor], joint_rank: int, view_rank: int |
     bases: list[Tensor] = []
     for view in views:
         centred = view.double() - view.double().mean(0, keepdim=True)
-        U = torch.linalg.svd(centred, full_matrices=False)[0]
-        bases.append(U[:, : view_rank or U.shape[1]])
+        U, S, _ = torch.linalg.svd(centred, full_matrices=False)
+        tiny = S[:1] * max(centred.shape) * torch.finfo(S.dtype).eps
+        present = tiny < S  # null directions are arbitrary ones
+        bases.append(U[:, present][:, :view_rank])
     U, _, Vt = torch.linalg.svd(torch.cat(bases, 1), full_matrices=False)
     return fix_signs(U, Vt)[0][:, :joint_rank]

@@ -46,7 +46,7 @@ class Increment:
     """One change of the base: ``rho <- decay * rho``, ``total <- decay * total + deltas``.
 
     Args:
-        round: the round number of the first server state that holds it (1 after the first round).
+        round: the round number of the first server state that holds it (0: from ``init``, 1: after the first round).
         deltas: change by layer; layers that do not move are left out.
         decay: factor on everything before (weight decay of the base; 1 for all methods without it).
     """
@@ -80,23 +80,23 @@ class BaseUpdate:
     """The accumulated change of the base, with the recent increments kept for clients that were absent.
 
     Args:
-        round: tag of the last increment (0: the base is W0).
+        round: tag of the last increment (-1: the base is W0).
         rho: factor on W0.
         total: the sum of all increments, by layer.
         recent: the last increments, as many as together are no larger than the total (always the last one).
         recent_from: whoever holds the base of this round or a later one catches up by replaying ``recent``.
     """
 
-    round: int = 0
+    round: int = -1
     rho: float = 1.0
     total: Mapping[str, Delta] = field(default_factory=dict)
     recent: tuple[Increment, ...] = ()
-    recent_from: int = 0
+    recent_from: int = -1
 
     @property
     def moved(self) -> bool:
         """Whether the base differs from W0."""
-        return self.round > 0
+        return self.round >= 0
 
     def add(self, increment: Increment) -> BaseUpdate:
         """The base after one more increment.
@@ -119,7 +119,7 @@ class BaseUpdate:
 
     def since(self, held: int | None) -> BasePatch | None:
         """What a client must be sent whose last accepted state was that of round ``held`` (None: it holds only W0)."""
-        held = held or 0
+        held = -1 if held is None else held
         if held >= self.round:
             return None
         whole = BasePatch(self.round, whole=True, rho=self.rho, total=self.total)

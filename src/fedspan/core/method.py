@@ -103,11 +103,18 @@ class Method(ABC):
 
     @abstractmethod
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        """Client: the reply and the new memory, or the next phase's job."""
+        """Client: the reply and the new memory, or the next phase's job.
+
+        In a later phase ``job.tensors`` are the start of that phase; what must outlast a phase goes into the memory
+        that is returned beside the next job, which the next ``finish`` is given.
+        """
 
     @abstractmethod
     def contribute(self, message: Message, client: Client) -> Contribution:
-        """Server: a reply in the form in which replies combine. Linear in the message's tensors for ``sum`` methods."""
+        """Server: a reply in the form in which replies combine. Linear in the message's tensors for ``sum`` methods.
+
+        It sees neither the state nor other replies, so under secure aggregation it can run on the client.
+        """
 
     @abstractmethod
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:

@@ -30,5 +30,5 @@ class Proximal:
     reference: Tensors = field(default_factory=dict)
 
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        terms = [(tensors[name] - value).square().sum() for name, value in self.reference.items()]
+        terms = [(tensors[name] - value.to(tensors[name])).square().sum() for name, value in self.reference.items()]
         return 0.5 * self.mu * torch.stack(terms).sum()

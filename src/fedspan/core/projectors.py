@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fedspan.core.lowrank import fix_signs
+from fedspan.core.tensors import generator
 
-__all__ = ["random_projector", "reproject", "side_of", "svd_projector"]
+__all__ = ["random_projector", "reproject", "seeded_projector", "side_of", "svd_projector"]
 
 
 def side_of(shape: tuple[int, int]) -> str:
@@ -34,6 +35,11 @@ def random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Ge
     return (Q.T if side == "right" else Q).contiguous()
 
 
+def seeded_projector(layer: str, shape: tuple[int, int], rank: int, side: str, seed: int) -> Tensor:
+    """The projector that stands for an integer seed: what a server rebuilds and a client never sends."""
+    return random_projector(shape, rank, side, generator(seed, "projector", layer))
+
+
 def reproject(moment: Tensor, old: Tensor, new: Tensor, side: str, rule: str, second: bool) -> Tensor:
     """A moment of the accumulator, carried from the old projector's coordinates to the new one's.
 
@@ -45,6 +51,8 @@ def reproject(moment: Tensor, old: Tensor, new: Tensor, side: str, rule: str, se
         return moment
     if rule == "reset":
         return torch.zeros_like(moment)
+    if rule not in ("linear", "squared"):
+        raise ValueError(f"unknown rule {rule!r}: keep, reset, linear or squared")
     T_RR = old @ new.T if side == "right" else old.T @ new
     if second and rule == "squared":
         T_RR = T_RR.square()

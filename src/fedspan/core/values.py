@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -101,7 +101,7 @@ class ServerState:
         round: finished rounds (0 before the first).
         tensors: the global model beside its base.
         base: the accumulated change of the frozen base.
-        memory: tensors that never travel (server momenta, control variates, second moments).
+        memory: the server's own tensors, no part of the model (momenta, control variates, second moments).
         scalars: small plain values.
         generation: how often the tensors were re-initialised or rotated; moments older than that mean nothing.
     """
@@ -162,7 +162,7 @@ class OptimizerSpec:
         bias_correction: of AdamW's two moments (first, second).
     """
 
-    name: str = "adamw"
+    name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 1e-3
     momentum: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
@@ -193,9 +193,9 @@ class Refresh:
     """
 
     period: int
-    rule: str = "svd"
+    rule: Literal["svd", "random"] = "svd"
     seed: int = 0
-    moments: str = "keep"
+    moments: Literal["keep", "reset", "linear", "squared"] = "keep"
     at_start: bool = True
 
 
@@ -218,6 +218,9 @@ class Job:
         refresh: renewal of projectors in mid-job.
         want_gradient: also return the mean raw gradient over the steps.
         phase: name of the phase, part of the key of every draw.
+        extras: whether the extras train in this phase (where their policy lets them train at all).
+        decay_base: AdamW's decay acts on the target layers' whole weights, the frozen part included (GaLore).
+        scalars: small values of the message that ``finish`` needs; engines pass over them.
     """
 
     parametrization: Mapping[str, Parametrization]
@@ -234,6 +237,9 @@ class Job:
     refresh: Refresh | None = None
     want_gradient: bool = False
     phase: str = "train"
+    extras: bool = True
+    decay_base: bool = False
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
     def trainable_names(self) -> tuple[str, ...]:
@@ -252,6 +258,7 @@ class Trained:
         lr_sum: sum over steps of the learning rate.
         gradient: mean over steps of the raw gradient (before clipping, penalties and offsets); empty unless wanted.
         metrics: ``loss`` (mean over examples) and ``examples`` (seen, with repetition).
+        decay: factor on the frozen base at the end (``Job.decay_base``), for ``Increment.decay``.
     """
 
     tensors: Tensors
@@ -260,11 +267,15 @@ class Trained:
     lr_sum: float = 0.0
     gradient: Tensors = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    decay: float = 1.0
 
 
 @dataclass(frozen=True)
 class Contribution:
     """A reply in the form in which replies combine.
+
+    A sum tensor under the name of a tensor of ``start(...).tensors`` is that tensor's new value; a change of it, or
+    anything else, goes under another name (wrappers rely on it). A client that leaves a sum tensor out counts as 0.
 
     Args:
         sum: tensors of which only the weighted mean over clients is needed (so a secure sum is enough).

@@ -52,7 +52,7 @@ class Progress:
         state: the server's.
         memories: the clients', as of their last accepted reply.
         held: round of the last state that reached each client and whose reply was accepted.
-        optimizers: kept moments by client, with the generation that they belong to.
+        optimizers: kept moments by client and phase, with the generation that they belong to.
     """
 
     state: ServerState
@@ -163,12 +163,12 @@ class Federation:
             result: Job | Message = self.method.start(down, client, memory)
             while isinstance(result, Job):
                 job = result
-                kept = self._kept(job, optimizers.get(id))
+                kept = self._kept(job, optimizers.get(_moments_key(id, job)))
                 trained = self.engine.train(
                     job, self.examples, self.members[id].train, client=id, round=state.round, lr=lr, kept=kept
                 )
                 if self.engine.settings.keep_optimizer:
-                    optimizers[id] = (trained.optimizer_state, job.generation)
+                    optimizers[_moments_key(id, job)] = (trained.optimizer_state, job.generation)
                 result, memory = self.method.finish(job, trained, client, memory)
                 loss_sum += trained.metrics["loss"] * trained.metrics["examples"]
                 examples += trained.metrics["examples"]
@@ -195,3 +195,8 @@ class Federation:
         data = wire.encode(message)
         transfers.append(Transfer(client, direction, len(data), wire.payload_size(message)))
         return wire.decode(data)
+
+
+def _moments_key(client: str, job: Job) -> str:
+    """Moments are kept by phase: those of a probe mean nothing to the training after it."""
+    return f"{client}/{job.phase}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import generator
-from fedspan.core.values import Job, OptimizerState, Trained
+from fedspan.core.values import Job, OptimizerSpec, OptimizerState, Trained
 from fedspan.engines.batching import evaluation_batches, training_batches
 from fedspan.engines.optimizers import LocalOptimizer
 from fedspan.engines.refresh import refresh_projectors
@@ -71,11 +71,12 @@ class LoopEngine:
         adapted.model.train()
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         spec = replace(settings.optimizer, lr=lr, **job.optimizer)
-        optimizer = LocalOptimizer(spec, job.trainable, live, job.optimizer_state or kept, job.masks)
+        optimizer = LocalOptimizer(spec, job.trainable, live, _joined(kept, job.optimizer_state), job.masks)
         gradients_sum: dict[str, Tensor] = {}
         probing = job.steps == 0
         loss_sum = examples_seen = 0.0
         steps = micro = 0
+        decay = 1.0
         for batch_indices in self._batches(job, examples, indices, client, round):
             if job.refresh is not None and micro % settings.accumulate == 0:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
@@ -91,13 +92,16 @@ class LoopEngine:
                     "lower the learning rate or set training.max_grad_norm",
                 )
             loss_sum, examples_seen = loss_sum + value * len(batch_indices), examples_seen + len(batch_indices)
-            (loss / settings.accumulate).backward()
+            share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
+            (loss * share).backward()
             micro += 1
-            if micro % settings.accumulate:
+            if probing or micro % settings.accumulate:
                 continue
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-        if micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
+            if job.decay_base:
+                decay *= self._decay(live, spec)
+        if probing or micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
         adapted.set_dropout(None)
@@ -107,6 +111,7 @@ class LoopEngine:
             steps=0 if probing else steps,
             lr_sum=0.0 if probing else lr * steps,
             gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},
+            decay=decay,
             metrics={"loss": loss_sum / max(1.0, examples_seen), "examples": examples_seen},
         )
 
@@ -128,6 +133,17 @@ class LoopEngine:
             key=(round, client, job.phase),
             group_by_length=settings.group_by_length,
         )
+
+    @torch.no_grad()
+    def _decay(self, live: Mapping[str, Tensor], spec: OptimizerSpec) -> float:
+        """Decoupled decay of what does not train: the frozen base and finished segments."""
+        factor = 1 - spec.lr * spec.weight_decay
+        for layer in self.adapted.layers.values():
+            layer.shrink *= factor
+        for name, tensor in live.items():
+            if name.endswith("/done_B"):
+                tensor.mul_(factor)
+        return factor
 
     def _set_dropout(self, client: str, round: int, phase: str, step: int) -> None:
         rate = self.settings.dropout
@@ -166,6 +182,8 @@ class LoopEngine:
             added = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
             for name, extra in zip(names, added, strict=True):
                 gradients[name] = gradients[name] if extra is None else gradients[name] + extra
+        for name, mask in job.masks.items():
+            gradients[name] = gradients[name] * mask.to(gradients[name])
         if self.settings.max_grad_norm:
             clip(gradients, self.settings.max_grad_norm)
         for name, offset in job.gradient_offset.items():
@@ -185,6 +203,15 @@ class LoopEngine:
             for index, row in zip(batch_indices, self.task.predict(adapted.model, batch).float().cpu(), strict=True):
                 rows[position[int(index)]] = row
         return torch.stack([row for row in rows if row is not None])
+
+
+def _joined(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
+    """Moments kept of earlier rounds under those that the job itself hands over."""
+    if kept is None or own is None:
+        return own or kept
+    kinds = {**kept.moments, **own.moments}
+    moments = {kind: {**kept.moments.get(kind, {}), **own.moments.get(kind, {})} for kind in kinds}
+    return OptimizerState(moments, {**kept.steps, **own.steps})
 
 
 def clip(gradients: dict[str, Tensor], max_norm: float) -> None:

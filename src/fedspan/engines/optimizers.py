@@ -43,6 +43,8 @@ class LocalOptimizer:
         state: OptimizerState | None = None,
         masks: Mapping[str, Tensor] | None = None,
     ) -> None:
+        if spec.name not in ("sgd", "adamw"):
+            raise ValueError(f"unknown optimizer {spec.name!r}: sgd or adamw")
         self._spec = spec
         self._tensors = tensors
         self._hyper = {
@@ -80,6 +82,8 @@ class LocalOptimizer:
         for name, hyper in self._hyper.items():
             gradient = gradients[name]
             mask = self._masks.get(name)
+            if self._spec.name == "sgd" and hyper.weight_decay:
+                gradient = gradient.add(self._tensors[name], alpha=hyper.weight_decay)
             if mask is not None:
                 gradient = gradient * mask
             self._steps[name] = self._steps.get(name, 0) + 1
@@ -93,8 +97,6 @@ class LocalOptimizer:
 
     def _sgd(self, name: str, gradient: Tensor, hyper: _Hyper) -> None:
         tensor, spec = self._tensors[name], self._spec
-        if hyper.weight_decay:
-            gradient = gradient.add(tensor, alpha=hyper.weight_decay)
         if spec.momentum:
             buffer = self.moment("momentum_buffer", name)
             # From zero this is torch's first step (buffer = gradient) too: dampening is 0.

@@ -58,7 +58,8 @@ class Reducer:
             if name in self._sums:
                 self._sums[name] += addend
             else:
-                self._sums[name], self._dtypes[name] = addend, value.dtype
+                self._sums[name] = addend
+                self._dtypes[name] = value.dtype if value.is_floating_point() else torch.float64
         if contribution.stack:
             self._stacks[client.id] = contribution.stack
 

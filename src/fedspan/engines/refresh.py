@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import random_projector, reproject, svd_projector
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.projectors import reproject, seeded_projector, svd_projector
+from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Job
 from fedspan.engines.optimizers import LocalOptimizer
 from fedspan.tasks.task import Examples
@@ -50,10 +50,9 @@ def refresh_projectors(
         if refresh.rule == "svd":
             new = svd_projector(gradients[layer], rank, side)
         else:
-            rng = generator(refresh.seed + number, "projector", layer)
             shape = (acc.shape[0], old.shape[1]) if side == "right" else (old.shape[0], acc.shape[1])
-            new = random_projector(shape, rank, side, rng)
-        new = new.to(old.device)
+            new = seeded_projector(layer, shape, rank, side, refresh.seed + number)
+        new = new.to(old)
         _close_segment(live, layer, parametrization)
         live[tensor_name(layer, "P")] = new
         for kind, second in (("exp_avg", False), ("exp_avg_sq", True)):

@@ -9,9 +9,9 @@ Regularization", arXiv:2409.12371.
 
 The rank of the update grows with every accumulation while only factors travel; ``tau`` beyond the run is FedIT.
 
-Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r. The fresh A is
-drawn from (seed, number of accumulations), so it does not travel; a client that was absent at an accumulation is sent
-the increments that it missed. The published code's ``--accumulate`` merges without re-initialising, which applies s B A
+Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r. The fresh A
+is drawn from (seed, number of accumulations), so it does not travel; a client that was absent at an accumulation is
+sent the increments that it missed. The published code's ``--accumulate`` merges without re-initialising, which applies s B A
 twice; the algorithm of the paper is what stands here.
 """
 
@@ -63,12 +63,13 @@ class FedLoRU(RegisteredMethod):
         return ServerState(tensors=self._fresh(0))
 
     def _fresh(self, generation: int) -> dict[str, Tensor]:
-        return {**a_factors(self, self.r, generation), **b_factors(self.spec, self.r)}
+        key = (generation,) if generation else ()  # generation 0 starts where FedIT does
+        return {**a_factors(self, self.r, *key), **b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         held = None if client is None else client.held
         scalars = {"generation": state.generation}
-        if state.base.round == state.round:  # just re-initialised (or never trained): the seed says it all
+        if state.round == max(0, state.base.round):  # just re-initialised (or never trained): the seed says it all
             return Message(scalars=scalars, base=state.base.since(held))
         return Message(state.tensors, scalars, state.base.since(held))
 

@@ -41,6 +41,7 @@ class AdaptedLayer:
         self.slots: Mapping[str, Tensor] = {}
         self.adopted: LowRank | None = None
         self.moved: Delta | None = None
+        self.shrink = 1.0  # decay of the frozen base within a job
         self.dropout: Dropout | None = None
         self.capture = False
         self._captured: list[Tensor] = []
@@ -71,7 +72,7 @@ class AdaptedLayer:
             FedspanError: for rho != 1 on a base that is not float32.
         """
         delta = base.total.get(self.name)
-        if self.stored_weight.dtype != torch.float32:
+        if torch.promote_types(self.stored_weight.dtype, torch.float32) != self.stored_weight.dtype:
             if base.rho != 1.0:
                 raise FedspanError("model.dtype", str(self.stored_weight.dtype), "float32: this method scales the base")
             self.moved = None if delta is None else delta.to(self.stored_weight.device)
@@ -91,6 +92,9 @@ class AdaptedLayer:
         effective = self.parametrization.effective(self.slots)
         if effective.base:
             y_O = self._base_forward(x_I)
+            if self.shrink != 1.0:
+                bias = self._bias()
+                y_O = y_O * self.shrink if bias is None else (y_O - bias) * self.shrink + bias
         elif effective.weight is not None:
             y_O = F.linear(x_I, effective.weight.to(x_I.dtype), self._bias())
         else:
@@ -194,6 +198,8 @@ class AdaptedModel:
         """
         self.set_dropout(None)  # a job that failed midway leaves its dropout here, and gradients of the extras
         live: dict[str, Tensor] = {}
+        for adapted in self.layers.values():
+            adapted.shrink = 1.0
         for layer, slots in by_layer(tensors).items():
             if layer == EXTRAS:
                 continue

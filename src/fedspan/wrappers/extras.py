@@ -86,7 +86,7 @@ class WithExtras(Wrapper):
         if not extras:
             return job
         groups = job.trainable
-        if self.policy != "frozen":
+        if self.policy != "frozen" and job.extras:
             groups = (*groups, Group(tuple(extras), lr_scale=self.lr_scale))
         return replace(job, tensors={**job.tensors, **extras}, trainable=groups)
 

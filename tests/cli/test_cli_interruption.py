@@ -1,0 +1,156 @@
+"""``fedspan run`` that is killed or stopped with Ctrl-C goes on with ``--resume`` to the very same adapter."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedspan.runs.folder import RunFolder
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, and sends signals")
+
+SCRIPT = Path(__file__).with_name("forked_command.py")
+ROUNDS = 8
+
+
+class Commands:
+    """``fedspan`` commands, each in a process of its own."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._mark = 0
+
+    def start(self, *arguments: object) -> int:
+        """Start a command; returns its process."""
+        assert self._server.stdin is not None
+        self._mark = self.output.stat().st_size if self.output.exists() else 0
+        line = json.dumps([str(self.output), *(str(argument) for argument in arguments)])
+        print(line, file=self._server.stdin, flush=True)
+        return self._number()
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end of the command; its exit code (minus the signal) and what it said."""
+        code = self._number()
+        return code, self.output.read_bytes()[self._mark :].decode()
+
+    def _number(self) -> int:
+        assert self._server.stdout is not None
+        return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    made = Commands(tmp_path_factory.mktemp("commands") / "output.txt")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def config(write: Callable[..., Path]) -> Path:
+    return write(federation={"rounds": ROUNDS}, training={"optimizer_state": "keep"}, evaluation={"every": 2})
+
+
+@pytest.fixture(scope="module")
+def expected(commands: Commands, config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, float]:
+    """The adapter of a run that nothing interrupts, and the seconds that the run took."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    began = time.monotonic()
+    commands.start("run", config, "--out", folder)
+    code, said = commands.end()
+    assert code == 0, said
+    return adapter(folder), time.monotonic() - began
+
+
+def adapter(folder: Path) -> bytes:
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def rounds_of(folder: Path) -> int:
+    metrics = RunFolder(folder).metrics
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def test_killed_at_random_moments(
+    commands: Commands, config: Path, expected: tuple[bytes, float], tmp_path: Path
+) -> None:
+    draws, folder = random.Random(0), tmp_path / "run"
+    reached: list[int] = []
+    for _ in range(8):
+        begun = (folder / "config.yaml").exists()
+        pid = commands.start("run", *(("--resume", folder) if begun else (config, "--out", folder)))
+        time.sleep(draws.uniform(0, 0.7 * expected[1]))
+        os.kill(pid, signal.SIGKILL)
+        code, said = commands.end()
+        assert code == -signal.SIGKILL, said
+        reached.append(rounds_of(folder))
+        if reached[-1] == ROUNDS:
+            break
+    assert len(set(reached)) > 2, f"most kills came after some progress: {reached}"
+    commands.start("run", "--resume", folder)
+    code, said = commands.end()
+    assert code == 0, said
+    assert adapter(folder) == expected[0]
+
+
+def test_ctrl_c_says_how_to_go_on(
+    commands: Commands, config: Path, expected: tuple[bytes, float], tmp_path: Path
+) -> None:
+    folder = tmp_path / "my run"
+    pid = commands.start("run", config, "--out", folder)
+    deadline = time.monotonic() + 60
+    while rounds_of(folder) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGINT)
+    code, said = commands.end()
+    assert code == 130, said
+    assert "Traceback" not in said
+    done = int(said.partition("stopped; ")[2].partition(" of 8 rounds are saved")[0])
+    assert 1 <= done < ROUNDS
+    assert said.endswith(f"Go on with:\n  fedspan run --resume '{folder}'\n")
+    commands.start("run", "--resume", folder)
+    code, said = commands.end()
+    assert code == 0, said
+    assert f"going on after round {rounds_of(folder) and done} of 8" in said
+    assert adapter(folder) == expected[0]
+
+
+@pytest.mark.slow
+def test_killed_from_its_start_as_a_command_of_its_own(
+    config: Path, expected: tuple[bytes, float], tmp_path: Path
+) -> None:
+    """Nothing shared, nothing forked: the interpreter itself is killed, at moments spread over a whole run."""
+    folder = tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start() -> subprocess.Popen[bytes]:
+        begun = (folder / "config.yaml").exists()
+        what = ["--resume", str(folder)] if begun else [str(config), "--out", str(folder)]
+        return subprocess.Popen([sys.executable, "-m", "fedspan.cli", "run", *what], env=environment)
+
+    for round in (0, 2, 5):
+        with start() as process:
+            while rounds_of(folder) < round and process.poll() is None:
+                time.sleep(0.02)
+            time.sleep(0.1)
+            process.kill()
+    with start() as process:
+        assert process.wait() == 0
+    assert adapter(folder) == expected[0]

@@ -1,0 +1,232 @@
+"""What single methods say in their papers, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from watching import Play, Played, Round, differences, method_config
+
+import tiny
+from fedspan.core.base import as_dense
+from fedspan.core.lowrank import LowRank
+from fedspan.core.tensors import split_extras, tensor_name
+from fedspan.core.values import Message
+from fedspan.engines.batching import training_batches
+from fedspan.engines.federation import Federation
+from fedspan.engines.settings import RoundSettings
+from fedspan.runs.build import Prepared
+
+SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
+
+
+def slots(message: Message) -> set[str]:
+    """Which slots of target layers travel in a message."""
+    return {name.rpartition("/")[2] for name in split_extras(message.tensors)[0]}
+
+
+def sent(round: Round) -> list[tuple[str, str, Message]]:
+    """(client, direction, message) of a round."""
+    pairs = zip(round.result.transfers, round.messages(), strict=True)
+    return [(transfer.client, transfer.direction, message) for transfer, message in pairs]
+
+
+def factors(run: Played, tensors: dict[str, Tensor], layer: str) -> tuple[Tensor, Tensor]:
+    return tensors[tensor_name(layer, "B")].double(), tensors[tensor_name(layer, "A")].double()
+
+
+def test_flora_adds_the_dense_sum_of_what_the_clients_sent(played: Play) -> None:
+    """sum_i p_i s_i B_i A_i, formed densely in float64; factors where they are smaller than the layer."""
+    run = played("flora", method={"r": 2}, federation={"rounds": 2})
+    kinds = set[type]()
+    for round in run.rounds:
+        assert round.after.state.tensors.keys() == split_extras(round.after.state.tensors)[1].keys()
+        increment, shares = round.after.state.base.recent[-1], run.weights(round.result.cohort)
+        for layer in run.layers:
+            expected = torch.zeros(layer.shape, dtype=torch.float64)
+            for id, direction, message in sent(round):
+                if direction == "up":
+                    B, A = factors(run, message.tensors, layer.name)
+                    expected += shares[id] * run.federation.members[id].client.scaling * B @ A
+            delta = increment.deltas[layer.name]
+            assert (as_dense(delta).double() - expected).norm() < 1e-6 * expected.norm()
+            kinds |= {type(delta), type(round.after.state.base.total[layer.name])}
+    assert kinds == {LowRank, Tensor}
+
+
+def test_flora_starts_every_round_with_fresh_factors_of_the_client_s_own(played: Play) -> None:
+    seen = set[tuple[float, ...]]()
+    run = played("flora")
+    for round in run.rounds:
+        for local in round.trained:
+            B, A = factors(run, local.job.tensors, run.layers[0].name)
+            assert not B.any()
+            seen.add(tuple(A.flatten().tolist()))
+    assert len(seen) == sum(len(round.trained) for round in run.rounds)
+
+
+def test_rolora_alternates_beginning_with_B_and_one_factor_travels(played: Play) -> None:
+    run = played("rolora", federation={"clients_per_round": 4})
+    for number, round in enumerate(run.rounds):
+        active, other = ("B", "A") if number % 2 == 0 else ("A", "B")
+        before, after = round.before.state.tensors, round.after.state.tensors
+        for layer in run.layers:
+            frozen, moving = tensor_name(layer.name, other), tensor_name(layer.name, active)
+            assert torch.equal(before[frozen], after[frozen])
+            assert not torch.equal(before[moving], after[moving])
+        for _, direction, message in sent(round):
+            expected = {active} if direction == "up" else {other} if number else set()
+            assert slots(message) == expected
+
+
+def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(played: Play) -> None:
+    """The base grows at rounds 2 and 4 of 5, by the averaged product, and the weight does not jump there."""
+    run = played("fedloru", method={"r": 2})
+    ranks: list[int] = []
+    for number, round in enumerate(run.rounds, 1):
+        assert (round.after.state.base.round == number) == (number % 2 == 0)
+        for layer in run.layers:
+            total = round.after.state.base.total.get(layer.name)
+            assert total is None or isinstance(total, LowRank)
+            ranks.append(0 if total is None else total.rank)
+            reduced = round.of("update")[0].args[1]
+            parametrization = round.trained[0].job.parametrization[layer.name]
+            averaged = run.change(layer.name, round.before.state.base, parametrization, reduced.mean)
+            now = run.global_change(layer.name, round.after)
+            assert (now - averaged).norm() < 1e-6 * averaged.norm()
+            fresh_B = round.after.state.tensors[tensor_name(layer.name, "B")]
+            assert fresh_B.any() != (number % 2 == 0)
+    assert ranks == sorted(ranks)
+    assert set(ranks) == {0, 2, 4}
+
+
+def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(played: Play) -> None:
+    ours, theirs = played("fedloru", method={"tau": 100}), played("fedit")
+    for one, other in zip(ours.rounds, theirs.rounds, strict=True):
+        assert differences(one.after.state.tensors, other.after.state.tensors) == []
+        assert differences(one.after.optimizers, other.after.optimizers) == []
+        assert [t.payload for t in one.result.transfers if t.direction == "up"] == [
+            t.payload for t in other.result.transfers if t.direction == "up"
+        ]
+
+
+@pytest.mark.parametrize("init_A", ["kaiming", "gaussian", "orthonormal"])
+def test_ffa_lora_keeps_one_A_that_never_travels(init_A: str, played: Play) -> None:
+    run = played("ffa-lora", method={"init_A": init_A}, federation={"rounds": 3})
+    first = run.rounds[0].trained[0].job.tensors
+    for round in run.rounds:
+        assert all(slots(message) == {"B"} for _, _, message in sent(round))
+        for local in round.trained:
+            for layer in run.layers:
+                A = tensor_name(layer.name, "A")
+                assert torch.equal(local.trained.tensors[A], first[A])
+    A = first[tensor_name(run.layers[0].name, "A")].double()
+    gram = 3 * A @ A.T
+    assert torch.allclose(gram, torch.eye(3, dtype=torch.float64), atol=1e-6) == (init_A == "orthonormal")
+
+
+def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(played: Play) -> None:
+    run = played("fedsa-lora")
+    for round in run.rounds:
+        assert all(slots(message) == {"A"} for _, _, message in sent(round))
+        for id in run.federation.members:
+            job = run.prepared.evaluator.job(round.before, id)
+            for layer in run.layers:
+                B, A = tensor_name(layer.name, "B"), tensor_name(layer.name, "A")
+                assert torch.equal(job.tensors[A], round.before.state.tensors[A])
+                own = round.before.memories.get(id)
+                assert torch.equal(job.tensors[B], torch.zeros_like(job.tensors[B]) if own is None else own[B])
+
+
+def batches(prepared: Prepared, id: str, round: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """What a client sees in a round's two steps: inputs and labels."""
+    given = training_batches(
+        prepared.federation.members[id].train,
+        prepared.train.lengths,
+        batch_size=4,
+        epochs=1,
+        batches=2,
+        seed=prepared.config.seed,
+        key=(round, id, "train"),
+        group_by_length=True,
+    )
+    for indices in given:
+        inputs = prepared.task.batch(prepared.train, indices.tolist(), torch.device("cpu"))
+        labels = inputs.pop("labels")
+        yield inputs, labels
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[tuple[dict[str, Tensor], Tensor]]) -> None:
+    """Plain training, clipped to norm 1."""
+    for inputs, labels in data:
+        optimizer.zero_grad()
+        F.cross_entropy(model(**inputs).logits, labels).backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_fedit_of_one_client_is_plain_training_of_a_peft_model(
+    optimizer: str, tiny_folder: Path, prepared: Prepared
+) -> None:
+    """Three rounds with moments kept, against PEFT's layers and torch's optimizers on the same batches."""
+    options = {"momentum": 0.9} if optimizer == "sgd" else {}
+    training = {"optimizer": optimizer, "lr": 0.05, **options}
+    made = tiny.variant(prepared, method_config(tiny_folder, "fedit", training=training, federation={"rounds": 3}))
+    member = made.federation.members["north"]
+    federation = Federation(made.federation.method, made.engine, [member], made.train, RoundSettings(3))
+    progress = begin = federation.begin()
+    lora = LoraConfig(r=3, lora_alpha=6, target_modules=tiny.BERT, modules_to_save=["classifier"], task_type="SEQ_CLS")
+    model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), lora)
+    ours = {peft_name(name): name for name in begin.state.tensors}
+    mine = {ours[name]: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert mine.keys() == begin.state.tensors.keys()
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(begin.state.tensors[name])
+    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
+    theirs = kind(mine.values(), lr=0.05, weight_decay=0.1, **options)
+    for round in range(3):
+        progress = federation.play(progress).progress
+        loop(model, theirs, batches(made, "north", round))
+        for name, parameter in mine.items():
+            found, moved = progress.state.tensors[name], parameter.detach()
+            assert (found - moved).norm() < 1e-5 * (moved - begin.state.tensors[name]).norm()
+
+
+def peft_name(name: str) -> str:
+    """What PEFT calls the parameter of one of our tensors."""
+    layer, _, slot = name.partition("/")
+    if layer == "extras":
+        module, _, parameter = slot.rpartition(".")
+        return f"base_model.model.{module}.modules_to_save.default.{parameter}"
+    return f"base_model.model.{layer}.lora_{slot}.default.weight"
+
+
+def test_fedavg_is_full_fine_tuning_of_the_target_weights(tiny_folder: Path, prepared: Prepared) -> None:
+    """Against a loop over models loaded anew with ``torch.optim.SGD``, averaged by examples: 1e-6."""
+    made = tiny.variant(prepared, method_config(tiny_folder, "fedavg", training=SGD, federation={"rounds": 1}))
+    begin = made.federation.begin()
+    result = made.federation.play(begin)
+    ours = {f"{layer.name}.weight": tensor_name(layer.name, "W") for layer in made.engine.adapted.spec.layers}
+    ours |= {path: f"extras/{path}" for path in made.engine.adapted.extras}
+    examples = {id: len(made.federation.members[id].train) for id in result.cohort}
+    means = {path: torch.zeros((), dtype=torch.float64) for path in ours}
+    for id in result.cohort:
+        model = tiny.fresh_classifier(tiny_folder / "bert")
+        parameters = {path: value for path, value in model.named_parameters() if path in ours}
+        with torch.no_grad():
+            for path in made.engine.adapted.extras:
+                parameters[path].copy_(made.engine.adapted.extra(path))
+        loop(model, torch.optim.SGD(parameters.values(), lr=0.1), batches(made, id, 0))
+        for path, value in parameters.items():
+            means[path] = means[path] + examples[id] / sum(examples.values()) * value.detach().double()
+    for path, mean in means.items():
+        found, started = result.progress.state.tensors[ours[path]].double(), begin.state.tensors[ours[path]].double()
+        assert float((found - mean).abs().max()) < 1e-6
+        assert float((mean - started).abs().max()) > 1e-4
