@@ -71,12 +71,16 @@ def save_model(kind: str, folder: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         _MODELS[kind]().save_pretrained(path)
-    _tokenizer(pairs=kind != "gpt2").save_pretrained(path)
+    save_tokenizer(path, pairs=kind != "gpt2")
     return path
 
 
+def save_tokenizer(folder: Path, *, pairs: bool = True) -> None:
+    """One id a word. GPT-2's (not for pairs) adds no tokens and has none for padding, like the real one."""
+    _tokenizer(pairs).save_pretrained(folder)
+
+
 def _tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
-    """One id a word. GPT-2's adds no tokens and has none for padding, like the real one."""
     tokenizer = Tokenizer(WordLevel(_VOCABULARY, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     if not pairs:

@@ -78,11 +78,10 @@ def test_lines_without_a_terminal(prepared: Prepared, clock: Clock) -> None:
         "1.2500",
         "50.0%",
         "49.0%",
-        *lines[0].split()[4:-5],
+        "a-hospi…",
+        "25.0%",
         *["1.7", "MB", "1.6", "MB", "1:01"],
     ]
-    assert "a-hospital" in lines[0]
-    assert "25.0%" in lines[0]
     assert lines[1].split() == ["2/3", "-", "62.5%", "-", "-", "3.4", "MB", "3.2", "MB", "2:02"]
     assert lines[2].split()[2] == "-"
     assert lines[3:] == ["for comparison, local only: 3 epochs, loss 0.5000"]

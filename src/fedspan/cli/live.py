@@ -23,6 +23,8 @@ from fedspan.runs.listener import Listener
 
 __all__ = ["RunView"]
 
+_WORST = 4  # the cell with the worst client
+
 
 class RunView(Listener):
     """Shows a run while it is entered as a context manager.
@@ -115,13 +117,17 @@ class RunView(Listener):
     def _print(self, text: Text) -> None:
         self._out.print(text, soft_wrap=True)
 
+    def _widths(self) -> list[int]:
+        """Of eight cells, in 80 columns or up to 92."""
+        widths = [max(6, 2 * len(str(self.rounds)) + 2), 9, 12, 8, 0, 10, 10, 9]
+        widths[_WORST] = max(12, min(self._out.width, 92) - sum(widths))
+        return widths
+
     def _line(self, cells: tuple[str, ...], style: str = "") -> Text:
-        """Eight cells under each other, right-aligned, in 80 columns or up to 92."""
-        first = max(6, 2 * len(str(self.rounds)) + 2)
-        widths = [first, 9, 12, 8, 0, 10, 10, 9]
-        widths[4] = max(12, min(self._out.width, 92) - sum(widths))
+        """The cells, right-aligned under each other."""
+        widths = self._widths()
         shown = "".join(one_line(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
-        return Text(shown.rstrip(), style)
+        return Text(shown, style)
 
     def _row(self, row: Mapping[str, Any], style: str = "") -> Text:
         validation = _accuracy(row.get("validation"))
@@ -129,13 +135,13 @@ class RunView(Listener):
         if validation is not None and validation > self._best:
             self._best = validation
             style = f"bold {style}"
-        moved = row["bytes"]
+        moved, named = row["bytes"], self._widths()[_WORST] - 8
         cells = (
             f"{row['round']}/{self.rounds}",
             number(row["loss"]),
             percent(validation),
             percent(_accuracy(row.get("test"))),
-            "-" if worst is None else f"{one_line(worst['client'], 12)} {percent(worst['accuracy'])}",
+            "-" if worst is None else f"{one_line(worst['client'], named)} {percent(worst['accuracy'])}",
             size(moved["down"]),
             size(moved["up"]),
             duration(row["seconds"]),

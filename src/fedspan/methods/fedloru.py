@@ -11,8 +11,8 @@ The rank of the update grows with every accumulation while only factors travel; 
 
 Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r. The fresh A
 is drawn from (seed, number of accumulations), so it does not travel; a client that was absent at an accumulation is
-sent the increments that it missed. The published code's ``--accumulate`` merges without re-initialising, which applies s B A
-twice; the algorithm of the paper is what stands here.
+sent the increments that it missed. The published code's ``--accumulate`` merges without re-initialising, which applies
+s B A twice; the algorithm of the paper is what stands here.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> Starting
         raise FedspanError(
             "model.adapter", folder, f"a folder with adapter_config.json and {_WEIGHTS} ({error})"
         ) from None
-    if not isinstance(config, LoraConfig) or config.use_dora:
-        raise FedspanError("model.adapter", folder, "a plain LoRA adapter (no DoRA, no other PEFT type)")
+    if not isinstance(config, LoraConfig) or config.use_dora or config.lora_bias:
+        raise FedspanError("model.adapter", folder, "a plain LoRA adapter (no DoRA, no lora_bias, no other PEFT type)")
     factors: dict[str, dict[str, Tensor]] = {}
     extras: dict[str, Tensor] = {}
     for name, value in tensors.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -131,7 +132,7 @@ def load_sequence_classifier(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FedspanError(
             "model.name", name, f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({first})"
@@ -142,9 +143,10 @@ def load_sequence_classifier(
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what Transformers makes of a missing file
+        raise FedspanError("model.name", name, "a model with its tokenizer; there is none beside this one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id  # by which some models find a text's last token
     new = {*info["missing_keys"], *(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])}
     return Loaded(model.eval(), tokenizer, tuple(sorted({key.rpartition(".")[0] for key in new})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -125,10 +126,14 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         seed=config.seed,
     )
     model = loaded.model.to(device)
-    heads = [name for name in _HEAD_NAMES if hasattr(model, name)]
+    heads = [name for name, _ in model.named_modules() if name.endswith(_HEAD_NAMES)]  # PEFT's test: pre_classifier too
     saved = list(dict.fromkeys([*heads, *config.model.modules_to_save, *_uncovered(loaded.new_modules, heads)]))
-    peft_config = lora_config(config, saved)
-    targets = find_targets(model, peft_config)
+    try:
+        peft_config = lora_config(config, saved)
+        targets = find_targets(model, peft_config)
+    except (ValueError, re.error) as error:  # PEFT's own checks, and patterns that are no regex
+        asked = config.model.target_modules
+        raise FedspanError("model.target_modules", asked, f"layers named as PEFT takes them ({error})") from None
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapted = AdaptedModel(model, targets, find_extras(model, saved))
@@ -138,6 +143,11 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         foreign = sorted(set(start.extras) - set(adapted.extras))
         if foreign:
             raise FedspanError("model.adapter", foreign[0], "saved modules that are the run's model.modules_to_save")
+        for path, value in start.extras.items():
+            if value.shape != adapted.extras[path].shape:
+                shape = tuple(adapted.extras[path].shape)
+                expected = f"one of shape {shape} for this model and the {len(data.labels)} labels of the data"
+                raise FedspanError("model.adapter", f"{path} of shape {tuple(value.shape)}", expected)
         adapted.adopt(start.factors, start.extras)
         adopted = start.factors
     task = SequenceClassification(loaded.tokenizer, data.labels, _max_length(config, loaded.tokenizer, model))
