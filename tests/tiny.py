@@ -172,8 +172,10 @@ def variant(
 
 
 def fresh_classifier(folder: str | Path, **changes: object) -> nn.Module:
-    """The pretrained model with a random head, as somebody without fedspan loads it."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(LABELS), **changes)
+    """The pretrained model with a random head, as somebody without fedspan loads it; the same head every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(LABELS), **changes)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = 3
     return model.eval()

@@ -19,7 +19,7 @@ from fedspan.runs.folder import RunFolder
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, and sends signals")
 
 SCRIPT = Path(__file__).with_name("forked_command.py")
-ROUNDS = 12
+ROUNDS = 8
 
 
 class Commands:
@@ -52,9 +52,8 @@ class Commands:
         return int(number)
 
     def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        with self._server:
+            self._server.kill()  # leaving by itself takes torch a while
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,7 @@ def test_killed_at_random_moments(commands: Commands, config: Path, expected: by
     """In the first round, while loading, or after so many rounds and a while that is drawn."""
     draws, folder = random.Random(0), tmp_path / "run"
     killed: list[int] = []
-    for rounds in (0, 0, 1, 2, 4, 5):
+    for rounds in (0, 0, 1, 2, 4):
         begun = (folder / "config.yaml").exists()
         pid = commands.start("run", *(("--resume", folder) if begun else (config, "--out", folder)))
         wait_for(folder, rounds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,9 @@ def load_served(folder: str | Path, client: str | None = None, device: str = "au
         try:
             revision = PeftConfig.from_pretrained(str(place)).revision
             loaded = load_sequence_classifier(notes["base_model"], notes["labels"], revision=revision)
-            model = PeftModel.from_pretrained(loaded.model, str(place))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of Transformers is not the user's fault
+                model = PeftModel.from_pretrained(loaded.model, str(place))
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise FedspanError("folder", str(place), f"an adapter that PEFT can read ({reason})") from None

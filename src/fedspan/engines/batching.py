@@ -47,6 +47,8 @@ def training_batches(
 ) -> Iterator[np.ndarray]:
     """The batches of a job: ``epochs`` epochs, or exactly ``batches`` batches (as many epochs as that takes)."""
     epoch, given = 0, 0
+    if not len(indices):  # or no number of epochs would ever give a batch
+        return
     while epoch < epochs if batches is None else given < batches:
         rng = generator(seed, "batches", *key, epoch)
         for batch in epoch_batches(indices, lengths, batch_size, rng, group_by_length):

@@ -1,0 +1,182 @@
+"""Starting from an adapter that PEFT made: its model is the model of round 0, and the export includes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tiny
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.lowrank import LowRank
+from fedspan.core.tensors import count
+from fedspan.errors import FedspanError
+from fedspan.models.export import layer_updates, read_adapter
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.session import write_adapters
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {"r": 3, "lora_alpha": 5}),
+    "rslora": ("bert", {"r": 4, "lora_alpha": 5, "use_rslora": True}),
+    "patterns": ("bert", {"r": 3, "rank_pattern": {"query": 5}, "alpha_pattern": {"0.output.dense": 7, "query": 2}}),
+    "gpt2": ("gpt2", {"r": 3, "lora_alpha": 5}),
+    "fewer-layers": ("bert", {"r": 2, "target_modules": ["value"], "layers_to_transform": [1]}),
+}
+
+
+def save_adapter(folder: Path, tiny_folder: Path, kind: str = "bert", **options: Any) -> PeftModel:
+    """A PEFT model with random A, B and head, saved as PEFT saves it."""
+    targets = {"bert": tiny.BERT, "gpt2": tiny.GPT2}[kind]
+    config = LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **{"target_modules": targets, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        model = get_peft_model(tiny.fresh_classifier(tiny_folder / kind), config).eval()
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.data += torch.randn_like(parameter)
+    model.save_pretrained(str(folder))
+    return model
+
+
+def logits(prepared: Prepared, model: torch.nn.Module) -> Tensor:
+    assert prepared.test is not None
+    batch = prepared.task.batch(prepared.test, range(len(prepared.test)), torch.device("cpu"))
+    with torch.no_grad():
+        return prepared.task.predict(model, batch)
+
+
+def engine_logits(prepared: Prepared, progress: Any) -> Tensor:
+    assert prepared.test is not None
+    job = prepared.evaluator.job(progress, None)
+    return prepared.engine.predict(job, prepared.test, np.arange(len(prepared.test)), 50)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("method", ["fedit", "flora", "fedavg"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_round_0_is_the_adapter_and_the_export_includes_it(
+    case: str, method: str, tiny_folder: Path, prepared: Prepared, tmp_path: Path
+) -> None:
+    kind, options = OPTIONS[case]
+    theirs = save_adapter(tmp_path / "start", tiny_folder, kind, **options)
+    model = {"adapter": str(tmp_path / "start")}
+    made = prepare(tiny.config(tiny_folder, kind, model=model, method={"name": method}), prepared.partition)
+    progress = made.federation.begin()
+    first = engine_logits(made, progress)
+    assert torch.allclose(first, logits(made, theirs), rtol=0, atol=1e-5)
+    progress = made.federation.play(progress).progress
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    back = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / kind), str(folder)).eval()
+    expected = engine_logits(made, progress)
+    assert torch.allclose(logits(made, back), expected, rtol=0, atol=1e-4)
+    assert float((expected - first).abs().max()) > 0.01
+
+
+def refused(path: Path, value: object, words: str, tiny_folder: Path, prepared: Prepared) -> None:
+    with pytest.raises(FedspanError) as caught:
+        prepare(tiny.config(tiny_folder, model={"adapter": str(path)}), prepared.partition)
+    assert (caught.value.field, caught.value.value) == ("model.adapter", value)
+    assert words in caught.value.expected
+
+
+def test_a_folder_without_an_adapter_is_refused(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
+    words = "a folder with adapter_config.json and adapter_model.safetensors"
+    refused(tmp_path, str(tmp_path), words, tiny_folder, prepared)
+    refused(tmp_path / "nowhere", str(tmp_path / "nowhere"), words, tiny_folder, prepared)
+    save_adapter(tmp_path, tiny_folder)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"short")
+    refused(tmp_path, str(tmp_path), words, tiny_folder, prepared)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
+def test_what_is_more_than_lora_is_refused(
+    options: dict[str, bool], tiny_folder: Path, prepared: Prepared, tmp_path: Path
+) -> None:
+    """Its update is not B A alone: magnitudes and biases would be lost without a word."""
+    save_adapter(tmp_path, tiny_folder, **options)
+    refused(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
+
+
+def test_another_kind_of_adapter_is_refused(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
+    config = IA3Config(target_modules=["query"], feedforward_modules=[], task_type="SEQ_CLS")
+    get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), config).save_pretrained(str(tmp_path))
+    refused(tmp_path, str(tmp_path), "a plain LoRA adapter", tiny_folder, prepared)
+
+
+def test_an_adapter_of_other_layers_modules_or_shapes_is_refused(
+    tiny_folder: Path, prepared: Prepared, tmp_path: Path
+) -> None:
+    layer = "bert.encoder.layer.0.attention.self.key"
+    save_adapter(tmp_path / "key", tiny_folder, target_modules=["key"])
+    refused(tmp_path / "key", layer, "the nearest targets are bert.encoder", tiny_folder, prepared)
+    save_adapter(tmp_path / "pooler", tiny_folder, modules_to_save=["pooler"])
+    words = "saved modules that are the run's model.modules_to_save"
+    refused(tmp_path / "pooler", "bert.pooler.dense.bias", words, tiny_folder, prepared)
+    save_adapter(tmp_path / "shapes", tiny_folder)
+    file = tmp_path / "shapes" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.classifier.bias"
+    save_file({**tensors, name: torch.zeros(3)}, file)
+    refused(tmp_path / "shapes", "classifier.bias of shape (3,)", "the 4 labels of the data", tiny_folder, prepared)
+    wide = "base_model.model.bert.encoder.layer.0.attention.self.query.lora_A.weight"
+    save_file({**tensors, wide: torch.zeros(8, 20)}, file)
+    refused(tmp_path / "shapes", layer.replace("key", "query"), "(16, 16)", tiny_folder, prepared)
+
+
+def test_the_scaling_is_folded_into_what_is_read(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
+    save_adapter(tmp_path, tiny_folder, r=4, lora_alpha=6)
+    shapes = {layer.name: layer.shape for layer in prepared.engine.adapted.spec.layers}
+    read = read_adapter(str(tmp_path), shapes)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert read.factors.keys() == shapes.keys()
+    for name, pair in read.factors.items():
+        A, B = (tensors[f"base_model.model.{name}.lora_{slot}.weight"] for slot in "AB")
+        assert torch.allclose(pair.dense(), 1.5 * B @ A, atol=1e-6)
+    assert read.extras.keys() == {"classifier.weight", "classifier.bias"}
+
+
+def test_the_rank_of_an_export_is_the_sum_of_its_parts_at_most_the_layer_s(prepared: Prepared) -> None:
+    """Base update (rank 3) and factors (rank 2); once a part is dense, the whole layer times an identity."""
+    federation, adapted = prepared.federation, prepared.engine.adapted
+    begun = federation.begin().state
+    job = federation.method.start(federation.method.sync(begun, None), None, {})
+    trained = {name: torch.ones_like(value) for name, value in job.tensors.items()}
+    job = type(job)(job.parametrization, trained, job.trainable)
+    rng = torch.Generator().manual_seed(0)
+    pairs = {
+        layer.name: LowRank(torch.randn(layer.out_features, 3, generator=rng), torch.randn(3, layer.in_features))
+        for layer in adapted.spec.layers
+    }
+    dense = {name: pair.dense() for name, pair in pairs.items()}
+    for deltas, ranks in ((pairs, {5}), (dense, {16})):
+        updates = layer_updates(job, BaseUpdate().add(Increment(1, deltas)), adapted)
+        assert {pair.rank for pair in updates.values()} == ranks
+        for layer in adapted.spec.layers:
+            ones = 2 * 2 * torch.ones(layer.shape)  # scaling 2, rank 2
+            assert torch.allclose(updates[layer.name].dense(), dense[layer.name] + ones, atol=1e-5)
+    assert {pair.rank for pair in layer_updates(job, BaseUpdate(), adapted).values()} == {2}
+    with pytest.raises(FedspanError, match="a merged model"):
+        layer_updates(job, BaseUpdate().add(Increment(1, {}, decay=0.5)), adapted)
+
+
+def test_an_export_is_a_plain_lora_of_one_rank(prepared: Prepared, tmp_path: Path) -> None:
+    """Alpha equals r, so that a reader with or without the scaling sees the same update; names are PEFT's."""
+    folder = write_adapters(prepared, prepared.federation.begin(), RunFolder(tmp_path))["global"]
+    config = PeftConfig.from_pretrained(str(folder))
+    assert isinstance(config, LoraConfig)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    A = {value.shape[0] for name, value in tensors.items() if name.endswith("lora_A.weight")}
+    assert A == {config.r} == {config.lora_alpha} == {1}  # nothing is trained yet: rank 1, of zeros
+    assert config.inference_mode
+    assert set(config.target_modules or ()) == set(tiny.BERT)
+    assert config.modules_to_save == ["classifier"]
+    assert config.base_model_name_or_path == prepared.config.model.name
+    layers = prepared.engine.adapted.spec.layers
+    assert count(tensors) == sum(sum(layer.shape) for layer in layers) + 4 * 16 + 4

