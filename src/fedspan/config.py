@@ -266,7 +266,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise FedspanError("config", str(path), f"a readable YAML file ({error})") from None
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in a month 13
         raise FedspanError("config", str(path), f"valid YAML ({error})") from None
     if not isinstance(values, dict):
         raise FedspanError("config", str(path), "a YAML mapping with the sections model, data, method, ...")
@@ -286,7 +286,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
             raise FedspanError("--set", text, "section.field=value")
         try:
             value = _number(yaml.safe_load(right))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):
             raise FedspanError("--set", text, "a value that is valid YAML") from None
         *sections, last = path.strip().split(".")
         place = changed

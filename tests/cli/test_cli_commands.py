@@ -74,6 +74,12 @@ def test_resume_goes_on_to_the_same_adapter(call: Call, stopped: Path, finished:
     assert (stopped / name).read_bytes() == (finished / name).read_bytes()
 
 
+def test_resume_says_what_changed_since(call: Call, stopped: Path) -> None:
+    environment = json.loads((stopped / "environment.json").read_text())
+    (stopped / "environment.json").write_text(json.dumps({**environment, "torch": "1.0"}))
+    assert "note: torch was 1.0 and is " in done(call("run", "--resume", stopped))
+
+
 def test_resume_of_a_finished_run_shows_its_report_again(call: Call, finished: Path) -> None:
     began = (finished / "report.json").stat().st_mtime_ns
     screen = done(call("run", "--resume", finished))
@@ -175,6 +181,22 @@ def test_personal_models_differ(call: Call, personal: Path) -> None:
     said = {client: done(call("predict", personal, "admin1 lab2", "--client", client)) for client in tiny.SITES}
     assert len(set(said.values())) == len(tiny.SITES)
     assert "one for each client" in (personal.parent / "screen.txt").read_text()
+
+
+def test_clients_of_any_name_have_models(call: Call, write: Write, tiny_folder: Path, tmp_path: Path) -> None:
+    names = {"east": "..", "north": "St. Mary's/North", "south": "süd " * 40, "west": "west"}
+    rows = (tiny_folder / "corpus.csv").read_text().splitlines()
+    for site, name in names.items():
+        rows = [row.removesuffix(f",{site}") + f",{name}" if row.endswith(f",{site}") else row for row in rows]
+    data = tmp_path / "corpus.csv"
+    data.write_text("\n".join(rows))
+    config = write(data={"train": str(data)}, method={"name": "fedsa-lora"}, federation={"rounds": 1})
+    done(call("run", config, "--out", tmp_path / "run"))
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert set(report["adapters"]) == {name.strip() for name in names.values()}
+    for client, where in report["adapters"].items():
+        assert (tmp_path / "run" / where).parent == tmp_path / "run" / "adapter"
+        assert done(call("predict", tmp_path / "run", "admin1", "--client", client))
 
 
 def test_evaluate_measures_what_the_run_reported(call: Call, finished: Path, tiny_folder: Path) -> None:

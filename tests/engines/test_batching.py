@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedspan.core.tensors import generator
@@ -22,6 +22,7 @@ def job(indices: np.ndarray, **changes: Any) -> list[list[int]]:
     return [batch.tolist() for batch in training_batches(indices, LENGTHS, **options)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 20), st.booleans(), st.integers(0, 5))
 def test_an_epoch_is_every_example_once(count: int, size: int, grouped: bool, seed: int) -> None:
     indices = np.arange(3, 3 + count)
@@ -72,6 +73,7 @@ def test_no_examples_are_no_batches(options: dict[str, int]) -> None:
     assert job(np.array([], dtype=np.int64), **options) == []
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(1, 20))
 def test_evaluation_sees_all_by_length(count: int, size: int) -> None:
     indices = np.arange(7, 7 + count)

@@ -36,7 +36,8 @@ def read_report(folder: str | Path) -> RunReport:
     values = place.read_json(place.report)
     names = {field.name for field in dataclasses.fields(RunReport)}
     if not isinstance(values, dict) or set(values) != names:
-        raise FedspanError(str(place.report), sorted(values), f"a report with {', '.join(sorted(names))}")
+        found = sorted(values) if isinstance(values, dict) else values
+        raise FedspanError(str(place.report), found, f"a report with {', '.join(sorted(names))}")
     examples = tuple(values.pop("examples"))
     return RunReport(examples=examples, **values)
 

@@ -2,4 +2,5 @@
 
 from fedspan.cli import app
 
-app(prog_name="fedspan")
+if __name__ == "__main__":
+    app(prog_name="fedspan")

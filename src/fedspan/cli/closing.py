@@ -52,11 +52,11 @@ def _scores(report: RunReport) -> Table:
     table.add_column("", no_wrap=True)
     if heldout:
         table.add_column("held-out\naccuracy", justify="right")
-        table.add_column("\nmacro-F1", justify="right")
-        table.add_column("\nworst model", justify="right", no_wrap=True)
+        table.add_column("held-out\nmacro-F1", justify="right")
+        table.add_column("held-out\nworst client", justify="right", no_wrap=True)
     if own:
         table.add_column("own tests\nmean", justify="right")
-        table.add_column("\nworst client", justify="right", no_wrap=True)
+        table.add_column("own tests\nworst client", justify="right", no_wrap=True)
     rows = {report.method: report.scores, **{name: made["scores"] for name, made in report.baselines.items()}}
     for name, scores in rows.items():
         cells: list[str] = []

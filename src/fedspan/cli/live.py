@@ -56,6 +56,10 @@ class RunView(Listener):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
+    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+        shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
+        self._print(Text(f"note: {shown}; the last bits of the result may differ", "yellow"))
+
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         config, federation = prepared.config, prepared.federation
         self._prepared, self.done, self.rounds = prepared, done, federation.settings.rounds

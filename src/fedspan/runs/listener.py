@@ -13,6 +13,9 @@ __all__ = ["Listener"]
 class Listener:
     """What a run tells whoever watches; every method does nothing by default."""
 
+    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+        """A run goes on under other versions or threads, ``{name: (then, now)}``: its last bits may differ."""
+
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         """Everything is built; ``done`` rounds are finished already."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -86,7 +88,8 @@ def run(
     if resume:
         with RunFolder.resume(folder) as place:
             stored = parse_config(yaml.safe_load(place.config_text()))
-            record_environment(place, stored.seed, command)
+            if changes := record_environment(place, stored.seed, command):
+                listener.environment_changed(changes)
             return _play(place, stored, listener, resumed=True)
     if config is None:
         raise FedspanError("config", None, "needed for a new run")
@@ -243,6 +246,14 @@ def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tupl
     )
 
 
+def _folder_name(client: str) -> str:
+    """A client's id, any text, as the name of one folder; different for different ids."""
+    name = quote(client, safe=" ,;+@=()")
+    if not name.strip(" ."):  # "..", to the file system, is somewhere else
+        name = name.replace(".", "%2E").replace(" ", "%20")
+    return name if len(name) <= 120 else f"{name[:80]}-{hashlib.sha256(client.encode()).hexdigest()[:16]}"
+
+
 def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> dict[str, Path]:
     """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
 
@@ -254,7 +265,7 @@ def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> 
     folders: dict[str, Path] = {}
     for ids, job in prepared.evaluator.models(progress):
         key = ids[0] if personal else "global"
-        folder = place.adapter / key if personal else place.adapter
+        folder = place.adapter / _folder_name(key) if personal else place.adapter
         updates = layer_updates(job, progress.state.base, adapted, prepared.adopted)
         notes = {
             "labels": list(prepared.labels),

@@ -1,0 +1,240 @@
+"""The rounds: who is asked, in what order things travel, whose weight counts, what is kept; and evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from fedspan.core.method import Memory
+from fedspan.core.values import Client, Job, Message, ServerState, Trained
+from fedspan.engines import wire
+from fedspan.engines.evaluation import ClientScores
+from fedspan.engines.federation import Federation, Member, Progress
+from fedspan.engines.settings import RoundSettings
+from fedspan.runs.build import Prepared
+from fedspan.wrappers.wrapper import Wrapper
+
+
+def with_rounds(prepared: Prepared, rounds: int, cohort: int | None, seed: int = 0) -> Federation:
+    """The prepared federation with other round settings; nothing is trained by making it."""
+    old = prepared.federation
+    settings = RoundSettings(rounds, cohort, seed)
+    return Federation(old.method, old.engine, list(old.members.values()), old.examples, settings)
+
+
+def around(prepared: Prepared, wrapper: type[Wrapper]) -> Federation:
+    """The prepared federation with a wrapper around its method."""
+    old = prepared.federation
+    return Federation(wrapper(inner=old.method), old.engine, list(old.members.values()), old.examples, old.settings)
+
+
+def same(left: Progress, right: Progress) -> bool:
+    """Bit for bit, in what the server knows."""
+    return wire.encode_state(left.state) == wire.encode_state(right.state)
+
+
+def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
+    """Sorted, of the size asked for, the same again in any order, each client about equally often."""
+    federation = with_rounds(prepared, 400, 3)
+    drawn = [federation.cohort(round) for round in range(400)]
+    assert [with_rounds(prepared, 2, 3).cohort(round) for round in reversed(range(400))] == drawn[::-1]
+    assert all(list(cohort) == sorted(set(cohort)) and len(cohort) == 3 for cohort in drawn)
+    counts = Counter(id for cohort in drawn for id in cohort)
+    assert all(abs(count - 300) < 45 for count in counts.values())  # five standard deviations
+    assert [with_rounds(prepared, 2, 3, seed=1).cohort(round) for round in range(400)] != drawn
+    for size in (None, 4, 9):
+        assert with_rounds(prepared, 2, size).cohort(1) == tuple(sorted(tiny.SITES))
+
+
+def test_the_order_of_members_does_not_matter(prepared: Prepared) -> None:
+    old = prepared.federation
+    backwards = list(reversed(old.members.values()))
+    again = Federation(old.method, old.engine, backwards, old.examples, old.settings)
+    assert same(old.play(old.begin()).progress, again.play(again.begin()).progress)
+
+
+def test_a_round_reports_what_travelled_and_how_it_went(prepared: Prepared) -> None:
+    """Down and up for each client in turn; the loss is the mean over examples, not over clients."""
+    federation = with_rounds(prepared, 3, None)
+    told: list[tuple[str, float]] = []
+    result = federation.play(federation.begin(), lambda client, loss: told.append((client, loss)))
+    ids = sorted(tiny.SITES)
+    assert result.cohort == tuple(ids)
+    assert [(t.client, t.direction) for t in result.transfers] == [(id, way) for id in ids for way in ("down", "up")]
+    assert all(0 < transfer.payload < transfer.bytes for transfer in result.transfers)
+    assert [client for client, _ in told] == ids
+    losses = [loss for _, loss in told]
+    assert result.loss == pytest.approx(np.mean(losses), rel=1e-9)  # everybody took two batches of four
+    assert len(set(losses)) == 4
+    assert result.progress.held == dict.fromkeys(ids, 0)
+    assert result.progress.state.round == 1
+
+
+def test_the_loss_weighs_examples(tiny_folder: Path, prepared: Prepared) -> None:
+    """An epoch each: clients of 8, 14, 21 and 43 examples."""
+    config = tiny.config(tiny_folder, training={"local_steps": None}, federation={"clients_per_round": 4})
+    federation = tiny.variant(prepared, config).federation
+    told: dict[str, float] = {}
+    result = federation.play(federation.begin(), told.__setitem__)
+    sizes = {id: len(member.train) for id, member in federation.members.items()}
+    expected = sum(sizes[id] * loss for id, loss in told.items()) / sum(sizes.values())
+    assert result.loss == pytest.approx(expected, rel=1e-9)
+    assert abs(result.loss - np.mean(list(told.values()))) > 1e-3
+
+
+def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepared) -> None:
+    federation = with_rounds(prepared, 5, 2)
+    progress, expected = federation.begin(), dict[str, int]()
+    for round in range(5):
+        assert {id: federation.client(id, progress).held for id in federation.members} == {
+            id: expected.get(id) for id in federation.members
+        }
+        progress = federation.play(progress).progress
+        expected |= dict.fromkeys(federation.cohort(round), round)
+    assert progress.held == expected
+    assert set(progress.memories) == set(expected)
+
+
+def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Prepared) -> None:
+    training = {"schedule": "linear", "warmup_rounds": 1, "lr": 0.1, "local_steps": 1}
+    config = tiny.config(tiny_folder, training=training, federation={"rounds": 5})
+    federation = tiny.variant(prepared, config).federation
+    progress, rates = federation.begin(), []
+    for _ in range(5):
+        result = federation.play(progress)
+        progress = result.progress
+        rates.append(result.lr)
+    assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
+
+
+def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
+    """With weight 1 for all, the state is the plain mean of the four replies."""
+    old = prepared.federation
+    members = [replace(one, client=replace(one.client, weight=1.0)) for one in old.members.values()]
+    replies: list[dict[str, Tensor]] = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Listening(Wrapper):
+        def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+            result = self.inner.finish(job, trained, client, memory)
+            assert isinstance(result[0], Message)
+            replies.append(dict(result[0].tensors))
+            return result
+
+    federation = Federation(Listening(inner=old.method), old.engine, members, old.examples, RoundSettings(1))
+    state = federation.play(federation.begin()).progress.state
+    for name, value in state.tensors.items():
+        mean = torch.stack([reply[name].double() for reply in replies]).mean(0)
+        assert torch.allclose(value.double(), mean, rtol=1e-7, atol=1e-8)
+    assert not same(Progress(state), old.play(old.begin()).progress)
+
+
+@pytest.mark.parametrize(("method", "matters"), [("fedit", True), ("flora", False)])
+def test_moments_are_kept_on_request_and_within_a_generation(
+    method: str, matters: bool, tiny_folder: Path, prepared: Prepared
+) -> None:
+    """FLoRA's factors are new every round: moments of the old ones are dropped even if the run keeps moments."""
+    ends = []
+    for state in ("reset", "keep"):
+        config = tiny.config(
+            tiny_folder,
+            method={"name": method},
+            training={"optimizer_state": state},
+            model={"extras": "frozen"},
+        )
+        federation = tiny.variant(prepared, config).federation
+        progress = federation.begin()
+        for _ in range(2):
+            progress = federation.play(progress).progress
+        assert bool(progress.optimizers) == (state == "keep")
+        ends.append(progress)
+    assert same(*ends) != matters
+
+
+def test_a_method_may_train_in_phases(prepared: Prepared) -> None:
+    """The second job begins where the first ended, with the memory that it left; one reply travels."""
+    seen: list[tuple[str, str]] = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Twice(Wrapper):
+        def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+            seen.append((client.id, job.phase))
+            if job.phase == "train":
+                return replace(job, phase="again", tensors=trained.tensors), {"l/x": torch.ones(1)}
+            assert memory.keys() == {"l/x"}
+            return self.inner.finish(job, trained, client, {})[0], {"l/x": memory["l/x"] + 1}
+
+    federation = around(prepared, Twice)
+    result = federation.play(federation.begin())
+    assert seen == [(id, phase) for id in result.cohort for phase in ("train", "again")]
+    assert len(result.transfers) == 2 * len(result.cohort)
+    assert {float(memory["l/x"]) for memory in result.progress.memories.values()} == {2.0}
+    assert not same(result.progress, prepared.federation.play(federation.begin()).progress)
+
+
+def test_only_what_is_in_the_message_arrives(prepared: Prepared) -> None:
+    """A client gets what the bytes say, on no common ground with the server's objects."""
+    ids: list[int] = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Spying(Wrapper):
+        def sync(self, state: ServerState, client: Client | None) -> Message:
+            ids.extend(value.data_ptr() for value in state.tensors.values())
+            return self.inner.sync(state, client)
+
+        def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+            assert not {value.data_ptr() for value in message.tensors.values()} & set(ids)
+            return self.inner.start(message, client, memory)
+
+    federation = around(prepared, Spying)
+    federation.play(federation.begin())
+    assert ids
+
+
+def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> None:
+    """Pooled over examples, the mean over clients, and a client without a test part is left out."""
+    old = prepared.federation
+    bare = [
+        Member(one.client, one.train, np.array([], dtype=np.int64), one.test[: 0 if id == "east" else None])
+        for id, one in old.members.items()
+    ]
+    federation = Federation(old.method, old.engine, bare, old.examples, old.settings)
+    evaluator = type(prepared.evaluator)(federation, 3)
+    progress = federation.play(federation.begin()).progress
+    validation, own = evaluator.clients(progress)
+    assert validation is None
+    assert own is not None
+    sizes = {id: len(member.test) for id, member in federation.members.items() if id != "east"}
+    assert own.by_client.keys() == sizes.keys()
+    pooled = sum(sizes[id] * scores["accuracy"] for id, scores in own.by_client.items()) / sum(sizes.values())
+    assert own.pooled["accuracy"] == pytest.approx(pooled)
+    job = evaluator.job(progress, None)
+    for id, scores in own.by_client.items():
+        indices = federation.members[id].test
+        predictions = prepared.engine.predict(job, old.examples, indices, 1)
+        expected = prepared.task.metrics(predictions, old.examples, indices.tolist())
+        assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert scores["accuracy"] == expected["accuracy"]
+    assert prepared.test is not None
+    assert evaluator.heldout(progress, prepared.test).keys() == {"global"}
+    scores = ClientScores({}, {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.1}, "c": {"accuracy": 0.9}})
+    assert scores.mean("accuracy") == pytest.approx(0.5)
+    assert scores.worst() == ("b", 0.1)
+
+
+def test_predictions_come_in_the_order_asked_for(prepared: Prepared) -> None:
+    """Whatever batches they were computed in."""
+    job = prepared.evaluator.job(prepared.federation.begin(), None)
+    indices = np.array([40, 3, 77, 12, 5])
+    together = prepared.engine.predict(job, prepared.train, indices, 2)
+    for row, index in zip(together, indices, strict=True):
+        alone = prepared.engine.predict(job, prepared.train, np.array([index]), 1)[0]
+        assert torch.allclose(row, alone, atol=1e-5)
+    assert len({tuple(row.tolist()) for row in together}) == 5
