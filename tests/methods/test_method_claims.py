@@ -65,7 +65,7 @@ def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_cli
 @pytest.mark.parametrize("key", METHODS)
 def test_frozen_tensors_never_move(key: str, training: dict[str, object], played: Play) -> None:
     """Bit for bit, under momentum, weight decay and moments kept from rounds in which they did train."""
-    run = played(key, **({"training": training} if training else {}))
+    run = played(key, **({"training": training, "federation": {"rounds": 3}} if training else {}))
     moved: set[str] = set()
     for local in (local for round in run.rounds for local in round.trained):
         before, after = local.job.tensors, local.trained.tensors
