@@ -159,6 +159,13 @@ class RunConfig(_Section):
     baselines: list[Literal["local", "centralised"]] = Field(
         default_factory=list, description="What to train beside the federation, for comparison, with equal passes."
     )
+    centralised_lr: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Learning rate of the centralised baseline, which takes as many steps an epoch as all clients "
+        "together and so wants a smaller one; left out: training.lr.",
+    )
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:

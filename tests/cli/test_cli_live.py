@@ -78,7 +78,7 @@ def test_lines_without_a_terminal(prepared: Prepared, clock: Clock) -> None:
         "1.2500",
         "50.0%",
         "49.0%",
-        "a-hospi…",
+        "a-hospital-wi…",
         "25.0%",
         *["1.7", "MB", "1.6", "MB", "1:01"],
     ]

@@ -1,6 +1,6 @@
 """FedGaLore: GaLore-AdamW on the clients, their projected second moments synchronised by AJIVE on the server.
 
-"FedGaLore", algorithm 1 and appendices A.1, E (shared/papers/fedgalore.txt); GaLore is arXiv:2403.03507.
+"FedGaLore", algorithm 1 and appendices A.1, E; GaLore is arXiv:2403.03507.
 
     client i:  g~ = g P^T (or P^T g);  m~, v~ by Adam from m~ = 0, v~ = vbar;  W <- W - lr u~ P
                P renewed every ``period`` steps (``svd`` of the gradient, or ``random`` from a seed that advances),

@@ -123,7 +123,7 @@ class RunView(Listener):
 
     def _widths(self) -> list[int]:
         """Of eight cells, in 80 columns or up to 92."""
-        widths = [max(6, 2 * len(str(self.rounds)) + 2), 9, 12, 8, 0, 10, 10, 9]
+        widths = [max(6, 2 * len(str(self.rounds)) + 2), 8, 11, 7, 0, 9, 9, 8]
         widths[_WORST] = max(12, min(self._out.width, 92) - sum(widths))
         return widths
 

@@ -103,7 +103,7 @@ class AdaptedLayer:
             y_O = x_I.new_zeros(*x_I.shape[:-1], rows) if bias is None else bias.expand(*x_I.shape[:-1], rows)
         for fixed in (self.adopted, self.moved if effective.base else None):
             if fixed is not None:
-                y_O = y_O + _product(fixed, x_I)
+                y_O = y_O + _product(fixed, x_I) * self.shrink
         if effective.pair is not None:
             y_O = y_O + _product(effective.pair, x_I if self.dropout is None else self.dropout(x_I, self.name))
         if self.capture and y_O.requires_grad:

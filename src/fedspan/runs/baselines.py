@@ -35,7 +35,7 @@ def pooled(prepared: Prepared) -> Prepared:
         np.concatenate([member.validation for member in members]),
         np.concatenate([member.test for member in members]),
     )
-    return _variant(prepared, changed, method, [member])
+    return _variant(prepared, changed, method, [member], changed.centralised_lr)
 
 
 def alone(prepared: Prepared) -> Prepared:
@@ -45,7 +45,7 @@ def alone(prepared: Prepared) -> Prepared:
         replace(member, client=replace(member.client, rank=method.r, scaling=method.scaling(None)))
         for member in prepared.federation.members.values()
     ]
-    return _variant(prepared, changed, method, members)
+    return _variant(prepared, changed, method, members, None)
 
 
 def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMethod]:
@@ -57,9 +57,13 @@ def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMe
     return changed, changed.build_method(prepared.engine.adapted.spec)
 
 
-def _variant(prepared: Prepared, config: RunConfig, method: RegisteredMethod, members: list[Member]) -> Prepared:
+def _variant(
+    prepared: Prepared, config: RunConfig, method: RegisteredMethod, members: list[Member], lr: float | None
+) -> Prepared:
     """A baseline on the same model and data: everybody takes part in every round, and keeps the moments."""
     settings = replace(prepared.engine.settings, keep_optimizer=True)
+    if lr is not None:
+        settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = LoopEngine(prepared.engine.adapted, prepared.engine.task, settings, prepared.engine.seed)
     rounds = replace(config.round_settings(), cohort=None)
     federation = Federation(with_extras(config, method), engine, members, prepared.train, rounds)

@@ -2,10 +2,10 @@
 
 ::
 
-    config.yaml          the configuration, as the user wrote it; its presence makes the folder a run
+    config.yaml          the configuration, with all defaults filled in; its presence makes the folder a run
     environment.json     versions, machine, seed, command
     partition.json       which examples each client holds
-    metrics.jsonl        one line per evaluation
+    metrics.jsonl        one line per round
     ledger.jsonl         one line per message
     checkpoints/         round-00005/ ...: the last rounds, and the best
     best/                the best round's checkpoint
