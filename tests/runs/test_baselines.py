@@ -1,0 +1,80 @@
+"""What a federation is compared with: local-only and centralised training, and what a report says of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from fedspan import api
+from fedspan.core.lowrank import LowRank
+from fedspan.methods.registry import METHODS
+from fedspan.models.export import layer_updates
+from fedspan.runs.baselines import alone, pooled, train_baseline
+from fedspan.runs.build import Prepared
+from fedspan.runs.listener import Listener
+
+
+class Told(Listener):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def baseline_started(self, name: str, rounds: int) -> None:
+        self.events.append((name, rounds))
+
+    def baseline_round(self, name: str, round: int, loss: float) -> None:
+        self.events.append((name, round))
+
+
+def test_centralised_training_has_everybody_s_examples_and_its_own_learning_rate(prepared: Prepared) -> None:
+    made = pooled(replace(prepared, config=prepared.config.model_copy(update={"centralised_lr": 0.003})))
+    (member,) = made.federation.members.values()
+    for part in ("train", "validation", "test"):
+        wanted = np.concatenate([getattr(one, part) for one in prepared.federation.members.values()])
+        assert np.array_equal(np.sort(getattr(member, part)), np.sort(wanted))
+    assert made.engine.settings.optimizer.lr == 0.003
+    assert made.engine.settings.keep_optimizer
+    assert pooled(prepared).engine.settings.optimizer.lr == prepared.config.training.lr
+    assert not prepared.engine.settings.keep_optimizer
+
+
+def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: Prepared) -> None:
+    made = alone(prepared)
+    first = made.federation.play(made.federation.begin())
+    assert first.cohort == tuple(sorted(tiny.SITES))  # everybody, whatever the run's cohort
+    # The initial head reaches everybody once, so that all start alike; after that nothing travels.
+    second = made.federation.play(first.progress)
+    assert {transfer.payload for transfer in second.transfers} == {0}
+    models = made.evaluator.models(second.progress)
+    assert [ids for ids, _ in models] == [(id,) for id in sorted(tiny.SITES)]
+    updates = [layer_updates(job, second.progress.state.base, made.engine.adapted) for _, job in models]
+    layer = next(iter(updates[0]))
+    changes = [update[layer] for update in updates]
+    assert all(isinstance(change, LowRank) and change.dense().any() for change in changes)
+    assert not np.allclose(changes[0].dense(), changes[1].dense())
+
+
+def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Prepared) -> None:
+    told = Told()
+    result = train_baseline(prepared, "local", told)
+    rounds = prepared.federation.settings.rounds
+    assert told.events == [("local", rounds), *[("local", number) for number in range(1, rounds + 1)]]
+    assert 1 <= result["best_round"] <= rounds
+    assert set(result["by_client"]) == set(tiny.SITES)
+    assert result["scores"]["test"]["worst"]["accuracy"] <= result["scores"]["test"]["accuracy"]
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_peft_gives_the_accuracy_that_the_run_reports(key: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """For personal methods one adapter a client, whose mean the report gives."""
+    values = tiny.settings(tiny_folder, method={"name": key}, federation={"clients_per_round": None})
+    report = api.run(values, tmp_path / "run")
+    assert set(report.adapters) == (set(tiny.SITES) if METHODS[key].claims.personal else {"global"})
+    clients = [None if id == "global" else id for id in report.adapters]
+    measured = [api.evaluate(tmp_path / "run", client)["accuracy"] for client in clients]
+    assert np.mean(measured) == pytest.approx(report.scores["test"]["accuracy"])
