@@ -1,38 +1,21 @@
-"""The configuration of a run: pydantic models, read from YAML, overridden by ``--set a.b=c``.
-
-Every mistake becomes a ``FedspanError`` that names the field, the value and what would be right.
-"""
+"""The sections of a run's configuration, field by field, and what engines and methods are built from them."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Self, get_type_hints
+from typing import Any, Literal, Self
 
-import pydantic
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedspan.config.options import method_options
 from fedspan.core.factors import require_rank
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.engines.settings import EvaluationSettings, RoundSettings, TrainingSettings
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError
 from fedspan.methods.registry import method_class
 
-__all__ = [
-    "EvaluationConfig",
-    "FederationConfig",
-    "MethodConfig",
-    "ModelConfig",
-    "RunConfig",
-    "TrainingConfig",
-    "load_config",
-    "override",
-    "parse_config",
-]
+__all__ = ["EvaluationConfig", "FederationConfig", "MethodConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
 
 
 class _Section(BaseModel):
@@ -169,7 +152,7 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
-        method_options(self.method)
+        method_options(self.method.name, self.method.options)
         return self
 
     def training_settings(self) -> TrainingSettings:
@@ -211,135 +194,9 @@ class RunConfig(_Section):
             FedspanError: if its rank is larger than a layer.
         """
         cls = method_class(self.method.name)
-        method = cls(spec=spec, seed=self.seed, **method_options(self.method))
+        method = cls(spec=spec, seed=self.seed, **method_options(self.method.name, self.method.options))
         if cls.claims.adapter:
             too_large = require_rank(spec, method.r)
             if too_large:
                 raise FedspanError("method.r", method.r, f"larger than a target layer; {too_large}")
         return method
-
-
-def method_options(config: MethodConfig) -> dict[str, Any]:
-    """A method's options, checked against its class's fields and their types.
-
-    Raises:
-        FedspanError: unknown method, unknown option, or a value of the wrong type or range.
-    """
-    cls = method_class(config.name)
-    hints = get_type_hints(cls)
-    fields = {
-        field.name: (hints[field.name], field.default)
-        for field in dataclasses.fields(cls)
-        if field.name not in ("spec", "seed")
-    }
-    for option in config.options:
-        if option not in fields:
-            raise FedspanError(
-                f"method.{option}", config.options[option], f"{config.name} has the options {', '.join(fields)}"
-            )
-    model = pydantic.create_model("options", __config__=ConfigDict(extra="forbid"), **fields)  # pyright: ignore
-    try:
-        checked = model(**config.options).model_dump()
-    except pydantic.ValidationError as error:
-        raise _first(error, "method") from None
-    for name, value in checked.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
-            raise FedspanError(f"method.{name}", value, "a number above 0")
-    return checked
-
-
-def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """A config from plain values.
-
-    Raises:
-        FedspanError: for the first mistake.
-    """
-    try:
-        return RunConfig.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise _first(error) from None
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """A config from a YAML file and ``a.b=c`` overrides.
-
-    Raises:
-        FedspanError: missing or unreadable file, no YAML mapping, or the first mistake in it.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FedspanError("config", str(path), f"a readable YAML file ({error})") from None
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in a month 13
-        raise FedspanError("config", str(path), f"valid YAML ({error})") from None
-    if not isinstance(values, dict):
-        raise FedspanError("config", str(path), "a YAML mapping with the sections model, data, method, ...")
-    return parse_config(override(values, overrides))
-
-
-def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``values`` with ``a.b=c`` applied in order; the right side is YAML (``[1, 2]``, ``true``, ``null``).
-
-    Raises:
-        FedspanError: for an override without ``=``, or one that goes into a value that is no section.
-    """
-    changed: dict[str, Any] = _copied(values)
-    for text in overrides:
-        path, equals, right = text.partition("=")
-        if not equals or not path.strip():
-            raise FedspanError("--set", text, "section.field=value")
-        try:
-            value = _number(yaml.safe_load(right))
-        except (yaml.YAMLError, ValueError):
-            raise FedspanError("--set", text, "a value that is valid YAML") from None
-        *sections, last = path.strip().split(".")
-        place = changed
-        for section in sections:
-            inside = place.setdefault(section, {})
-            if not isinstance(inside, dict):
-                raise FedspanError("--set", text, f"{section} is a value, not a section")
-            place = inside
-        place[last] = value
-    return changed
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 2e-3 as text; on a command line everybody means the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _first(error: pydantic.ValidationError, prefix: str = "") -> FedspanError:
-    detail = error.errors(include_url=False)[0]
-    inner = detail.get("ctx", {}).get("error")
-    if isinstance(inner, FedspanError):
-        return inner
-    place = [prefix, *(str(part) for part in detail["loc"])]
-    field = ".".join(part for part in place if part)
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "extra_forbidden":
-        siblings = _fields_at(detail["loc"][:-1])
-        message = f"no such field; the nearest are {nearest(str(detail['loc'][-1]), siblings)}"
-    elif detail["type"] == "missing":
-        return FedspanError(field, None, "is required")
-    return FedspanError(field or "config", detail["input"], message[0].lower() + message[1:])
-
-
-def _fields_at(location: Sequence[int | str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
-    for part in location:
-        annotation = model.model_fields[str(part)].annotation if str(part) in model.model_fields else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-    return list(model.model_fields)

@@ -1,0 +1,26 @@
+"""The configuration of a run: pydantic models, read from YAML, overridden by ``--set a.b=c``.
+
+Every mistake becomes a ``FedspanError`` that names the field, the value and what would be right.
+"""
+
+from fedspan.config.reading import load_config, override, parse_config
+from fedspan.config.sections import (
+    EvaluationConfig,
+    FederationConfig,
+    MethodConfig,
+    ModelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "EvaluationConfig",
+    "FederationConfig",
+    "MethodConfig",
+    "ModelConfig",
+    "RunConfig",
+    "TrainingConfig",
+    "load_config",
+    "override",
+    "parse_config",
+]

@@ -1,0 +1,88 @@
+"""Reading a configuration: YAML, overrides, plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+
+from fedspan.config.mistakes import first_mistake
+from fedspan.config.sections import RunConfig
+from fedspan.errors import FedspanError
+
+__all__ = ["load_config", "override", "parse_config"]
+
+
+def parse_config(values: Mapping[str, Any]) -> RunConfig:
+    """A config from plain values.
+
+    Raises:
+        FedspanError: for the first mistake.
+    """
+    try:
+        return RunConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise first_mistake(error, root=RunConfig) from None
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """A config from a YAML file and ``a.b=c`` overrides.
+
+    Raises:
+        FedspanError: missing or unreadable file, no YAML mapping, or the first mistake in it.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FedspanError("config", str(path), f"a readable YAML file ({error})") from None
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in a month 13
+        raise FedspanError("config", str(path), f"valid YAML ({error})") from None
+    if not isinstance(values, dict):
+        raise FedspanError("config", str(path), "a YAML mapping with the sections model, data, method, ...")
+    return parse_config(override(values, overrides))
+
+
+def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """``values`` with ``a.b=c`` applied in order; the right side is YAML (``[1, 2]``, ``true``, ``null``).
+
+    Raises:
+        FedspanError: for an override without ``=``, or one that goes into a value that is no section.
+    """
+    changed: dict[str, Any] = _copied(values)
+    for text in overrides:
+        path, equals, right = text.partition("=")
+        if not equals or not path.strip():
+            raise FedspanError("--set", text, "section.field=value")
+        try:
+            value = _number(yaml.safe_load(right))
+        except (yaml.YAMLError, ValueError):
+            raise FedspanError("--set", text, "a value that is valid YAML") from None
+        *sections, last = path.strip().split(".")
+        place = changed
+        for section in sections:
+            inside = place.setdefault(section, {})
+            if not isinstance(inside, dict):
+                raise FedspanError("--set", text, f"{section} is a value, not a section")
+            place = inside
+        place[last] = value
+    return changed
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 2e-3 as text; on a command line everybody means the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
