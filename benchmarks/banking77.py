@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import platform
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,10 +151,13 @@ def page(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     def percent(pair: tuple[float, float]) -> str:
         return f"{100 * pair[0]:.1f} ± {100 * pair[1]:.1f}" if len(args.seeds) > 1 else f"{100 * pair[0]:.1f}"
 
+    rates, seeds = " ".join(f"{rate:g}" for rate in args.rates), " ".join(map(str, args.seeds))
     lines = [
-        f"Command: `{' '.join(['python', *sys.argv])}`  ",
+        f"Command: `python benchmarks/banking77.py --data PATH/banking77 --labels {args.labels} --rounds {args.rounds} "
+        f"--sweep-rounds {args.sweep_rounds} --rates {rates} --seeds {seeds} --batch {args.batch} --tau {args.tau} "
+        f"--dtype {args.dtype}`  ",
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
-        f"torch {torch.__version__}, base in {args.dtype}. Seeds: {', '.join(map(str, args.seeds))}.",
+        f"torch {torch.__version__}.",
         "",
         "| method | lr | test accuracy % | test macro-F1 % | own test parts: mean % | worst client % | best round "
         "| MB in all |",
@@ -163,15 +165,14 @@ def page(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     ]
     for entry in rows:
         sizes = [size for size in entry["megabytes"] if size is not None]
-        lines.append(
-            f"| {entry['method']} | {entry['lr']:g} | {percent(entry['test'])} | {percent(entry['f1'])} "
-            f"| {percent(entry['clients'])} | {percent(entry['worst'])} | {', '.join(map(str, entry['best_round']))} "
-            f"| {sum(sizes) / len(sizes):.1f} |"
-            if sizes
-            else f"| {entry['method']} | {entry['lr']:g} | {percent(entry['test'])} | {percent(entry['f1'])} "
-            f"| {percent(entry['clients'])} | {percent(entry['worst'])} | {', '.join(map(str, entry['best_round']))} "
-            "| 0 |"
-        )
+        cells = [
+            entry["method"],
+            f"{entry['lr']:g}",
+            *(percent(entry[key]) for key in ("test", "f1", "clients", "worst")),
+            ", ".join(map(str, entry["best_round"])),
+            f"{sum(sizes) / len(sizes):.1f}" if sizes else "0",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
