@@ -103,8 +103,8 @@ def test_a_local_head_makes_every_client_s_model_its_own(key: str, played: Play)
 @pytest.mark.parametrize("key", GLOBAL)
 def test_a_client_that_was_away_catches_up_exactly(key: str, played: Play) -> None:
     """From its messages alone: the base that it holds plus what it is sent is the server's, and so is its model."""
-    # At rank 1 a base update of several rounds is still smaller as factors, so there is a history to replay.
-    run = played(key, method={"r": 1, "lora_alpha": 2}, federation={"clients_per_round": 2, "rounds": 6})
+    # At rank 2 two rounds' increments are smaller than the layers: some clients replay them, some are sent the whole.
+    run = played(key, method={"r": 2, "lora_alpha": 4}, federation={"clients_per_round": 2, "rounds": 6})
     bases: dict[str, BaseUpdate] = dict.fromkeys(run.federation.members, BaseUpdate())
     away = 0
     for number, round in enumerate(run.rounds):
