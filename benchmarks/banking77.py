@@ -176,6 +176,22 @@ def page(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def sweep_table(args: argparse.Namespace) -> str:
+    """Validation accuracy of every rate after the sweep's rounds, on the first seed."""
+    lines = [
+        "| method | " + " | ".join(f"lr {rate:g}" for rate in args.rates) + " |",
+        "|---|" + "---|" * len(args.rates),
+    ]
+    for method in args.methods:
+        cells: list[str] = []
+        for rate in args.rates:
+            report = report_of(Trial(method, rate, args.seeds[0], args.sweep_rounds), args)
+            accuracy = None if "failed" in report else report["scores"]["validation"]["accuracy"]
+            cells.append("failed" if accuracy is None else f"{100 * accuracy:.1f}")
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Sweep, seeds, table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,6 +216,10 @@ def main() -> None:
     print("learning rates:", chosen, flush=True)
     play_all([Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args)
     table = page([row(method, args) for method in args.methods], args)
+    if len(args.rates) > 1:
+        table += (
+            f"\nValidation accuracy % after {args.sweep_rounds} rounds, seed {args.seeds[0]}:\n\n{sweep_table(args)}"
+        )
     print(table)
     if args.page:
         args.page.write_text(table)
