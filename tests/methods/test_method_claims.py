@@ -110,6 +110,9 @@ def test_clients_of_different_ranks_train_together(key: str, played: Play) -> No
         assert scalings == {6.0, 3.0, 2.0, 1.2}
         if METHODS[key].claims.exact:
             assert max(errors(run, round).values()) < 1e-6
+    for ids, job in run.prepared.evaluator.models(run.rounds[-1].after):
+        own = run.federation.members[ids[0]].client.scaling if len(ids) == 1 else 2.0
+        assert job.parametrization[layer_of(name)].scaling == own
 
 
 @pytest.mark.parametrize("key", [key for key in METHODS if key not in HETEROGENEOUS])

@@ -105,6 +105,18 @@ def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(played: Play) 
     assert set(ranks) == {0, 2, 4}
 
 
+def test_fedloru_starts_anew_after_an_accumulation(played: Play) -> None:
+    """With another A each time, and without the moments of the factors that went into the base."""
+    run = played("fedloru")
+    name, drawn = tensor_name(run.layers[0].name, "A"), set[tuple[float, ...]]()
+    for round in run.rounds[::2]:
+        drawn.add(tuple(round.before.state.tensors[name].flatten().tolist()))
+        assert all(local.trained.optimizer_state.steps[name] == 2 for local in round.trained)
+    assert len(drawn) == 3
+    again = [local.trained.optimizer_state.steps[name] for local in run.rounds[1].trained]
+    assert set(again) == {2, 4}  # within a generation, moments live on where a client took part before
+
+
 def test_fedloru_that_never_accumulates_is_fedit_bit_for_bit(played: Play) -> None:
     ours, theirs = played("fedloru", method={"tau": 100}), played("fedit")
     for one, other in zip(ours.rounds, theirs.rounds, strict=True):

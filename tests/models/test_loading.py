@@ -16,7 +16,7 @@ from torch import nn
 import tiny
 from fedspan.errors import FedspanError
 from fedspan.models import loading
-from fedspan.models.loading import load_sequence_classifier, resolve
+from fedspan.models.loading import load_sequence_classifier, published_name, resolve
 from fedspan.tasks.classification import EncodedText, SequenceClassification
 
 KINDS = ("bert", "roberta", "distilbert", "gpt2")
@@ -165,3 +165,9 @@ def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatc
 def test_other_names_are_left_to_transformers() -> None:
     for name in ("bert-base-uncased", "org/model", "builtin:", "./folder"):
         assert resolve(name) == name
+
+
+def test_an_adapter_names_its_base_so_that_anybody_can_load_it() -> None:
+    assert published_name("builtin:all-minilm-l6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
+    for name in ("bert-base-uncased", "some/folder", "builtin:unknown"):
+        assert published_name(name) == name

