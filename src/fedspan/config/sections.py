@@ -32,8 +32,8 @@ class ModelConfig(_Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="Number format of the frozen base; factors are always float32, the head and modules_to_save train in "
-        "this format, so prefer float32 where they matter.",
+        description="Number format of the frozen base; factors are always float32. The head and modules_to_save train "
+        "in this format too, so prefer float32 where they matter.",
     )
     attention: Literal["auto", "eager", "sdpa"] = Field(
         default="auto",
