@@ -18,6 +18,7 @@ from fedspan.core.parametrization import Parametrization
 from fedspan.core.tensors import EXTRAS, by_layer, extra_name
 from fedspan.core.values import Spec
 from fedspan.errors import FedspanError
+from fedspan.models.precision import keep_in_float32
 from fedspan.models.targets import is_transposed, make_spec
 
 __all__ = ["AdaptedLayer", "AdaptedModel"]
@@ -138,10 +139,11 @@ class AdaptedModel:
     Args:
         model: any module; frozen here (no parameter requires grad until a job trains it).
         targets: target layers by module path.
-        extras: parameters that train beside them, by parameter path.
+        extras: parameters that train beside them, by parameter path; float32 from here on.
     """
 
     def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Parameter]) -> None:
+        keep_in_float32(model, extras.values())
         self.model = model
         self.spec: Spec = make_spec(targets, extras)
         self.layers = {name: AdaptedLayer(name, module) for name, module in targets.items()}

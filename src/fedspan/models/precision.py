@@ -1,0 +1,70 @@
+"""Keeping what trains in float32 inside a model whose frozen weights are narrower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["keep_in_float32"]
+
+
+def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
+    """Turn the modules that own trained parameters to float32, in place; the model around them stays as it is.
+
+    A step of the size of a learning rate is mostly rounded away in bfloat16 (8 bits of mantissa), so weights that an
+    optimizer writes to are float32. Such a module gets its floating inputs cast up, and its floating outputs cast back
+    to the format that the rest of the model computes in. Parameters keep their identity (tied ones too).
+
+    Args:
+        model: any module.
+        trained: parameters that an optimizer will write to.
+    """
+    ids = {id(parameter) for parameter in trained}
+    for module in _owners(model, ids):
+        narrow = {parameter.dtype for parameter in module.parameters() if _is_narrow(parameter)}
+        if narrow:
+            module.float()
+            module.register_forward_pre_hook(_cast_up, with_kwargs=True)
+            module.register_forward_hook(_cast_back(min(narrow, key=str)))
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def _owners(module: nn.Module, trained: set[int]) -> list[nn.Module]:
+    """The topmost modules that hold nothing but trained parameters, or own one directly."""
+    inside = [id(parameter) in trained for parameter in module.parameters()]
+    if not any(inside):
+        return []
+    if all(inside) or any(id(parameter) in trained for parameter in module.parameters(recurse=False)):
+        return [module]
+    return [owner for child in module.children() for owner in _owners(child, trained)]
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _map(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_map(item, change) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _cast_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def up(value: Tensor) -> Tensor:
+        return value.float() if _is_narrow(value) else value
+
+    return _map(args, up), _map(kwargs, up)
+
+
+def _cast_back(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    def back(module: nn.Module, args: Any, output: Any) -> Any:
+        return _map(output, lambda value: value.to(dtype) if value.dtype == torch.float32 else value)
+
+    return back
