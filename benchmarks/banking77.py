@@ -75,9 +75,7 @@ def play(work: tuple[Trial, argparse.Namespace]) -> tuple[Trial, float]:
         config = parse_config(config_of(trial, args))
         try:
             if trial.method in BASELINES:
-                folder.mkdir(parents=True, exist_ok=True)
-                scores = train_baseline(prepare(config), trial.method, Listener())
-                report.write_text(json.dumps(scores))
+                train_baseline(prepare(config), trial.method, Listener(), folder)
             elif (folder / "config.yaml").exists():
                 run(None, folder, resume=True)
             else:

@@ -105,7 +105,10 @@ def test_unknown_names_get_the_nearest() -> None:
 def test_wrong_values_are_named() -> None:
     refused({"data": {}}, "data.train", None, "is required")
     refused({"training.lr": 0}, "training.lr", 0, "greater than 0")
-    refused({"training.lr": float("inf")}, "training.lr", float("inf"), "finite")
+    for field in ("training.lr", "training.weight_decay", "training.eps", "training.max_grad_norm", "centralised_lr"):
+        refused({field: float("inf")}, field, float("inf"), "finite")
+    refused({"model.extras_lr_scale": float("inf")}, "model.extras_lr_scale", float("inf"), "finite")
+    refused({"method.lora_alpha": float("inf")}, "method.lora_alpha", float("inf"), "a finite number")
     refused({"training.optimizer": "adam"}, "training.optimizer", "adam", "'adamw' or 'sgd'")
     refused({"training.betas": [0.9]}, "training.betas.1", None, "is required")
     refused({"federation.rounds": "many"}, "federation.rounds", "many", "integer")
@@ -114,14 +117,17 @@ def test_wrong_values_are_named() -> None:
     refused({"model.extras": "shared"}, "model.extras", "shared", "'average', 'local' or 'frozen'")
     refused({"baselines": ["global"]}, "baselines.0", "global", "'local' or 'centralised'")
     refused({"seed": -1}, "seed", -1, "greater than or equal to 0")
+    refused({"seed": 2**64}, "seed", 2**64, "less than 9223372036854775808")
+    refused({"model.modules_to_save": [""]}, "model.modules_to_save.0", "", "at least 1 character")
+    refused({"training.learning_rate": 1}, "training.learning_rate", 1, "the nearest are lr")
     refused({"partition.column": "ward"}, "partition", VALID["partition"] | {"column": "ward"}, "partitioner natural")
 
 
 def test_method_options_have_types_and_ranges() -> None:
     refused({"method.r": "four"}, "method.r", "four", "integer")
-    refused({"method.r": 0}, "method.r", 0, "a number above 0")
+    refused({"method.r": 0}, "method.r", 0, "a finite number above 0")
     refused({"method.tau": 2.5}, "method.tau", 2.5, "integer")
-    refused({"method.lora_alpha": -1}, "method.lora_alpha", -1.0, "a number above 0")
+    refused({"method.lora_alpha": -1}, "method.lora_alpha", -1.0, "a finite number above 0")
     refused({"method.use_rslora": "maybe"}, "method.use_rslora", "maybe", "boolean")
     method = {"name": "ffa-lora", "init_A": "random"}
     refused({"method": method}, "method.init_A", "random", "'kaiming', 'gaussian' or 'orthonormal'")
@@ -135,11 +141,19 @@ def test_overrides_are_applied_in_order() -> None:
         "model.target_modules=[key, 'a.b']",
         "training.betas=[0, 1]",
     ]
-    texts += ["federation.clients_per_round=null", "new.deep.field=true", "device= cuda:1", "data.text=a=b", "seed="]
+    texts += [
+        "model.revision=12e4567",
+        "federation.clients_per_round=null",
+        "new.deep.field=true",
+        "device= cuda:1",
+        "data.text=a=b",
+        "seed=",
+    ]
     before = copy.deepcopy(VALID)
     changed = override(VALID, texts)
     assert before == VALID
-    assert changed["training"] == {**VALID["training"], "lr": 0.002, "betas": [0, 1]}
+    parsed = parse_config({key: value for key, value in changed.items() if key in ("data", "training", "model")})
+    assert (parsed.training.lr, parsed.training.betas, parsed.model.revision) == (0.002, (0.0, 1.0), "12e4567")
     assert changed["method"]["r"] == 2
     assert changed["model"]["target_modules"] == ["key", "a.b"]
     assert changed["federation"]["clients_per_round"] is None
@@ -155,6 +169,7 @@ def test_broken_overrides_are_refused() -> None:
         "model.name.a=3": "name is a value, not a section",
         "seed=[1": "a value that is valid YAML",
         "seed=2001-99-99": "a value that is valid YAML",
+        "seed=" + "[" * 3000: "a value that is valid YAML",
     }
     for text, words in cases.items():
         with pytest.raises(FedspanError) as caught:
@@ -168,6 +183,7 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
     contents = {
         b"a: [": "valid YAML",
         b"a: 2001-99-99": "valid YAML",
+        b"a: " + b"[" * 3000: "valid YAML",
         b"- 1": "a YAML mapping",
         b"": "a YAML mapping",
         b"\xff\xfe\x00": "a readable YAML file",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -31,9 +32,14 @@ class FedspanError(Exception):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The known names closest to a misspelt one (the first few if none is close), for an error's ``expected``."""
+    """The known names closest to a misspelt one (the first few if none is close), for an error's ``expected``.
+
+    A known name that holds just the initials counts as close: ``lr`` for ``learning_rate``.
+    """
     known = sorted(set(known))
-    close = get_close_matches(name, known, n=count, cutoff=0.4)
+    initials = "".join(word[0] for word in re.findall(r"[a-z]+", name.lower()))
+    close = [candidate for candidate in known if candidate == initials != name]
+    close += get_close_matches(name, known, n=count - len(close), cutoff=0.4)
     if not close:
         close = known[: 2 * count]
     return ", ".join(close)

@@ -28,7 +28,7 @@ Write = Callable[..., Path]
         ("data.label=lable", "data.label: 'lable'", "a column of"),
         ("data.train=missing.csv", "data.train: 'missing.csv'", "a file; "),
         ("training.lr=1e6", "training.lr: 1000000.0", "lower the learning rate"),
-        ("training.lr=inf", "training.lr: inf", "finite"),
+        ("training.lr=inf", "training.lr: 'inf'", "finite"),
         ("training.learning_rate=1", "training.learning_rate: 1", "no such field; the nearest are"),
         ("device=tpu", "device: 'tpu'", "cpu, cuda"),
         ("method.r", "--set: 'method.r'", "section.field=value"),
@@ -84,6 +84,8 @@ def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, sto
     (tmp_path / "taken" / "thesis.tex").touch()
     said = refused("run", write(), "--out", tmp_path / "taken")
     assert said.startswith(f"run folder: '{tmp_path / 'taken'}'; it holds other things (thesis.tex)")
+    missing = write(model={"name": "nobody/no-such-model"})  # the folder is looked at before a model is loaded
+    assert "thesis.tex" in refused("run", missing, "--out", tmp_path / "taken")
     assert "it holds a run" in refused("run", write(), "--out", stopped)
     assert "no run was begun here" in refused("run", "--resume", tmp_path / "nothing")
 

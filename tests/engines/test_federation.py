@@ -238,3 +238,5 @@ def test_predictions_come_in_the_order_asked_for(prepared: Prepared) -> None:
         alone = prepared.engine.predict(job, prepared.train, np.array([index]), 1)[0]
         assert torch.allclose(row, alone, atol=1e-5)
     assert len({tuple(row.tolist()) for row in together}) == 5
+    twice = prepared.engine.predict(job, prepared.train, np.array([3, 40, 3]), 2)
+    assert torch.allclose(twice, together[[1, 0, 1]], atol=1e-5)

@@ -109,6 +109,15 @@ def test_a_head_for_other_labels_is_replaced(tiny_folder: Path, tmp_path: Path) 
     assert fewer.model.classifier.weight.shape == (2, 16)
 
 
+def test_a_body_that_does_not_fit_its_config_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    """Only a head may be drawn anew: a body drawn anew would train as if it were pretrained."""
+    folder = tmp_path / "bert"
+    shutil.copytree(tiny_folder / "bert", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 12}))
+    refused(str(folder), "bert.encoder.layer.0.intermediate.dense.bias has another shape")
+
+
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     refused("nobody/no-such-model", "a hub id that can be reached")  # offline, as all tests
     refused("not a name", "a hub id that can be reached")

@@ -103,6 +103,14 @@ def test_a_name_that_matches_nothing_gets_the_nearest(tiny_folder: Path) -> None
     assert (caught.value.field, caught.value.value) == ("model.modules_to_save", "clasifier")
 
 
+def test_the_head_is_not_suggested_as_a_target(tiny_folder: Path) -> None:
+    model = tiny.fresh_classifier(tiny_folder / "bert")
+    for wanted in ("clasifier", "classifier"):
+        with pytest.raises(FedspanError, match="matches no layer") as caught:
+            find_targets(model, config(target_modules=[wanted]))
+        assert "classifier" not in caught.value.expected
+
+
 def test_an_architecture_without_a_default_has_to_name_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(FedspanError, match="no default for the architecture None; name modules, for example 0"):

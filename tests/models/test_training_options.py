@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +103,35 @@ def test_dropout_zeroes_its_share_and_scales_the_rest(
             kept.add(tuple((y == 0).flatten().tolist()))
     assert len(kept) == 4
     assert all(layer.dropout is None for layer in prepared.engine.adapted.layers.values())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+def test_every_step_decays_the_base(accumulate: int, tiny_folder: Path, prepared: Prepared) -> None:
+    """The last, incomplete group of an accumulation is a step too: 3 passes, hence 3, 2 and 1 steps."""
+    training = {"gradient_accumulation_steps": accumulate, "weight_decay": 0.5, "batch_size": 8, "local_steps": None}
+    made = tiny.variant(prepared, tiny.config(tiny_folder, training=training))
+    examples, job = made.federation.members["west"].train[:20], replace(first_job(made), decay_base=True)
+    trained = made.engine.train(job, made.train, examples, client="west", round=0, lr=0.1)
+    assert trained.steps == -(-3 // accumulate)
+    assert trained.decay == pytest.approx((1 - 0.1 * 0.5) ** trained.steps)
+
+
+@pytest.mark.parametrize(("kind", "positions"), [("roberta", 34 - 1), ("bert", 32), ("gpt2", 32)])
+def test_long_texts_are_cut_to_the_positions_there_are(
+    kind: str, positions: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """RoBERTa's positions begin behind the padding's index; only the model says so if the tokenizer is silent."""
+    folder = tmp_path / kind
+    shutil.copytree(tiny_folder / kind, folder)
+    path = folder / "tokenizer_config.json"
+    described = json.loads(path.read_text())
+    del described["model_max_length"]
+    path.write_text(json.dumps(described))
+    made = prepare(tiny.config(tiny_folder, kind=kind, model={"name": str(folder), "max_length": 500}))
+    assert made.task.max_length == positions
+    text = datasets.Dataset.from_dict({"text": ["word1 " * 60], "label": [0]})
+    job = made.evaluator.job(made.federation.begin(), None)
+    assert made.engine.predict(job, made.task.encode(text), np.array([0]), 1).isfinite().all()
 
 
 def test_flora_on_a_narrow_base_keeps_its_update_in_float32(tiny_folder: Path, prepared: Prepared) -> None:

@@ -59,14 +59,35 @@ def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: 
     assert not np.allclose(changes[0].dense(), changes[1].dense())
 
 
-def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Prepared) -> None:
+def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Prepared, tmp_path: Path) -> None:
     told = Told()
-    result = train_baseline(prepared, "local", told)
+    result = train_baseline(prepared, "local", told, tmp_path / "local")
     rounds = prepared.federation.settings.rounds
     assert told.events == [("local", rounds), *[("local", number) for number in range(1, rounds + 1)]]
     assert 1 <= result["best_round"] <= rounds
     assert set(result["by_client"]) == set(tiny.SITES)
     assert result["scores"]["test"]["worst"]["accuracy"] <= result["scores"]["test"]["accuracy"]
+
+
+@pytest.mark.parametrize("name", ["local", "centralised"])
+def test_a_baseline_that_was_stopped_goes_on_to_the_same_scores(name: str, prepared: Prepared, tmp_path: Path) -> None:
+    class Stopping(Told):
+        def baseline_round(self, name: str, round: int, loss: float) -> None:
+            super().baseline_round(name, round, loss)
+            if round == 1:
+                raise KeyboardInterrupt
+
+    straight = train_baseline(prepared, name, Told(), tmp_path / "straight")
+    folder, rounds = tmp_path / "stopped", prepared.federation.settings.rounds
+    with pytest.raises(KeyboardInterrupt):
+        train_baseline(prepared, name, Stopping(), folder)
+    again, afterwards = Told(), Told()
+    assert train_baseline(prepared, name, again, folder) == straight
+    assert again.events == [(name, rounds), *[(name, number) for number in range(2, rounds + 1)]]
+    assert train_baseline(prepared, name, afterwards, folder) == straight
+    assert afterwards.events == []
+    assert {entry.name for entry in folder.iterdir()} == {"report.json"}
+    assert set(straight["by_client"]) == set(tiny.SITES)
 
 
 @pytest.mark.parametrize("key", METHODS)

@@ -13,7 +13,6 @@ from transformers.utils import logging as transformers_logging
 
 from fedspan.api.reports import is_run, read_config, read_partition, read_report, require_client
 from fedspan.api.serving import ADAPTER, NOTES, adapter_folder, load_served
-from fedspan.engines.federation import Progress
 from fedspan.errors import FedspanError
 from fedspan.models.loading import resolve
 from fedspan.runs import checkpoint as checkpoints
@@ -86,9 +85,7 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
         return adapter_folder(folder, client)
     if client is not None:
         require_client(folder, client)
-    kept = checkpoints.load(_checkpoint(place, round))
-    held = {id: held for id, held in kept.held.items() if held is not None}
-    progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
+    progress = checkpoints.load(_checkpoint(place, round)).progress
     prepared = prepare(read_config(folder), read_partition(folder))
     adapters = write_adapters(prepared, progress, RunFolder(scratch))
     if "global" in adapters:

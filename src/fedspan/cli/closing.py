@@ -64,8 +64,7 @@ def _scores(report: RunReport) -> Table:
             test = scores.get("test") or {}
             cells += [percent(test.get("accuracy")), percent(test.get("macro_f1")), _worst(test)]
         if own:
-            # The centralised model has one pooled test part: no mean over clients, no worst one.
-            clients = {} if name == "centralised" else scores.get("clients") or {}
+            clients = scores.get("clients") or {}
             cells += [percent(clients.get("accuracy")), _worst(clients)]
         table.add_row(titles(name), *cells, style="bold" if name == report.method else "")
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -38,6 +39,6 @@ def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     except pydantic.ValidationError as error:
         raise first_mistake(error, "method") from None
     for option, value in checked.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
-            raise FedspanError(f"method.{option}", value, "a number above 0")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+            raise FedspanError(f"method.{option}", value, "a finite number above 0")
     return checked

@@ -41,7 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise FedspanError("config", str(path), f"a readable YAML file ({error})") from None
     try:
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in a month 13
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date in a month 13
         raise FedspanError("config", str(path), f"valid YAML ({error})") from None
     if not isinstance(values, dict):
         raise FedspanError("config", str(path), "a YAML mapping with the sections model, data, method, ...")
@@ -60,8 +60,8 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
         if not equals or not path.strip():
             raise FedspanError("--set", text, "section.field=value")
         try:
-            value = _number(yaml.safe_load(right))
-        except (yaml.YAMLError, ValueError):
+            value = yaml.safe_load(right)  # 2e-3, a text to YAML 1.1, becomes a number where the field is one
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise FedspanError("--set", text, "a value that is valid YAML") from None
         *sections, last = path.strip().split(".")
         place = changed
@@ -76,13 +76,3 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 2e-3 as text; on a command line everybody means the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value

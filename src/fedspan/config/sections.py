@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -32,8 +32,7 @@ class ModelConfig(_Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="Number format of the frozen base; factors are always float32. The head and modules_to_save train "
-        "in this format too, so prefer float32 where they matter.",
+        description="Number format of the frozen base; what trains (factors, head, modules_to_save) is float32.",
     )
     attention: Literal["auto", "eager", "sdpa"] = Field(
         default="auto",
@@ -53,14 +52,14 @@ class ModelConfig(_Section):
     layers_pattern: list[str] | str | None = Field(
         default=None, description="Name of the list of layers, if PEFT can't guess."
     )
-    modules_to_save: list[str] = Field(
+    modules_to_save: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description="Modules that train whole, beside the classification head."
     )
     extras: Literal["average", "local", "frozen"] | None = Field(
         default=None, description="What becomes of the head and modules_to_save; left out: the method's own way."
     )
     extras_lr_scale: float = Field(
-        default=1.0, gt=0, description="Learning rate of the extras, as a multiple of training.lr."
+        default=1.0, gt=0, allow_inf_nan=False, description="Learning rate of the extras, as a multiple of training.lr."
     )
     adapter: str | None = Field(default=None, description="Folder of a PEFT LoRA adapter to start from.")
     max_length: int = Field(default=128, ge=2, description="Tokens of a text beyond this are cut.")
@@ -104,15 +103,17 @@ class TrainingConfig(_Section):
     warmup_rounds: int = Field(default=0, ge=0, description="Rounds of linear warm-up.")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Of SGD.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Of AdamW.")
-    eps: float = Field(default=1e-8, gt=0, description="Of AdamW.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled for AdamW, L2 for SGD.")
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="Of AdamW.")
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Decoupled for AdamW, L2 for SGD.")
     batch_size: int = Field(default=16, ge=1, description="Examples of one pass.")
     gradient_accumulation_steps: int = Field(default=1, ge=1, description="Passes of one optimizer step.")
     local_epochs: int = Field(default=1, ge=1, description="Passes over a client's examples each round.")
     local_steps: int | None = Field(
         default=None, ge=1, description="Optimizer steps each round, in place of local_epochs."
     )
-    max_grad_norm: float = Field(default=1.0, ge=0, description="Clip a client's gradient to this norm; 0: never.")
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="Clip a client's gradient to this norm; 0: never."
+    )
     optimizer_state: Literal["reset", "keep"] = Field(
         default="reset", description="Whether a client's moments start anew each round or survive on the client."
     )
@@ -131,7 +132,7 @@ class RunConfig(_Section):
     """One run, whole."""
 
     task: Literal["sequence-classification"] = Field(default="sequence-classification", description="Kind of problem.")
-    seed: int = Field(default=0, ge=0, description="Every random draw follows from it.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Every random draw follows from it.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; left out: torch's choice.")
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -99,11 +99,11 @@ class LoopEngine:
                 continue
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-            if job.decay_base:
-                decay *= self._decay(live, spec)
+            decay *= self._decay(job, live, spec)
         if probing or micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
+            decay *= self._decay(job, live, spec)
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
@@ -135,8 +135,10 @@ class LoopEngine:
         )
 
     @torch.no_grad()
-    def _decay(self, live: Mapping[str, Tensor], spec: OptimizerSpec) -> float:
-        """Decoupled decay of what does not train: the frozen base and finished segments."""
+    def _decay(self, job: Job, live: Mapping[str, Tensor], spec: OptimizerSpec) -> float:
+        """Decoupled decay of what does not train, where the job asks for it: the frozen base and finished segments."""
+        if not job.decay_base or job.steps == 0:
+            return 1.0
         factor = 1 - spec.lr * spec.weight_decay
         for layer in self.adapted.layers.values():
             layer.shrink *= factor
@@ -196,13 +198,12 @@ class LoopEngine:
         adapted = self.adapted
         adapted.model.eval()
         adapted.install(job.parametrization, job.tensors, frozenset())
-        position = {int(index): row for row, index in enumerate(indices)}
-        rows: list[Tensor | None] = [None] * len(indices)
+        rows: dict[int, Tensor] = {}
         for batch_indices in evaluation_batches(indices, examples.lengths, batch_size):
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
-            for index, row in zip(batch_indices, self.task.predict(adapted.model, batch).float().cpu(), strict=True):
-                rows[position[int(index)]] = row
-        return torch.stack([row for row in rows if row is not None])
+            predictions = self.task.predict(adapted.model, batch).float().cpu()
+            rows.update(zip(batch_indices.tolist(), predictions, strict=True))
+        return torch.stack([rows[index] for index in indices.tolist()])
 
 
 def _joined(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:

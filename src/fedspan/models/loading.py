@@ -156,5 +156,9 @@ def load_sequence_classifier(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id  # by which some models find a text's last token
-    new = {*info["missing_keys"], *(key if isinstance(key, str) else key[0] for key in info["mismatched_keys"])}
+    mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
+    body = sorted(key for key in mismatched if key.startswith(f"{model.base_model_prefix}."))
+    if body:
+        raise FedspanError("model.name", name, f"weights that fit the model's own config; {body[0]} has another shape")
+    new = {*info["missing_keys"], *mismatched}
     return Loaded(model.eval(), tokenizer, tuple(sorted({key.rpartition(".")[0] for key in new})))

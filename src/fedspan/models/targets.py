@@ -27,10 +27,11 @@ def is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def _suffixes(model: nn.Module) -> list[str]:
-    return sorted(
-        {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR_TYPES)}
-    )
+def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Last parts of the names that may be targets: linear layers outside the modules that are saved whole."""
+    saved = {f".{name}." for name in config.modules_to_save or ()}
+    linear = [name for name, module in model.named_modules() if isinstance(module, LINEAR_TYPES)]
+    return sorted({name.rpartition(".")[2] for name in linear if not any(part in f".{name}." for part in saved)})
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
@@ -50,7 +51,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
                 "model.target_modules",
                 None,
                 f"PEFT has no default for the architecture {architecture!r}; "
-                f"name modules, for example {', '.join(_suffixes(model)[:6])}",
+                f"name modules, for example {', '.join(_suffixes(model, config)[:6])}",
             )
         chosen = defaults[architecture]
         config.target_modules = chosen
@@ -66,7 +67,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
                 "model.target_modules",
                 name,
                 f"is a {type(module).__name__}; target nn.Linear or Conv1D layers, for example "
-                f"{', '.join(_suffixes(model)[:6])}",
+                f"{', '.join(_suffixes(model, config)[:6])}",
             )
         found[name] = module
     if not found:
@@ -75,7 +76,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
             "model.target_modules",
             wanted,
             f"matches no layer{_layers_hint(config)}; the nearest module names are "
-            f"{nearest(wanted.split(',')[0], _suffixes(model))}",
+            f"{nearest(wanted.split(',')[0], _suffixes(model, config))}",
         )
     return found
 

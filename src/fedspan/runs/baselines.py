@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -11,9 +12,13 @@ from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.engines.evaluation import Evaluator
-from fedspan.engines.federation import Federation, Member, Progress
+from fedspan.engines.federation import Federation, Member
 from fedspan.engines.loop import LoopEngine
+from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import Prepared, with_extras
+from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.files import disk_errors, remove
+from fedspan.runs.folder import RunFolder
 from fedspan.runs.listener import Listener
 from fedspan.runs.scores import final_scores
 
@@ -23,7 +28,7 @@ __all__ = ["BASELINES", "alone", "pooled", "train_baseline"]
 def pooled(prepared: Prepared) -> Prepared:
     """The same run with all clients' training examples on one client: centralised training, moments kept.
 
-    The clients' validation parts, pooled too, choose the epoch.
+    The clients' validation parts, pooled too, choose the epoch; it is measured on every client's own test part.
     """
     members = prepared.federation.members.values()
     changed, method = _with_method(prepared, "fedit")
@@ -35,7 +40,10 @@ def pooled(prepared: Prepared) -> Prepared:
         np.concatenate([member.validation for member in members]),
         np.concatenate([member.test for member in members]),
     )
-    return _variant(prepared, changed, method, [member], changed.centralised_lr)
+    variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
+    federation = variant.federation
+    judged = Federation(federation.method, variant.engine, list(members), prepared.train, federation.settings)
+    return replace(variant, evaluator=Evaluator(judged, changed.evaluation.batch_size))
 
 
 def alone(prepared: Prepared) -> Prepared:
@@ -74,30 +82,45 @@ def _variant(
 BASELINES = {"local": alone, "centralised": pooled}
 
 
-def train_baseline(prepared: Prepared, name: str, listener: Listener) -> dict[str, Any]:
+def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Path) -> dict[str, Any]:
     """Train a baseline for as many epochs as the federation has rounds; the best epoch by validation counts.
+
+    Every epoch is saved, and a finished baseline is read instead of trained again.
 
     Args:
         prepared: the federation's run.
         name: ``local`` or ``centralised``.
         listener: told of every epoch.
+        folder: its own, inside a run whose lock this process holds.
 
     Returns:
         ``best_round``, ``scores`` and ``by_client``, as in a ``RunReport``.
     """
+    place = RunFolder(folder)
+    if place.report.is_file():
+        return cast(dict[str, Any], place.read_json(place.report))
     variant = BASELINES[name](prepared)
     federation, evaluator = variant.federation, variant.evaluator
     listener.baseline_started(name, federation.settings.rounds)
-    progress = federation.begin()
-    best: tuple[float, int, Progress] | None = None
+    kept = checkpoints.resume(place) if folder.is_dir() else None
+    progress, best = (federation.begin(), None) if kept is None else (kept.progress, kept.best)
     while progress.state.round < federation.settings.rounds:
         result = federation.play(progress)
         progress = result.progress
+        number = progress.state.round
         validation, _ = evaluator.clients(progress)
-        score = progress.state.round if validation is None else validation.pooled["accuracy"]
-        if best is None or score > best[0]:
-            best = (float(score), progress.state.round, progress)
-        listener.baseline_round(name, progress.state.round, result.loss)
-    assert best is not None  # there is at least one round
-    scores, by_client = final_scores(variant, best[2])
-    return {"best_round": best[1], "scores": scores, "by_client": by_client}
+        score = number if validation is None else validation.pooled["accuracy"]
+        if best is None or score > best[1]:
+            best = (number, float(score))
+        checkpoints.save(place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best))
+        checkpoints.prune(place)
+        listener.baseline_round(name, number, result.loss)
+    if best is not None and best[0] != progress.state.round:
+        progress = checkpoints.load(place.best).progress
+    scores, by_client = final_scores(variant, progress)
+    report = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
+    place.write_json(place.report, report)
+    with disk_errors(folder):  # they are as large as the run's own, and nothing goes on from them
+        remove(place.checkpoints)
+        remove(place.best)
+    return report

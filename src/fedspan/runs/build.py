@@ -191,12 +191,16 @@ def _uncovered(new_modules: tuple[str, ...], heads: list[str]) -> list[str]:
     return [path for path in new_modules if path.split(".")[0] not in heads]
 
 
-def _max_length(config: RunConfig, tokenizer: object, model: object) -> int:
+def _max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:
     limits = [
         config.model.max_length,
         getattr(tokenizer, "model_max_length", config.model.max_length),
         getattr(getattr(model, "config", None), "max_position_embeddings", config.model.max_length),
     ]
+    for name, module in model.named_modules():  # RoBERTa and its kin count positions from behind the padding's index
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding) and padding is not None:
+            limits.append(module.num_embeddings - padding - 1)
     return int(min(limits))
 
 

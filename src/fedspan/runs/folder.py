@@ -10,6 +10,7 @@
     checkpoints/         round-00005/ ...: the last rounds, and the best
     best/                the best round's checkpoint
     adapter/             the exported adapter
+    baselines/           local/, centralised/: their checkpoints while they train, then a report.json each
     report.json          the summary, once the run is finished
     run.lock             held while a process works on the run; names it
 """
@@ -49,6 +50,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.adapter = self.path / "adapter"
+        self.baselines = self.path / "baselines"
         self.report = self.path / "report.json"
         self.lock = self.path / "run.lock"
         # Not per thread: whoever made the folder may close it from another one.
@@ -67,12 +69,12 @@ class RunFolder:
         """
         run = cls(path)
         with disk_errors(run.path, "choose another folder"):
-            run._require_empty()  # before the lock, so that no foreign folder gets a file of ours
+            run.require_empty()  # before the lock, so that no foreign folder gets a file of ours
             run.path.mkdir(parents=True, exist_ok=True)
             run._acquire()
         try:
             with disk_errors(run.path, "choose another folder"):
-                run._require_empty()  # again: another process may have been quicker
+                run.require_empty()  # again: another process may have been quicker
                 sweep(run.path)
                 write_atomic(run.config, config.encode())
         except BaseException:
@@ -96,7 +98,12 @@ class RunFolder:
             run._acquire()
         return run
 
-    def _require_empty(self) -> None:
+    def require_empty(self) -> None:
+        """Refuse a folder that a new run can't have.
+
+        Raises:
+            FedspanError: if there is anything in the folder, or if it is a file.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise FedspanError("run folder", str(self.path), "a file has that name; choose another")
         if self.config.exists():

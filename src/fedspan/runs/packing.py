@@ -16,6 +16,7 @@ from typing import Any
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState, Scalar, ServerState
+from fedspan.engines.federation import Progress
 from fedspan.engines.wire import Reader, Writer, decode_state, encode_state, expect
 from fedspan.errors import FedspanError
 from fedspan.runs.files import from_json
@@ -52,6 +53,12 @@ class Checkpoint:
     best: tuple[int, float] | None = None
     positions: Mapping[str, int] = field(default_factory=dict)
     extra: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> Progress:
+        """What the round loop goes on from."""
+        held = {client: round for client, round in self.held.items() if round is not None}
+        return Progress(self.state, self.memories, held, self.optimizer_states)
 
 
 def _encode_clients(checkpoint: Checkpoint) -> bytes:

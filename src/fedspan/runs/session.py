@@ -94,6 +94,7 @@ def run(
     if config is None:
         raise FedspanError("config", None, "needed for a new run")
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    RunFolder(folder).require_empty()  # before a model is loaded for nothing
     prepared = prepare(config)  # before the folder is made: a mistake in the config leaves nothing behind
     with RunFolder.create(folder, text) as place:
         record_environment(place, config.seed, command)
@@ -131,7 +132,7 @@ class _Session:
         if kept is None:
             progress = federation.begin()
         else:
-            progress = Progress(kept.state, kept.memories, _held(kept), kept.optimizer_states)
+            progress = kept.progress
             self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
         self.listener.started(self.prepared, progress.state.round, resumed)
         while progress.state.round < federation.settings.rounds:
@@ -203,8 +204,7 @@ class _Session:
         prepared, place = self.prepared, self.place
         best_round = progress.state.round
         if self.best is not None and self.best[0] != progress.state.round:
-            kept = checkpoints.load(place.best)
-            best_round, progress = self.best[0], Progress(kept.state, kept.memories, _held(kept), kept.optimizer_states)
+            best_round, progress = self.best[0], checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
         adapters = write_adapters(prepared, progress, place)
         examples = _predictions(prepared, progress)
@@ -217,16 +217,15 @@ class _Session:
             by_client=by_client,
             bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},
             seconds=self.seconds,
-            baselines={name: train_baseline(prepared, name, self.listener) for name in prepared.config.baselines},
+            baselines={
+                name: train_baseline(prepared, name, self.listener, place.baselines / name)
+                for name in prepared.config.baselines
+            },
             adapters={id: str(path.relative_to(place.path)) for id, path in adapters.items()},
             examples=examples,
         )
         place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
         return report
-
-
-def _held(kept: Checkpoint) -> dict[str, int]:
-    return {id: round for id, round in kept.held.items() if round is not None}
 
 
 def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:
