@@ -15,7 +15,7 @@ import tiny
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Job, Message, ServerState, Trained
 from fedspan.engines import wire
-from fedspan.engines.evaluation import ClientScores
+from fedspan.engines.evaluation import ClientScores, summarised
 from fedspan.engines.federation import Federation, Member, Progress
 from fedspan.engines.settings import RoundSettings
 from fedspan.runs.build import Prepared
@@ -225,8 +225,16 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     assert prepared.test is not None
     assert evaluator.heldout(progress, prepared.test).keys() == {"global"}
     scores = ClientScores({}, {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.1}, "c": {"accuracy": 0.9}})
-    assert scores.mean("accuracy") == pytest.approx(0.5)
-    assert scores.worst() == ("b", 0.1)
+    assert scores.summary("accuracy") == {"accuracy": pytest.approx(0.5), "worst": {"client": "b", "accuracy": 0.1}}
+
+
+def test_a_summary_knows_which_way_is_better_and_passes_over_what_has_no_value() -> None:
+    """A client with one example has a loss, and no correlation."""
+    by_client = {"a": {"loss": 0.5, "pearson": 0.2, "examples": 9.0}, "b": {"loss": 0.7, "examples": 1.0}}
+    means = {"loss": pytest.approx(0.6), "pearson": pytest.approx(0.2)}
+    assert summarised(by_client, "loss") == {**means, "worst": {"client": "b", "loss": 0.7}}
+    assert summarised(by_client, "pearson") == {**means, "worst": {"client": "a", "pearson": 0.2}}
+    assert summarised({"b": by_client["b"]}, "pearson") == {"loss": 0.7}
 
 
 def test_predictions_come_in_the_order_asked_for(prepared: Prepared) -> None:

@@ -16,8 +16,9 @@ from torch import nn
 import tiny
 from fedspan.errors import FedspanError
 from fedspan.models import loading
-from fedspan.models.loading import load_sequence_classifier, published_name, resolve
-from fedspan.tasks.classification import EncodedText, SequenceClassification
+from fedspan.models.loading import load_pretrained, published_name, resolve
+from fedspan.tasks.classification import SequenceClassification
+from fedspan.tasks.encoding import EncodedText
 
 KINDS = ("bert", "roberta", "distilbert", "gpt2")
 HEADS = {
@@ -31,7 +32,7 @@ BUILTIN = "builtin:all-minilm-l6-v2"
 
 def refused(name: str, words: str) -> None:
     with pytest.raises(FedspanError) as caught:
-        load_sequence_classifier(name, tiny.LABELS)
+        load_pretrained(name, labels=tiny.LABELS)
     assert (caught.value.field, caught.value.value) == ("model.name", name)
     assert words in caught.value.expected
 
@@ -42,10 +43,10 @@ def test_a_new_head_follows_the_seed_and_nothing_else(kind: str, tiny_folder: Pa
     name = str(tiny_folder / kind)
     torch.manual_seed(11)
     before = torch.get_rng_state()
-    first = load_sequence_classifier(name, tiny.LABELS, seed=0)
+    first = load_pretrained(name, labels=tiny.LABELS, seed=0)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)
-    again, other = (load_sequence_classifier(name, tiny.LABELS, seed=seed) for seed in (0, 1))
+    again, other = (load_pretrained(name, labels=tiny.LABELS, seed=seed) for seed in (0, 1))
     assert first.new_modules == HEADS[kind]
     weights, others = first.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(value, weights[path]) for path, value in again.model.state_dict().items())
@@ -56,7 +57,7 @@ def test_a_new_head_follows_the_seed_and_nothing_else(kind: str, tiny_folder: Pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_is_no_dropout_and_the_labels_are_the_data_s(kind: str, tiny_folder: Path) -> None:
     """Training mode computes what evaluation computes."""
-    loaded = load_sequence_classifier(str(tiny_folder / kind), tiny.LABELS)
+    loaded = load_pretrained(str(tiny_folder / kind), labels=tiny.LABELS)
     assert not [module for module in loaded.model.modules() if isinstance(module, nn.Dropout) and module.p]
     rates = {key: value for key, value in loaded.model.config.to_dict().items() if "drop" in key and value}
     assert rates == {}
@@ -77,7 +78,7 @@ def test_padding_does_not_change_a_prediction(
     shutil.copytree(tiny_folder / kind, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    loaded = load_sequence_classifier(str(folder), tiny.LABELS)
+    loaded = load_pretrained(str(folder), labels=tiny.LABELS)
     task = SequenceClassification(loaded.tokenizer, tiny.LABELS, 16)
     encoded = loaded.tokenizer(["lab1 word2", "billing3 word1 word5 word6 word7", "symptom2"])
     ids = list(encoded["input_ids"])
@@ -92,7 +93,7 @@ def test_padding_does_not_change_a_prediction(
 
 def test_weights_come_in_the_format_asked_for(tiny_folder: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        loaded = load_sequence_classifier(str(tiny_folder / "bert"), tiny.LABELS, dtype=dtype)
+        loaded = load_pretrained(str(tiny_folder / "bert"), labels=tiny.LABELS, dtype=dtype)
         assert {parameter.dtype for parameter in loaded.model.parameters()} == {dtype}
 
 
@@ -101,10 +102,10 @@ def test_a_head_for_other_labels_is_replaced(tiny_folder: Path, tmp_path: Path) 
     model = tiny.fresh_classifier(tiny_folder / "bert")
     model.save_pretrained(tmp_path)
     tiny.save_tokenizer(tmp_path)
-    same = load_sequence_classifier(str(tmp_path), tiny.LABELS)
+    same = load_pretrained(str(tmp_path), labels=tiny.LABELS)
     assert same.new_modules == ()
     assert torch.equal(same.model.classifier.weight, model.classifier.weight)
-    fewer = load_sequence_classifier(str(tmp_path), ["yes", "no"])
+    fewer = load_pretrained(str(tmp_path), labels=["yes", "no"])
     assert fewer.new_modules == ("classifier",)
     assert fewer.model.classifier.weight.shape == (2, 16)
 

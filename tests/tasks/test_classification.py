@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.runs.build import Prepared
-from fedspan.tasks.classification import EncodedText, SequenceClassification
+from fedspan.tasks.classification import SequenceClassification
+from fedspan.tasks.encoding import EncodedText
 
 CPU = torch.device("cpu")
 TEXTS = ["lab1 word2", "billing3 word1 unheard word5 word6", "symptom2"]

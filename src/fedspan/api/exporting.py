@@ -125,5 +125,5 @@ def _merge(adapter: Path, out: Path) -> None:
         model.save_pretrained(str(out))
     finally:
         transformers_logging.enable_progress_bar()
-    served.task.tokenizer.save_pretrained(str(out))
+    served.tokenizer.save_pretrained(str(out))
     shutil.copyfile(served.folder / NOTES, out / NOTES)

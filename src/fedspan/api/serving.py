@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import warnings
@@ -14,23 +15,32 @@ import datasets
 import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from fedspan.api.reports import is_run, read_config, read_report, require_client
+from fedspan.config.mistakes import first_mistake
+from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
+from fedspan.data.templates import template_of
 from fedspan.engines.batching import evaluation_batches
 from fedspan.errors import FedspanError, nearest
-from fedspan.models.loading import load_sequence_classifier
+from fedspan.models.loading import load_pretrained
 from fedspan.runs.build import choose_device
-from fedspan.tasks.classification import EncodedText, SequenceClassification
+from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.tasks.metrics import shown
+from fedspan.tasks.task import Examples, TextTask
 
-__all__ = ["ADAPTER", "NOTES", "Served", "adapter_folder", "evaluate", "load_served", "predict"]
+__all__ = ["ADAPTER", "NOTES", "Served", "adapter_folder", "evaluate", "load_served", "predict", "predict_with"]
 
 NOTES = "fedspan.json"
 ADAPTER = "adapter_config.json"
 _BATCH = 64
+_FACTS = {field.name for field in dataclasses.fields(Facts)}
+_NOTED = {*_FACTS, "base_model", "client"}
 
 
 @dataclass(frozen=True)
@@ -40,27 +50,32 @@ class Served:
     Args:
         folder: the adapter's or the merged model's.
         notes: the content of its fedspan.json.
+        facts: of these, what the model must be told of its task.
         model: base and adapter (a ``PeftModel``), or merged; in eval mode, on ``device``.
-        task: tokenizer, labels, maximal length.
+        tokenizer: the model's.
+        task: with tokenizer, labels, maximal length.
         device: where it computes.
         revision: of a base from the hub.
     """
 
     folder: Path
     notes: dict[str, Any]
+    facts: Facts
     model: Any
-    task: SequenceClassification
+    tokenizer: PreTrainedTokenizerBase
+    task: TextTask
     device: torch.device
     revision: str | None
 
     @torch.inference_mode()
-    def logits(self, examples: EncodedText) -> Tensor:
-        """(examples, labels), float32 on the CPU."""
-        rows = torch.empty(len(examples), len(self.task.labels))
+    def predictions(self, examples: Examples, *, thorough: bool = True) -> Tensor:
+        """The task's predictions, one row an example, float32 on the CPU; ``thorough`` ones with generated text."""
+        rows: dict[int, Tensor] = {}
         for indices in evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
             batch = self.task.batch(examples, indices.tolist(), self.device)
-            rows[torch.from_numpy(indices)] = self.task.predict(self.model, batch).float().cpu()
-        return rows
+            made = self.task.predict(self.model, batch, thorough=thorough).float().cpu()
+            rows.update(zip(indices.tolist(), made, strict=True))
+        return torch.stack([rows[index] for index in range(len(examples))])
 
 
 def adapter_folder(folder: str | Path, client: str | None) -> Path:
@@ -102,11 +117,18 @@ def _notes(folder: Path) -> dict[str, Any]:
     path = folder / NOTES
     try:
         notes = json.loads(path.read_text(encoding="utf-8"))
-        if {"labels", "max_length", "base_model", "client"} <= set(notes):
+        if set(notes) >= _NOTED:
             return notes
     except (OSError, ValueError, TypeError) as error:
         raise FedspanError(str(path), str(error), "the notes that fedspan wrote beside the model") from None
-    raise FedspanError(str(path), sorted(notes), "labels, max_length, base_model and client")
+    raise FedspanError(str(path), sorted(notes), f"an object with {', '.join(sorted(_NOTED))}")
+
+
+def _facts(place: Path, notes: dict[str, Any]) -> Facts:
+    try:
+        return TypeAdapter(Facts).validate_python({name: notes[name] for name in _FACTS})
+    except ValidationError as error:
+        raise first_mistake(error, str(place / NOTES)) from None
 
 
 def load_served(folder: str | Path, client: str | None = None, device: str = "auto") -> Served:
@@ -122,11 +144,13 @@ def load_served(folder: str | Path, client: str | None = None, device: str = "au
     """
     place = adapter_folder(folder, client)
     notes, target = _notes(place), choose_device(device)
+    facts = _facts(place, notes)
+    problem = PROBLEMS[facts.task]
     revision: str | None = None
     if (place / ADAPTER).is_file():
         try:
             revision = PeftConfig.from_pretrained(str(place)).revision
-            loaded = load_sequence_classifier(notes["base_model"], notes["labels"], revision=revision)
+            loaded = load_pretrained(notes["base_model"], problem.head, facts.labels, revision=revision)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of Transformers is not the user's fault
                 model = PeftModel.from_pretrained(loaded.model, str(place))
@@ -134,43 +158,52 @@ def load_served(folder: str | Path, client: str | None = None, device: str = "au
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise FedspanError("folder", str(place), f"an adapter that PEFT can read ({reason})") from None
     else:
-        loaded = load_sequence_classifier(str(place), notes["labels"])
+        loaded = load_pretrained(str(place), problem.head, facts.labels)
         if loaded.new_modules:
             raise FedspanError("folder", str(place), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
-    task = SequenceClassification(loaded.tokenizer, notes["labels"], notes["max_length"])
-    return Served(place, notes, model.eval().to(target), task, target, revision)
+    task = problem.task(loaded.tokenizer, facts, None)
+    return Served(place, notes, facts, model.eval().to(target), loaded.tokenizer, task, target, revision)
 
 
-def predict(
-    folder: str | Path, texts: Sequence[str | tuple[str, str]], client: str | None = None
-) -> list[tuple[str, float]]:
-    """Label texts with a trained model.
+def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: str | None = None) -> list[Any]:
+    """Use a trained model: label texts, give numbers to them, or answer prompts.
 
     Args:
         folder: a run folder or an exported model.
-        texts: to label; pairs of texts if it was trained on pairs.
+        texts: what to label or to answer; pairs of texts if it was trained on pairs. A language model gets its prompt
+            template around a text if that has one column (``Question: {question}``), else the text as it is.
         client: whose model, if every client has its own.
 
     Returns:
-        For each text the most probable label and its probability.
+        For each text, of a classifier the most probable label and its probability, ``("yes", 0.93)``; of a regression
+        the number; of a language model the generated answer.
 
     Raises:
         FedspanError: as `load_served`.
     """
-    served = load_served(folder, client)
+    return predict_with(load_served(folder, client), texts)
+
+
+def predict_with(served: Served, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
+    """As `predict`, with a model that is loaded already."""
     if not texts:
         return []
     columns: dict[str, list[Any]] = {"text": [text if isinstance(text, str) else text[0] for text in texts]}
     if not all(isinstance(text, str) for text in texts):
         columns["text_pair"] = ["" if isinstance(text, str) else text[1] for text in texts]
-    columns["label"] = [0] * len(texts)
-    logits = served.logits(served.task.encode(datasets.Dataset.from_dict(columns)))
-    best = logits.softmax(1).max(1)
-    return [
-        (served.task.labels[index], probability)
-        for index, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    if served.facts.prompt is not None:
+        template = template_of(served.facts.prompt, "data.prompt")
+        if len(template.required) == 1:
+            columns["text"] = [template.render({template.required[0]: text}) for text in columns["text"]]
+    columns |= {"label": [0] * len(texts), "target": [0.0] * len(texts), "answer": [""] * len(texts)}
+    predictions = served.predictions(served.task.encode(datasets.Dataset.from_dict(columns)))
+    if served.facts.task == "regression":
+        return predictions[:, 0].tolist()
+    answers = served.task.answers(predictions)
+    if served.facts.task == "causal-lm":
+        return answers
+    return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
 
 
 def evaluate(
@@ -178,67 +211,76 @@ def evaluate(
     client: str | None = None,
     *,
     data: str | Path | None = None,
-    text: str = "text",
-    label: str = "label",
+    text: str | None = None,
+    label: str | None = None,
     text_pair: str | None = None,
+    answer: str | None = None,
+    generate: bool = True,
 ) -> dict[str, float]:
     """Measure a trained model.
 
     Args:
         folder: a run folder or an exported model.
         client: whose model, if every client has its own.
-        data: a file of labelled texts; left out, the held-out test set of the run in ``folder``.
-        text: the file's column of texts.
-        label: its column of labels.
+        data: a file of examples; left out, the held-out test set of the run in ``folder``.
+        text: the file's column of texts; left out: ``text``.
+        label: its column of labels or numbers; left out: ``label``.
         text_pair: its column of second texts, for a model of pairs.
+        answer: its column of answers, for a language model, whose prompt template names the others; left out:
+            ``answer``.
+        generate: let a language model answer, and count exact matches; the slow part.
 
     Returns:
-        ``accuracy``, ``macro_f1``, ``loss`` and the number of ``examples``.
+        The task's metrics and the number of ``examples``.
 
     Raises:
         FedspanError: as `load_served`; no test set; or a file that does not fit the model.
     """
     served_from = adapter_folder(folder, client)  # cheap mistakes before slow loading
     if data is not None:
-        wanted = DataConfig(
-            train=str(data),
-            text=text,
-            label=label,
-            text_pair=text_pair,
-            labels=_notes(served_from)["labels"],
-            test_split=None,
-            test_fraction=0,
-        )
-        rows = _labelled(wanted)
+        facts = _facts(served_from, _notes(served_from))
+        rows = _labelled(_file_config(data, facts, text, label, text_pair, answer), facts.task)
     else:
         rows = _held_out(folder, served_from)
     served = load_served(folder, client)
     examples = served.task.encode(rows)
-    metrics = served.task.metrics(served.logits(examples), examples, range(len(examples)))
-    return {
-        "accuracy": metrics["accuracy"],
-        "macro_f1": metrics["macro_f1"],
-        "loss": metrics["loss"],
-        "examples": float(len(examples)),
-    }
+    metrics = served.task.metrics(served.predictions(examples, thorough=generate), examples, range(len(examples)))
+    return {**{name: metrics[name] for name in shown(metrics)}, "examples": float(len(examples))}
+
+
+def _file_config(
+    data: str | Path, facts: Facts, text: str | None, label: str | None, text_pair: str | None, answer: str | None
+) -> DataConfig:
+    causal = facts.task == "causal-lm"
+    return DataConfig(
+        train=str(data),
+        text=text or "text",
+        label=None if causal else label,
+        text_pair=text_pair,
+        prompt=(facts.prompt or "{text}") if causal else None,
+        answer=answer or "answer",
+        labels=list(facts.labels) or None,
+        test_split=None,
+        test_fraction=0,
+    )
 
 
 def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
     if not is_run(folder):
         raise FedspanError("data", None, "a file to measure on: only a run folder knows a test set of its own")
     config = read_config(folder)
-    loaded = load(config.data, seed=config.seed)
+    loaded = load(config.data, seed=config.data_seed, task=config.task)
     if loaded.test is None:
         raise FedspanError("data", None, "a file to measure on: this run has no held-out test set")
-    if list(loaded.labels) != _notes(adapter)["labels"]:
+    if config.task == "sequence-classification" and list(loaded.labels) != _notes(adapter)["labels"]:
         raise FedspanError("data.train", config.data.train, "the labels that the run was trained on; the file changed")
     return loaded.test
 
 
-def _labelled(config: DataConfig) -> datasets.Dataset:
+def _labelled(config: DataConfig, task: TaskName) -> datasets.Dataset:
     """The rows of a file; what is wrong with it is said of ``data``, ``text``, ``label``, not of a config."""
     try:
-        return load(config, "data").train
+        return load(config, "data", task=task).train
     except FedspanError as error:
         field = error.field.removeprefix("data.")
         said = re.sub(r"data\.labels has (.*) \(data\.keep_only.*\)", r"the model knows \1", error.expected)

@@ -12,11 +12,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.text import duration, one_line, percent, plain_table, size, titles
+from fedspan.cli.text import duration, one_line, plain_table, score, size, titles
 from fedspan.models.loading import resolve
 from fedspan.runs.session import RunReport
+from fedspan.tasks.metrics import METRICS
 
 __all__ = ["peft_snippet", "show_report"]
+
+_BESIDE = {
+    "sequence-classification": ("macro_f1",),
+    "regression": ("pearson", "spearman"),
+    "causal-lm": ("perplexity", "exact_match"),
+}
+_CLASSES = {  # with a head of so many labels, or the model's own
+    "sequence-classification": ("AutoModelForSequenceClassification", True),
+    "regression": ("AutoModelForSequenceClassification", True),
+    "causal-lm": ("AutoModelForCausalLM", False),
+}
+_TRUTH = {"sequence-classification": "label", "regression": "number", "causal-lm": "answer"}
 
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
@@ -47,12 +60,16 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
 
 
 def _scores(report: RunReport) -> Table:
-    heldout, own = "test" in report.scores, "clients" in report.scores
+    heldout, own, metric = "test" in report.scores, "clients" in report.scores, report.metric
+    # The metric that decides, and beside it the next one that the task measures.
+    metrics = list(
+        dict.fromkeys([metric, *(name for name in _BESIDE[report.task] if name in report.scores.get("test", ()))])
+    )
     table = plain_table()
     table.add_column("", no_wrap=True)
     if heldout:
-        table.add_column("held-out\naccuracy", justify="right")
-        table.add_column("held-out\nmacro-F1", justify="right")
+        for name in metrics[:3]:
+            table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
         table.add_column("held-out\nworst client", justify="right", no_wrap=True)
     if own:
         table.add_column("own tests\nmean", justify="right")
@@ -62,47 +79,53 @@ def _scores(report: RunReport) -> Table:
         cells: list[str] = []
         if heldout:
             test = scores.get("test") or {}
-            cells += [percent(test.get("accuracy")), percent(test.get("macro_f1")), _worst(test)]
+            cells += [*(score(one, test.get(one)) for one in metrics[:3]), _worst(test, metric)]
         if own:
             clients = scores.get("clients") or {}
-            cells += [percent(clients.get("accuracy")), _worst(clients)]
+            cells += [score(metric, clients.get(metric)), _worst(clients, metric)]
         table.add_row(titles(name), *cells, style="bold" if name == report.method else "")
     return table
 
 
-def _worst(scores: Mapping[str, Any]) -> str:
+def _worst(scores: Mapping[str, Any], metric: str) -> str:
     worst = scores.get("worst")
-    return "" if worst is None else f"{one_line(worst['client'], 12)} {percent(worst['accuracy'])}"
+    return "" if worst is None else f"{one_line(worst['client'], 12)} {score(metric, worst[metric])}"
 
 
 def _gain(report: RunReport) -> str:
     """One sentence on what the federation was good for."""
-    reached = (report.scores.get("test") or {}).get("accuracy")
-    others = {name: (made["scores"].get("test") or {}).get("accuracy") for name, made in report.baselines.items()}
+    metric = report.metric
+    reached = (report.scores.get("test") or {}).get(metric)
+    others = {name: (made["scores"].get("test") or {}).get(metric) for name, made in report.baselines.items()}
     if reached is None:
         return ""
     parts = [
-        f"{_apart(reached - score)} {against}"
+        f"{_apart(reached - value, METRICS[metric].percent)} {against}"
         for name, against in (("local", "the mean client alone"), ("centralised", "all examples in one place"))
-        if (score := others.get(name)) is not None
+        if (value := others.get(name)) is not None
     ]
-    return f"Held-out accuracy is {' and '.join(parts)}." if parts else ""
+    return f"Held-out {METRICS[metric].title} is {' and '.join(parts)}." if parts else ""
 
 
-def _apart(difference: float) -> str:
-    points = f"{abs(100 * difference):.1f}"
-    return "equal to" if points == "0.0" else f"{points} points {'above' if difference > 0 else 'below'}"
+def _apart(difference: float, percent: bool) -> str:
+    apart = f"{abs(100 * difference):.1f} points" if percent else f"{abs(difference):.4f}"
+    if not float(apart.split()[0]):
+        return "equal to"
+    return f"{apart} {'above' if difference > 0 else 'below'}"
 
 
 def peft_snippet(adapter: Path) -> list[str]:
     """Three lines of Python that load an adapter without fedspan."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
-    more = f"num_labels={len(notes['labels'])}" + (f", revision={revision!r}" if revision else "")
+    auto, labels = _CLASSES[notes["task"]]
+    options = [f"num_labels={len(notes['labels']) or 1}"] if labels else []
+    options += [f"revision={revision!r}"] if revision else []
+    more = "".join(f", {option}" for option in options)
     base = resolve(notes["base_model"])
     return [
         "import peft, transformers",
-        f'base = transformers.AutoModelForSequenceClassification.from_pretrained("{base}", {more})',
+        f'base = transformers.{auto}.from_pretrained("{base}"{more})',
         f'model = peft.PeftModel.from_pretrained(base, "{adapter}")',
     ]
 
@@ -112,13 +135,13 @@ def _examples(report: RunReport, width: int) -> Table:
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
     table.add_column("a held-out text", width=min(90, width - 2 * labels - 6))
-    table.add_column("label", no_wrap=True, max_width=labels)
+    table.add_column(_TRUTH[report.task], no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
-        right = row["label"] == row["prediction"]
-        table.add_row(
-            Text(" ".join(row["text"].split())),
-            Text(row["label"]),
-            Text(row["prediction"], "green" if right else "red"),
+        # A number is right or wrong by degrees, and so is a text.
+        colour = (
+            "" if report.task != "sequence-classification" else "green" if row["label"] == row["prediction"] else "red"
         )
+        cells = [one_line(row[key], 400) for key in ("text", "label", "prediction")]
+        table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.cli.effort import Effort
-from fedspan.cli.text import duration, number, one_line, percent, size, titles
+from fedspan.cli.text import duration, number, one_line, score, size, titles
 from fedspan.runs.build import Prepared
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
 from fedspan.runs.listener import Listener
+from fedspan.tasks.metrics import METRICS, rank_of
 
 __all__ = ["RunView"]
 
@@ -42,7 +44,7 @@ class RunView(Listener):
         self._prepared: Prepared | None = None
         self._losses: dict[str, float] = {}
         self._last = ""
-        self._best = -1.0
+        self._best = -math.inf
         self._now = "reading the data and loading the model"
         self._baseline: tuple[str, int, int, float] | None = None
         self._effort: Effort | None = None
@@ -73,10 +75,14 @@ class RunView(Listener):
             Text.assemble(
                 (config.method.name, "bold"),
                 f" on {config.model.name.removeprefix('builtin:')} ({prepared.engine.adapted.device.type}): "
-                f"{clients} clients{each}, {examples} training examples, {len(prepared.labels)} labels",
+                f"{clients} clients{each}, {examples} training examples"
+                + (f", {len(prepared.labels)} labels" if prepared.labels else "")
+                + f"; measured by {METRICS[prepared.task.metric].title}",
             )
         )
         self._print(Text(f"run folder {self._folder}", "dim"))
+        for remark in prepared.remarks:
+            self._print(Text(f"note: {remark}", "yellow"))
         self._print(self._line(("round", "loss", "validation", "test", "worst client", "down", "up", "time"), "dim"))
         if resumed:
             for row in read_lines(RunFolder(self._folder).metrics):
@@ -134,18 +140,20 @@ class RunView(Listener):
         return Text(shown, style)
 
     def _row(self, row: Mapping[str, Any], style: str = "") -> Text:
-        validation = _accuracy(row.get("validation"))
+        assert self._prepared is not None
+        metric = self._prepared.task.metric
+        validation, test = row.get("validation") or {}, row.get("test") or {}
         worst = (row.get("clients") or {}).get("worst")
-        if validation is not None and validation > self._best:
-            self._best = validation
+        if (rank := rank_of(metric, validation)) > self._best:
+            self._best = rank
             style = f"bold {style}"
         moved, named = row["bytes"], self._widths()[_WORST] - 8
         cells = (
             f"{row['round']}/{self.rounds}",
             number(row["loss"]),
-            percent(validation),
-            percent(_accuracy(row.get("test"))),
-            "-" if worst is None else f"{one_line(worst['client'], named)} {percent(worst['accuracy'])}",
+            score(metric, validation.get(metric)),
+            score(metric, test.get(metric)),
+            "-" if worst is None else f"{one_line(worst['client'], named)} {score(metric, worst[metric])}",
             size(moved["down"]),
             size(moved["up"]),
             duration(row["seconds"]),
@@ -178,7 +186,3 @@ class RunView(Listener):
             bars.add_row("round", f"{self.done + 1}/{self.rounds}", ProgressBar(self.rounds, self.done), "")
             bars.add_row("clients", f"{trained}/{cohort}", ProgressBar(cohort, trained), Text(said))
         return [bars] if bars.row_count else []
-
-
-def _accuracy(scores: Mapping[str, float] | None) -> float | None:
-    return None if scores is None else scores.get("accuracy")

@@ -124,8 +124,8 @@ def partition(
     from fedspan.data.partition import partition as divide
 
     settings = load_config(config, overrides or ())
-    data = load(settings.data, seed=settings.seed)
-    parts = divide(data.train, settings.partition, settings.seed)
+    data = load(settings.data, seed=settings.data_seed, task=settings.task)
+    parts = divide(data.train, settings.partition, settings.data_seed)
     rows = parts.label_table(data.labels, data.train)
     if png is not None:
         from fedspan.data.plot import plot_partition
@@ -149,7 +149,8 @@ def _show_partition(
     out: Console, parts: Partition, rows: tuple[ClientRow, ...], labels: tuple[str, ...], test: int
 ) -> None:
     heldout = f"{test} held out" if test else "no held-out test set"
-    out.print(f"{len(rows)} clients, {parts.examples} examples, {len(labels)} labels; {heldout}\n", style="bold")
+    many = f", {len(labels)} labels" if labels else ""
+    out.print(f"{len(rows)} clients, {parts.examples} examples{many}; {heldout}\n", style="bold")
     counts = [(f"{row.train}+{row.validation}+{row.test}", row) for row in rows]
     names = max(6, *(min(_LONGEST, len(row.id)) for row in rows))
     sizes = max(8, *(len(size) for size, _ in counts)) + 1
@@ -174,6 +175,8 @@ def _count_table(
         cells = "".join((str(count) if count else ".").rjust(digits) for count in row.counts)
         out.print(one_line(row.id, names).ljust(names) + size.rjust(sizes) + cells, soft_wrap=True)
     out.print()
+    if not labels:
+        return
     line = ""
     for entry in [f"{index} {name}" for index, name in enumerate(labels, 1)]:
         if line and len(line) + 2 + len(entry) > out.width:

@@ -6,7 +6,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["console", "duration", "number", "one_line", "percent", "plain_table", "size", "titles"]
+from fedspan.tasks.metrics import METRICS
+
+__all__ = ["console", "duration", "number", "one_line", "percent", "plain_table", "score", "size", "titles"]
 
 
 def console() -> Console:
@@ -27,6 +29,11 @@ def number(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """0.8125 as 81.2%; a dash for what was not measured."""
     return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def score(metric: str, value: float | None) -> str:
+    """A metric's value: shares in percent, all else as a number; a dash for what was not measured."""
+    return percent(value) if METRICS[metric].percent else number(value)
 
 
 def size(count: float) -> str:

@@ -6,7 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -38,25 +38,41 @@ def predict(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Label texts. Prints label, probability and text, with tabs in between when not in a terminal."""
+    """Label texts (or give numbers to them, or answer prompts), with tabs in between when not in a terminal."""
     given: list[str] = [*(texts or ()), *(_lines(file) if file is not None else ())]
     if not given:
         raise FedspanError("TEXT", None, "texts to label, or --file FILE")
     asked = [_pair(text) for text in given] if pairs else given
     from fedspan import api
 
-    answers = api.predict(model, asked, client)
-    rows = [(label, probability, text) for (label, probability), text in zip(answers, given, strict=True)]
+    rows = [_answer(answer) for answer in api.predict(model, asked, client)]
     if as_json:
-        content = [{"text": text, "label": label, "probability": probability} for label, probability, text in rows]
+        content = [{"text": text, **row} for row, text in zip(rows, given, strict=True)]
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
-    elif sys.stdout.isatty():
-        width = max(len(label) for label, _, _ in rows)
-        for label, probability, text in rows:
-            typer.echo(f"{label:<{width}}  {100 * probability:5.1f}%  {' '.join(text.split())}")
-    else:
-        for label, probability, text in rows:
-            typer.echo(f"{label}\t{probability:.4f}\t{' '.join(text.split())}")
+        return
+    screen = sys.stdout.isatty()
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    for row, text in zip(cells, given, strict=True):
+        shown = " ".join(text.split())
+        if screen and "answer" in rows[0]:
+            typer.echo(f"{shown}\n  {row[0]}")
+        elif screen:
+            typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), shown]))
+        else:
+            typer.echo("\t".join([*(" ".join(cell.split()) for cell in row), shown]))
+
+
+def _answer(answer: object) -> dict[str, object]:
+    """A prediction with names: of a classifier, of a regression, of a language model."""
+    if isinstance(answer, tuple):
+        label, probability = cast(tuple[str, float], answer)
+        return {"label": label, "probability": probability}
+    return {"number" if isinstance(answer, float) else "answer": answer}
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _lines(file: Path) -> list[str]:
@@ -84,29 +100,38 @@ def evaluate(
         str | None,
         typer.Option("--data", metavar="FILE", help="Labelled texts; left out: the run's own held-out test set."),
     ] = None,
-    text: Annotated[str, typer.Option("--text", metavar="COLUMN", help="The file's column of texts.")] = "text",
-    label: Annotated[str, typer.Option("--label", metavar="COLUMN", help="Its column of labels.")] = "label",
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="COLUMN", help="The file's column of texts; left out: text.")
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", metavar="COLUMN", help="Its column of labels or numbers; left out: label.")
+    ] = None,
     text_pair: Annotated[
         str | None, typer.Option("--text-pair", metavar="COLUMN", help="Its column of second texts, if any.")
     ] = None,
+    answer: Annotated[
+        str | None, typer.Option("--answer", metavar="COLUMN", help="Its column of answers, for a language model.")
+    ] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate/--no-generate", help="Let a language model answer, and count exact matches.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
-    """Measure a model as PEFT loads it: accuracy, macro-F1, loss."""
+    """Measure a model as PEFT loads it: accuracy, correlations, perplexity, exact match; whatever its task has."""
     from fedspan import api
-    from fedspan.cli.text import percent
+    from fedspan.cli.text import score
+    from fedspan.tasks.metrics import METRICS
 
-    metrics = api.evaluate(model, client, data=data, text=text, label=label, text_pair=text_pair)
+    metrics = api.evaluate(
+        model, client, data=data, text=text, label=label, text_pair=text_pair, answer=answer, generate=generate
+    )
     if as_json:
         typer.echo(json.dumps(metrics))
         return
-    shown = {
-        "accuracy": percent(metrics["accuracy"]),
-        "macro-F1": percent(metrics["macro_f1"]),
-        "loss": f"{metrics['loss']:.4f}",
-        "examples": f"{metrics['examples']:.0f}",
-    }
-    for name, value in shown.items():
-        typer.echo(f"{name:<9} {value:>8}")
+    shown = {METRICS[name].title: score(name, value) for name, value in metrics.items() if name in METRICS}
+    width = max(map(len, shown))
+    for name, value in {**shown, "examples": f"{metrics['examples']:.0f}"}.items():
+        typer.echo(f"{name:<{width}} {value:>8}")
 
 
 def export(

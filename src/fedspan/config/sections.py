@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedspan.config.options import method_options
 from fedspan.core.factors import require_rank
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
+from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.engines.settings import EvaluationSettings, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import method_class
+from fedspan.tasks.metrics import METRICS_OF
 
 __all__ = ["EvaluationConfig", "FederationConfig", "MethodConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
 
@@ -33,6 +36,11 @@ class ModelConfig(_Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
         description="Number format of the frozen base; what trains (factors, head, modules_to_save) is float32.",
+    )
+    quantization: Literal["nf4", "int8"] | None = Field(
+        default=None,
+        description="Keep the frozen base in 4 or 8 bits (bitsandbytes; the extra fedspan[quantization]). It computes "
+        "in dtype; the head and modules_to_save are not quantised.",
     )
     attention: Literal["auto", "eager", "sdpa"] = Field(
         default="auto",
@@ -62,7 +70,9 @@ class ModelConfig(_Section):
         default=1.0, gt=0, allow_inf_nan=False, description="Learning rate of the extras, as a multiple of training.lr."
     )
     adapter: str | None = Field(default=None, description="Folder of a PEFT LoRA adapter to start from.")
-    max_length: int = Field(default=128, ge=2, description="Tokens of a text beyond this are cut.")
+    max_length: int = Field(
+        default=128, ge=2, description="Tokens of a text beyond this are cut; causal-lm: of prompt and answer together."
+    )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
 
 
@@ -126,12 +136,41 @@ class EvaluationConfig(_Section):
 
     every: int = Field(default=1, ge=1, description="Rounds between evaluations; the last round is always evaluated.")
     batch_size: int = Field(default=64, ge=1, description="Texts of one forward pass.")
+    metric: str | None = Field(
+        default=None,
+        description="By which the best round is chosen, on the clients' validation parts; left out: accuracy, pearson "
+        "or loss, by task.",
+    )
+    generate: bool = Field(
+        default=False,
+        description="causal-lm: at the end let the model answer the held-out prompts and count exact matches.",
+    )
+    max_new_tokens: int = Field(default=64, ge=1, description="Tokens at which a generated answer ends at the latest.")
+    answer_pattern: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A regular expression for what counts of an answer, such as '####\\s*(\\S+)' for GSM8K: its first "
+        "group, or the whole match; left out: all of the text. Numbers are compared as numbers.",
+    )
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _compile(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"a regular expression, which this is not: {error}") from None
+        return value
 
 
 class RunConfig(_Section):
     """One run, whole."""
 
-    task: Literal["sequence-classification"] = Field(default="sequence-classification", description="Kind of problem.")
+    task: TaskName = Field(
+        default="sequence-classification",
+        description="sequence-classification: one label for a text or a pair. regression: one number. causal-lm: an "
+        "answer to a prompt (instruction tuning).",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Every random draw follows from it.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; left out: torch's choice.")
@@ -154,9 +193,18 @@ class RunConfig(_Section):
     )
 
     @model_validator(mode="after")
-    def _check_method(self) -> Self:
+    def _check(self) -> Self:
         method_options(self.method.name, self.method.options)
+        metrics = METRICS_OF[self.task]
+        if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
+            expected = f"one that {self.task} measures: {', '.join(metrics)}"
+            raise FedspanError("evaluation.metric", self.evaluation.metric, expected)
         return self
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the division of the data."""
+        return self.seed if self.partition.seed is None else self.partition.seed
 
     def training_settings(self) -> TrainingSettings:
         """Local training as the engines take it."""

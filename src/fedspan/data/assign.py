@@ -40,6 +40,9 @@ def assign(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field:
     """
     if config.partitioner != "natural" and config.clients > len(dataset):
         raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of examples")
+    if config.partitioner in ("dirichlet", "pathological") and "label" not in dataset.column_names:
+        expected = "iid, quantity or natural: these examples have no classes (causal-lm: name a column in data.label)"
+        raise FedspanError(f"{field}.partitioner", config.partitioner, expected)
     match config.partitioner:
         case "natural":
             shares = _natural(dataset, config, field)

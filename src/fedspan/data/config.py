@@ -30,14 +30,48 @@ class DataConfig(BaseModel):
         description="Test examples, named as for `train`. Left out, a hub id or a built-in corpus gives its own "
         "`test_split`; of a local file, `test_fraction` is set aside.",
     )
-    text: str = Field(default="text", min_length=1, description="The column with the text to classify.")
+    text: str = Field(
+        default="text", min_length=1, description="The column with the text to classify, or to give a number to."
+    )
     text_pair: str | None = Field(
         default=None,
         min_length=1,
         description="The column with a second text, where a label belongs to a pair: question and answer, premise "
         "and hypothesis.",
     )
-    label: str = Field(default="label", min_length=1, description="The column with the class, as a name or a number.")
+    label: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The column with the class, as a name or a number; regression: with the number. Left out: label. "
+        "causal-lm: a column with the kind of an example, for partitions by label; left out: none.",
+    )
+    prompt: str | None = Field(
+        default=None,
+        min_length=1,
+        description="causal-lm: what the model is given: a text with columns in braces, such as 'Q: {question} A: ', "
+        "or the name of a template: alpaca, instruction, metamath, question.",
+    )
+    answer: str = Field(default="answer", min_length=1, description="causal-lm: the column with what is to be learnt.")
+    messages: str | None = Field(
+        default=None,
+        min_length=1,
+        description="causal-lm, in place of prompt and answer: the column with conversations, lists of messages with "
+        "role and content; the last message, the assistant's, is what is learnt. Needs `chat`.",
+    )
+    chat: bool = Field(default=False, description="causal-lm: write prompts with the model's chat template.")
+    system: str | None = Field(
+        default=None, min_length=1, description="causal-lm: the system message of every conversation. Needs `chat`."
+    )
+    long_answers: Literal["cut", "refuse"] = Field(
+        default="cut",
+        description="causal-lm: what becomes of an answer that does not fit into model.max_length, after its prompt "
+        "was cut to a quarter: its end is cut and the run says how many, or it is an error.",
+    )
+    packing: bool = Field(
+        default=False,
+        description="causal-lm: lay a batch's examples end to end in one row, each with its own positions and "
+        "attention, instead of padding them. The same loss; pays on a GPU.",
+    )
     columns: list[str] | None = Field(
         default=None,
         min_length=2,
@@ -104,11 +138,15 @@ class DataConfig(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        wanted = [column for column in (self.text, self.text_pair, self.label) if column is not None]
+        wanted = [column for column in (self.text, self.text_pair, self.label or "label") if column is not None]
         if len(set(wanted)) < len(wanted):
             raise ValueError(f"text, text_pair and label are different columns, not {', '.join(wanted)}")
         if self.labels is not None and self.first_labels is not None:
             raise ValueError("labels or first_labels, not both: both say which labels to keep")
+        if self.messages is not None and self.prompt is not None:
+            raise ValueError("prompt or messages, not both: both say what the model is given")
+        if (self.messages is not None or self.system is not None) and not self.chat:
+            raise ValueError("messages and system need chat: true")
         if self.keep_only and self.labels is None:
             raise ValueError("keep_only needs labels: the ones to keep")
         return self
@@ -171,6 +209,13 @@ class PartitionConfig(BaseModel):
         lt=1,
         description="The share of a client's examples for measuring its own (personalised) accuracy; at least one "
         "example if the client has two, none if this is 0.",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="Seed of the division and of data.test_fraction and data.max_examples; left out: the run's. Set "
+        "it to keep the same division under several seeds.",
     )
 
     @model_validator(mode="after")

@@ -89,7 +89,7 @@ class Partition:
         """A row for each client, in order; ``counts`` follows `labels`.
 
         Args:
-            labels: the names of the labels, as in `LoadedData`.
+            labels: the names of the labels, as in `LoadedData`; none for examples without classes.
             dataset: the data set that was divided.
 
         Raises:
@@ -98,10 +98,10 @@ class Partition:
         if len(dataset) != self.examples:
             expected = f"the {self.examples} examples that were divided; this data set has {len(dataset)}"
             raise FedspanError("partition", self.fingerprint[:12], expected)
-        held = arrow_column(dataset, "label").to_numpy()
+        held = arrow_column(dataset, "label").to_numpy() if labels else np.empty(0, np.int64)
         rows = []
         for client in self.clients:
-            counts = np.bincount(held[client.indices], minlength=len(labels)).tolist()
+            counts = np.bincount(held[client.indices], minlength=len(labels)).tolist() if labels else []
             sizes = [len(getattr(client, split)) for split in _SPLITS]
             rows.append(ClientRow(client.id, tuple(counts), *sizes))
         return tuple(rows)
@@ -141,7 +141,7 @@ def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fie
     """Divide `dataset` among clients.
 
     Args:
-        dataset: with a column ``label`` (int), and ``config.column`` for a natural partition.
+        dataset: with a column ``label`` (int) for divisions by label, and ``config.column`` for a natural partition.
         config: how.
         seed: the same seed gives the same indices, whatever the state of any global generator.
         field: what the user calls `config`; it opens the field of every error.

@@ -46,7 +46,8 @@ def plot_partition(partition: Partition, labels: Sequence[str], dataset: dataset
         FedspanError: `dataset` is not the one that was divided.
     """
     rows = partition.label_table(labels, dataset)
-    counts_CL = np.array([row.counts for row in rows])  # (clients, labels)
+    counts_CL = np.array([row.counts or (row.train + row.validation + row.test,) for row in rows])  # (clients, labels)
+    labels = labels or ("examples",)
     clients = [_short(row.id) for row in rows]
     names = [_short(label) for label in labels]
     figure = Figure(layout="constrained", dpi=110)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from fedspan.core.values import Job
 from fedspan.engines.federation import Federation, Progress
+from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
-__all__ = ["ClientScores", "Evaluator"]
+__all__ = ["ClientScores", "Evaluator", "summarised"]
 
 Metrics = Mapping[str, float]
 
@@ -30,14 +32,26 @@ class ClientScores:
     pooled: Metrics
     by_client: Mapping[str, Metrics]
 
-    def mean(self, metric: str) -> float:
-        """The plain mean over clients."""
-        return float(np.mean([scores[metric] for scores in self.by_client.values()]))
+    def summary(self, metric: str) -> dict[str, Any]:
+        """Plain means over the clients of every metric, and under ``worst`` the client with the worst ``metric``."""
+        return summarised(self.by_client, metric)
 
-    def worst(self, metric: str = "accuracy") -> tuple[str, float]:
-        """The client with the lowest value, and the value."""
-        client = min(self.by_client, key=lambda id: self.by_client[id][metric])
-        return client, self.by_client[client][metric]
+
+def summarised(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
+    """Plain means of every metric over those clients where it has a value, and the worst client by ``metric``.
+
+    Returns:
+        ``{metric: mean, ..., "worst": {"client": id, metric: value}}``; no ``worst`` where none has a value.
+    """
+    names = dict.fromkeys(name for scores in by_client.values() for name in scores if name in METRICS)
+    summary: dict[str, Any] = {
+        name: float(np.mean([scores[name] for scores in by_client.values() if name in scores])) for name in names
+    }
+    measured = {id: scores for id, scores in by_client.items() if metric in scores}
+    if measured:
+        worst = min(measured, key=lambda id: rank_of(metric, measured[id]))
+        summary["worst"] = {"client": worst, metric: measured[worst][metric]}
+    return summary
 
 
 class Evaluator:
@@ -99,13 +113,13 @@ class Evaluator:
         pooled = task.metrics(predictions, examples, indices.tolist())
         return ClientScores(pooled, by_client)
 
-    def heldout(self, progress: Progress, examples: Examples) -> dict[str, Metrics]:
+    def heldout(self, progress: Progress, examples: Examples, *, thorough: bool = False) -> dict[str, Metrics]:
         """Every model on a held-out set that belongs to no client; keys are client ids, or ``global``."""
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
         scores: dict[str, Metrics] = {}
         for ids, job in self.models(progress):
-            predictions = engine.predict(job, examples, indices, self.batch_size)
+            predictions = engine.predict(job, examples, indices, self.batch_size, thorough=thorough)
             key = ids[0] if self.federation.method.declared().personal else "global"
             scores[key] = task.metrics(predictions, examples, indices.tolist())
         return scores

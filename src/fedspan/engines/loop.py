@@ -193,7 +193,9 @@ class LoopEngine:
         optimizer.step(gradients)
 
     @torch.no_grad()
-    def predict(self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+    def predict(
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
+    ) -> Tensor:
         """The model's predictions for some examples, one row each, in the order of ``indices``, float32 on the CPU."""
         adapted = self.adapted
         adapted.model.eval()
@@ -201,7 +203,7 @@ class LoopEngine:
         rows: dict[int, Tensor] = {}
         for batch_indices in evaluation_batches(indices, examples.lengths, batch_size):
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
-            predictions = self.task.predict(adapted.model, batch).float().cpu()
+            predictions = self.task.predict(adapted.model, batch, thorough=thorough).float().cpu()
             rows.update(zip(batch_indices.tolist(), predictions, strict=True))
         return torch.stack([rows[index] for index in indices.tolist()])
 

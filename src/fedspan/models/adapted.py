@@ -19,7 +19,8 @@ from fedspan.core.tensors import EXTRAS, by_layer, extra_name
 from fedspan.core.values import Spec
 from fedspan.errors import FedspanError
 from fedspan.models.precision import keep_in_float32
-from fedspan.models.targets import is_transposed, make_spec
+from fedspan.models.quantized import dequantized, is_quantized
+from fedspan.models.targets import is_transposed, make_spec, shape_of
 
 __all__ = ["AdaptedLayer", "AdaptedModel"]
 
@@ -59,7 +60,9 @@ class AdaptedLayer:
         return weight
 
     def original(self) -> Tensor:
-        """W0, (O, I), in its stored dtype."""
+        """W0, (O, I), in its stored dtype; of a quantised layer, the numbers that it stands for."""
+        if is_quantized(self.module):
+            return dequantized(self.module)
         stored = self.stored_weight.detach() if self._original is None else self._original
         return stored.T if self.transposed else stored
 
@@ -67,7 +70,7 @@ class AdaptedLayer:
         """Let the layer compute with ``rho * W0 + total``.
 
         A float32 module gets a working copy (W0 is kept aside). Narrower formats would round small changes away, so
-        there W0 stays in place and the total is applied beside it.
+        there, and in quantised layers, W0 stays in place and the total is applied beside it.
 
         Raises:
             FedspanError: for rho != 1 on a base that is not float32.
@@ -100,7 +103,7 @@ class AdaptedLayer:
             y_O = F.linear(x_I, effective.weight.to(x_I.dtype), self._bias())
         else:
             bias = self._bias()
-            rows = self.original().shape[0]
+            rows = shape_of(self.module)[0]
             y_O = x_I.new_zeros(*x_I.shape[:-1], rows) if bias is None else bias.expand(*x_I.shape[:-1], rows)
         for fixed in (self.adopted, self.moved if effective.base else None):
             if fixed is not None:

@@ -1,22 +1,30 @@
-"""Loading a pretrained encoder with a classification head: from the hub, a local folder, or an installed package."""
+"""Loading a pretrained model with the head of a task: from the hub, a local folder, or an installed package."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError, nearest
+from fedspan.models.quantized import Quantization, quantized_loading
 
-__all__ = ["BUILTIN_MODELS", "Loaded", "load_sequence_classifier", "published_name", "resolve"]
+__all__ = ["BUILTIN_MODELS", "Head", "Loaded", "load_pretrained", "published_name", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -90,75 +98,118 @@ def resolve(name: str) -> str:
     return str(folder)
 
 
-def load_sequence_classifier(
+Head = Literal["classification", "regression", "language-model"]
+_CLASSES: Mapping[Head, Any] = {
+    "classification": AutoModelForSequenceClassification,
+    "regression": AutoModelForSequenceClassification,
+    "language-model": AutoModelForCausalLM,
+}
+
+
+def load_pretrained(
     name: str,
-    labels: Sequence[str],
+    head: Head = "classification",
+    labels: Sequence[str] = (),
     *,
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     seed: int = 0,
+    quantization: Quantization | None = None,
+    keep: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> Loaded:
-    """A model with a classification head over ``labels``; a new head is drawn from ``seed``.
+    """A pretrained model and its tokenizer; a new head is drawn from ``seed``.
 
     The frozen base runs without dropout, so every dropout rate of the config is set to 0.
 
     Args:
         name: hub id, local folder, or ``builtin:NAME``.
+        head: a classifier over ``labels``, one number, or the model's own language model head.
         labels: label names by index.
         revision: of a hub model.
-        dtype: of all weights (Transformers would keep the checkpoint's).
+        dtype: of all weights that are not quantised (Transformers would keep the checkpoint's).
         attention: ``eager`` or ``sdpa``; None: Transformers' choice.
         seed: of the new head.
+        quantization: ``nf4`` (4 bits, double quantisation) or ``int8``, by bitsandbytes.
+        keep: modules that are not quantised, beside the head.
+        device: where it goes; None: the CPU.
 
     Raises:
-        FedspanError: the model can't be found or read, or has no sequence classification head.
+        FedspanError: the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
     source = resolve(name)
     if Path(source).expanduser().is_dir():
         source = str(Path(source).expanduser())
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision)
-        for key, value in config.to_dict().items():
-            if "drop" in key and isinstance(value, float):
-                setattr(config, key, 0.0)
-        config.num_labels = len(labels)
-        config.id2label = dict(enumerate(labels))
-        config.label2id = {label: index for index, label in enumerate(labels)}
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)  # Transformers draws new heads from the global generator
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                source,
-                config=config,
-                revision=revision,
-                dtype=dtype,
-                attn_implementation=attention,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FedspanError(
-            "model.name", name, f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({first})"
-        ) from None
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        transformers_logging.enable_progress_bar()
+    options = {} if quantization is None else quantized_loading(quantization, dtype, keep, device)
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(source, revision=revision)
+            _prepare_config(config, head, labels)
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)  # Transformers draws new heads from the global generator
+                model, info = _CLASSES[head].from_pretrained(
+                    source,
+                    config=config,
+                    revision=revision,
+                    dtype=dtype,
+                    attn_implementation=attention,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
+                    **options,
+                )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({first})"
+            raise FedspanError("model.name", name, expected) from None
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what Transformers makes of a missing file
-        raise FedspanError("model.name", name, "a model with its tokenizer; there is none beside this one")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id  # by which some models find a text's last token
+    _prepare_tokenizer(tokenizer, model, name)
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     body = sorted(key for key in mismatched if key.startswith(f"{model.base_model_prefix}."))
     if body:
         raise FedspanError("model.name", name, f"weights that fit the model's own config; {body[0]} has another shape")
-    new = {*info["missing_keys"], *mismatched}
-    return Loaded(model.eval(), tokenizer, tuple(sorted({key.rpartition(".")[0] for key in new})))
+    new = sorted({key.rpartition(".")[0] for key in {*info["missing_keys"], *mismatched}})
+    if new and head == "language-model":
+        raise FedspanError("model.name", name, f"a causal language model; this one has no weights for {new[0]}")
+    if quantization is None and device is not None:
+        model = model.to(device)
+    return Loaded(model.eval(), tokenizer, tuple(new))
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without Transformers' warnings (a new head is no surprise here) and progress bars."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()
+
+
+def _prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    if head == "classification":
+        config.num_labels = len(labels)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: index for index, label in enumerate(labels)}
+    elif head == "regression":
+        config.num_labels = 1
+        config.problem_type = "regression"
+
+
+def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Any, name: str) -> None:
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what Transformers makes of a missing file
+        raise FedspanError("model.name", name, "a model with its tokenizer; there is none beside this one")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token_id is None:
+        raise FedspanError("model.name", name, "a tokenizer with a token for padding, the end of a text or the unknown")
+    model.config.pad_token_id = tokenizer.pad_token_id  # by which some models find a text's last token

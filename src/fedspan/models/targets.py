@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import (
     _maybe_include_all_linear_layers,  # pyright: ignore[reportPrivateUsage]
@@ -17,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from fedspan.core.values import LayerSpec, Spec
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["LINEAR_TYPES", "find_extras", "find_targets", "is_transposed", "make_spec"]
+__all__ = ["LINEAR_TYPES", "find_extras", "find_targets", "is_transposed", "make_spec", "shape_of"]
 
 LINEAR_TYPES = (nn.Linear, Conv1D)
 
@@ -25,6 +24,14 @@ LINEAR_TYPES = (nn.Linear, Conv1D)
 def is_transposed(module: nn.Module) -> bool:
     """Whether the module stores its weight as (I, O) (GPT-2's ``Conv1D``) instead of (O, I)."""
     return isinstance(module, Conv1D)
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """(O, I) of a linear layer's weight, however it is stored (4-bit weights are packed)."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    assert isinstance(module, Conv1D)
+    return module.weight.shape[1], module.weight.shape[0]
 
 
 def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -113,8 +120,5 @@ def make_spec(targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Paramete
     """What methods know of the model: shapes of target layers, as (O, I), and of the extras."""
     layers: list[LayerSpec] = []
     for name, module in targets.items():
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        rows, columns = weight.shape
-        layers.append(LayerSpec(name, columns, rows) if is_transposed(module) else LayerSpec(name, rows, columns))
+        layers.append(LayerSpec(name, *shape_of(module)))
     return Spec(tuple(layers), {path: tuple(parameter.shape) for path, parameter in extras.items()})

@@ -20,7 +20,7 @@ from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.files import disk_errors, remove
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.listener import Listener
-from fedspan.runs.scores import final_scores
+from fedspan.runs.scores import final_scores, round_score
 
 __all__ = ["BASELINES", "alone", "pooled", "train_baseline"]
 
@@ -109,9 +109,9 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         progress = result.progress
         number = progress.state.round
         validation, _ = evaluator.clients(progress)
-        score = number if validation is None else validation.pooled["accuracy"]
+        score = round_score(variant, number, None if validation is None else validation.pooled)
         if best is None or score > best[1]:
-            best = (number, float(score))
+            best = (number, score)
         checkpoints.save(place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best))
         checkpoints.prune(place)
         listener.baseline_round(name, number, result.loss)

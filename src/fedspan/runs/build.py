@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from peft import LoraConfig, TaskType
+from peft import LoraConfig
 
 from fedspan.config import RunConfig
 from fedspan.core.lowrank import LowRank
@@ -21,9 +21,10 @@ from fedspan.engines.loop import LoopEngine
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import read_adapter
-from fedspan.models.loading import load_sequence_classifier, published_name
+from fedspan.models.loading import load_pretrained, published_name
 from fedspan.models.targets import find_extras, find_targets
-from fedspan.tasks.classification import EncodedText, SequenceClassification
+from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.tasks.task import Examples, TextTask
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 
 __all__ = ["Prepared", "choose_device", "lora_config", "prepare", "with_extras"]
@@ -37,7 +38,8 @@ class Prepared:
 
     Args:
         config: what it was built from.
-        labels: label names by index.
+        labels: label names by index; of a language model's data those of its column of labels, if any.
+        facts: what its model must be told of the task.
         partition: who holds which training example.
         task: the learning problem.
         engine: with the model on its device.
@@ -48,20 +50,23 @@ class Prepared:
         test_texts: their texts.
         lora_config: PEFT's description of the target layers, for the export.
         adopted: update of the adapter that the run starts from, by target layer.
+        remarks: what a user should know of the examples (answers that were cut).
     """
 
     config: RunConfig
     labels: tuple[str, ...]
+    facts: Facts
     partition: Partition
-    task: SequenceClassification
+    task: TextTask
     engine: LoopEngine
     federation: Federation
     evaluator: Evaluator
-    train: EncodedText
-    test: EncodedText | None
+    train: Examples
+    test: Examples | None
     test_texts: tuple[str, ...]
     lora_config: LoraConfig
     adopted: Mapping[str, LowRank]
+    remarks: tuple[str, ...] = ()
 
 
 def choose_device(name: str) -> torch.device:
@@ -89,7 +94,7 @@ def lora_config(config: RunConfig, modules_to_save: list[str] | None = None) -> 
     """PEFT's config with the run's target modules."""
     model = config.model
     return LoraConfig(
-        task_type=TaskType.SEQ_CLS,
+        task_type=PROBLEMS[config.task].peft,
         base_model_name_or_path=published_name(model.name),
         revision=model.revision,
         target_modules=model.target_modules,
@@ -113,20 +118,27 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
-    data = load(config.data, seed=config.seed)
-    parts = given or partition(data.train, config.partition, config.seed)
+    data = load(config.data, seed=config.data_seed, task=config.task)
+    parts = given or partition(data.train, config.partition, config.data_seed)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples that the run was begun with")
-    loaded = load_sequence_classifier(
+    problem = PROBLEMS[config.task]
+    loaded = load_pretrained(
         config.model.name,
+        problem.head,
         data.labels,
         revision=config.model.revision,
         dtype=getattr(torch, config.model.dtype),
         attention=_attention(config, device),
         seed=config.seed,
+        quantization=config.model.quantization,
+        keep=config.model.modules_to_save,
+        device=device,
     )
-    model = loaded.model.to(device)
-    heads = [name for name, _ in model.named_modules() if name.endswith(_HEAD_NAMES)]  # PEFT's test: pre_classifier too
+    model = loaded.model
+    new_head = problem.head != "language-model"
+    # PEFT's test: pre_classifier too
+    heads = [name for name, _ in model.named_modules() if new_head and name.endswith(_HEAD_NAMES)]
     saved = list(dict.fromkeys([*heads, *config.model.modules_to_save, *_uncovered(loaded.new_modules, heads)]))
     try:
         peft_config = lora_config(config, saved)
@@ -150,7 +162,11 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
                 raise FedspanError("model.adapter", f"{path} of shape {tuple(value.shape)}", expected)
         adapted.adopt(start.factors, start.extras)
         adopted = start.factors
-    task = SequenceClassification(loaded.tokenizer, data.labels, _max_length(config, loaded.tokenizer, model))
+    if config.evaluation.metric == "f1" and len(data.labels) != 2:
+        expected = f"macro_f1: there are {len(data.labels)} labels, and f1 is of the second of two"
+        raise FedspanError("evaluation.metric", "f1", expected)
+    facts = Facts.of(config, data.labels, _max_length(config, loaded.tokenizer, model))
+    task = problem.task(loaded.tokenizer, facts, config)
     method = config.build_method(adapted.spec)
     engine = LoopEngine(adapted, task, config.training_settings(), config.seed)
     train = task.encode(data.train)
@@ -160,6 +176,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     return Prepared(
         config=config,
         labels=data.labels,
+        facts=facts,
         partition=parts,
         task=task,
         engine=engine,
@@ -170,6 +187,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         test_texts=() if data.test is None else tuple(data.test["text"]),
         lora_config=peft_config,
         adopted=adopted,
+        remarks=task.remarks(train),
     )
 
 

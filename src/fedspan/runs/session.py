@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,7 +28,7 @@ from fedspan.runs.environment import record_environment
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
-from fedspan.runs.scores import client_summary, final_scores
+from fedspan.runs.scores import final_scores, round_score
 
 __all__ = ["RunReport", "run", "write_adapters"]
 
@@ -39,6 +39,8 @@ class RunReport:
 
     Args:
         method: registry key.
+        task: kind of problem.
+        metric: by which rounds were compared.
         rounds: played.
         best_round: with the best validation score (the last one if there is no validation part).
         scores: of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
@@ -52,6 +54,8 @@ class RunReport:
     """
 
     method: str
+    task: str
+    metric: str
     rounds: int
     best_round: int
     scores: Mapping[str, Any]
@@ -165,13 +169,12 @@ class _Session:
         if validation is not None:
             row["validation"] = dict(validation.pooled)
         if own is not None:
-            row["clients"] = client_summary(own)
+            row["clients"] = own.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
             row["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
-        # Without validation parts the last evaluated round counts as the best.
-        score = number if validation is None else validation.pooled["accuracy"]
+        score = round_score(prepared, number, None if validation is None else validation.pooled)
         if self.best is None or score > self.best[1]:
-            self.best = (number, float(score))
+            self.best = (number, score)
         return row
 
     def _commit(self, result: RoundResult, row: dict[str, Any]) -> None:
@@ -211,6 +214,8 @@ class _Session:
         totals = self.ledger.totals
         report = RunReport(
             method=prepared.config.method.name,
+            task=prepared.config.task,
+            metric=prepared.task.metric,
             rounds=prepared.federation.settings.rounds,
             best_round=best_round,
             scores=scores,
@@ -234,14 +239,13 @@ def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tupl
         return ()
     indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
     _, job = prepared.evaluator.models(progress)[0]
-    logits = prepared.engine.predict(job, prepared.test, indices, prepared.config.evaluation.batch_size)
+    batch_size = prepared.config.evaluation.batch_size
+    predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
+    answers = prepared.task.answers(predictions)
+    truths = prepared.task.truths(prepared.test, indices.tolist())
     return tuple(
-        {
-            "text": prepared.test_texts[index],
-            "label": prepared.labels[int(prepared.test.labels[index])],
-            "prediction": prepared.labels[int(row.argmax())],
-        }
-        for index, row in zip(indices.tolist(), logits, strict=True)
+        {"text": prepared.test_texts[index], "label": truth, "prediction": answer}
+        for index, truth, answer in zip(indices.tolist(), truths, answers, strict=True)
     )
 
 
@@ -267,8 +271,7 @@ def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> 
         folder = place.adapter / _folder_name(key) if personal else place.adapter
         updates = layer_updates(job, progress.state.base, adapted, prepared.adopted)
         notes = {
-            "labels": list(prepared.labels),
-            "max_length": prepared.task.max_length,
+            **asdict(prepared.facts),
             "method": prepared.config.method.name,
             "round": progress.state.round,
             "base_model": prepared.config.model.name,

@@ -1,37 +1,20 @@
-"""Sequence classification: encoding, batches, cross-entropy, accuracy and macro-F1."""
+"""Sequence classification: cross-entropy; accuracy, F1 and Matthews correlation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import datasets
 import numpy as np
 import torch
-from sklearn.metrics import f1_score
+from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodedText", "SequenceClassification"]
+from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
 
-
-@dataclass(frozen=True)
-class EncodedText:
-    """Tokenised texts with their labels.
-
-    Args:
-        encodings: by tokenizer output (``input_ids``, ``token_type_ids``), one list of ids an example.
-        labels: index into the label list, int64, (examples,).
-        lengths: tokens of each example, int64, (examples,).
-    """
-
-    encodings: Mapping[str, list[list[int]]]
-    labels: np.ndarray
-    lengths: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
+__all__ = ["SequenceClassification"]
 
 
 class SequenceClassification:
@@ -41,44 +24,60 @@ class SequenceClassification:
         tokenizer: the model's.
         labels: names by index.
         max_length: tokens beyond are cut.
+        metric: by which rounds are compared.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str], max_length: int, metric: str = "accuracy"
+    ) -> None:
         self.tokenizer = tokenizer
         self.labels = tuple(labels)
         self.max_length = max_length
+        self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
         """Tokenise a data set with columns ``text``, maybe ``text_pair``, and ``label`` (indices), once."""
-        texts = list(dataset["text"])
-        pairs = list(dataset["text_pair"]) if "text_pair" in dataset.column_names else None
-        encoded = self.tokenizer(texts, pairs, truncation=True, max_length=self.max_length)
-        encodings = {key: list(value) for key, value in encoded.items() if key != "attention_mask"}
-        lengths = np.array([len(ids) for ids in encodings["input_ids"]], dtype=np.int64)
-        return EncodedText(encodings, np.array(dataset["label"], dtype=np.int64), lengths)
+        labels = np.array(dataset["label"], dtype=np.int64)
+        return encode_texts(self.tokenizer, dataset, self.max_length, labels)
 
     def batch(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Examples padded to the longest of them, with ``attention_mask`` and ``labels``."""
-        chosen = {key: [values[index] for index in indices] for key, values in examples.encodings.items()}
-        padded = self.tokenizer.pad(chosen, padding="longest", return_attention_mask=True, return_tensors="pt")
-        batch = {key: value.to(device) for key, value in padded.items()}
-        batch["labels"] = torch.from_numpy(examples.labels[list(indices)]).to(device)
-        return batch
+        return collate(self.tokenizer, examples, indices, device)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Mean cross-entropy, in float32."""
         return F.cross_entropy(self.predict(model, batch).float(), batch["labels"])
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """Logits, (examples, labels)."""
         return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
     def metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
-        """``loss``, ``accuracy`` and ``macro_f1`` (over the labels that occur, as predicted or as true)."""
+        """``loss``, ``accuracy``, ``macro_f1`` (over the labels that occur, as predicted or as true), ``matthews``.
+
+        With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 where all
+        predictions or all labels are the same, as in scikit-learn.
+        """
         truth = examples.labels[np.asarray(indices, dtype=np.int64)]
         guess = predictions.argmax(1).numpy()
-        return {
+        scores = {
             "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(truth))),
             "accuracy": float((guess == truth).mean()),
             "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
+            "matthews": float(matthews_corrcoef(truth, guess)),
         }
+        if len(self.labels) == 2:
+            scores["f1"] = float(f1_score(truth, guess, average="binary", zero_division=0))  # pyright: ignore
+        return scores
+
+    def remarks(self, examples: EncodedText) -> tuple[str, ...]:
+        """How many texts fill the whole length, and so may have been cut."""
+        return full_length(examples, self.max_length)
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """The most probable label of each."""
+        return [self.labels[index] for index in predictions.argmax(1).tolist()]
+
+    def truths(self, examples: EncodedText, indices: Sequence[int]) -> list[str]:
+        """The label of each."""
+        return [self.labels[index] for index in examples.labels[list(indices)].tolist()]

@@ -1,15 +1,16 @@
-"""What an engine asks of a task: batches, a loss, predictions, metrics."""
+"""What an engine and a run ask of a task."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Examples", "Task"]
+__all__ = ["Examples", "Task", "TextTask"]
 
 
 class Examples(Protocol):
@@ -24,7 +25,7 @@ class Examples(Protocol):
 
 
 class Task(Protocol):
-    """A kind of learning problem. Stateless apart from what it was built with (tokenizer, labels)."""
+    """What an engine asks of a kind of learning problem. Stateless apart from what it was built with."""
 
     def batch(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
         """The collated batch of some examples."""
@@ -34,10 +35,40 @@ class Task(Protocol):
         """The mean loss over the batch's examples, a scalar."""
         ...
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """One row per example (logits, values)."""
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+        """One row per example (logits, values); ``thorough`` adds what costs much (generated text)."""
         ...
 
     def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
-        """``loss``, ``accuracy`` and what else the task measures, over the given examples."""
+        """``loss`` and what else the task measures, over the given examples; what has no value here is left out."""
+        ...
+
+
+class TextTask(Task, Protocol):
+    """What a run asks beside that: from texts to examples, and from predictions to what people read."""
+
+    @property
+    def metric(self) -> str:
+        """The metric (of `fedspan.tasks.metrics`) by which rounds and settings are compared."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of an example beyond this are cut."""
+        ...
+
+    def encode(self, dataset: datasets.Dataset) -> Any:
+        """The examples of a data set, as the task's own kind of ``Examples``."""
+        ...
+
+    def remarks(self, examples: Any) -> tuple[str, ...]:
+        """What a user should know of encoded examples, each a sentence: what was cut."""
+        ...
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """Thorough predictions as people read them: a label, a number, a text."""
+        ...
+
+    def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
+        """What would have been right, in the form of ``answers``."""
         ...

@@ -1,0 +1,208 @@
+"""What a task needs of a source's rows, checked row by row: texts, classes, numbers, prompts and answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import datasets
+import pyarrow as pa
+
+from fedspan.data.config import DataConfig
+from fedspan.data.files import Source
+from fedspan.data.names import arrow_column, columns_by_likeness, names_of
+from fedspan.data.templates import template_of
+from fedspan.errors import FedspanError
+
+__all__ = ["Checked", "TaskName", "check"]
+
+TaskName = Literal["sequence-classification", "regression", "causal-lm"]
+_OURS = ("text", "text_pair", "label", "target", "answer", "history")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A source with everything that its task needs in every row.
+
+    Attributes:
+        source: as it was read.
+        columns: the task's (`text` and others), then the source's further ones.
+        features: the types of `columns` to `datasets`.
+        names: the class of each row; None where rows have none.
+    """
+
+    source: Source
+    columns: dict[str, pa.ChunkedArray]
+    features: dict[str, Any]
+    names: list[str] | None
+
+
+def check(source: Source, config: DataConfig, task: TaskName, field: str, part: str) -> Checked:
+    """The columns that `task` needs, and the rest as they are.
+
+    Args:
+        source: what was read.
+        config: which columns are meant.
+        task: what they are for.
+        field: what the user calls `config`.
+        part: the option that the source stands in, ``train`` or ``test``.
+
+    Raises:
+        FedspanError: a column that is not there or of the wrong type, a row without a value.
+    """
+    reader = _Reader(source, field, part)
+    columns, used, names = _READERS[task](reader, config)
+    features: dict[str, Any] = {name: datasets.Value("float64" if name == "target" else "string") for name in columns}
+    # A further column that happens to be called "text" or "label" gives way to the one that was asked for.
+    for column in source.dataset.column_names:
+        if column not in used and column not in _OURS:
+            columns[column] = arrow_column(source.dataset, column)
+            features[column] = source.dataset.features[column]
+    return Checked(source, columns, features, names)
+
+
+class _Reader:
+    """Reads columns of one source; every error names the option and the row."""
+
+    def __init__(self, source: Source, field: str, part: str) -> None:
+        self.source, self.field, self.file = source, field, f"{field}.{part}"
+
+    def require(self, column: str, option: str, value: str | None = None) -> str:
+        """The option's field; the column is there."""
+        dataset, where = self.source.dataset, f"{self.field}.{option}"
+        if column not in dataset.column_names:
+            there = columns_by_likeness(column, dataset.column_names)
+            named = f"; if its first line is an example, name the columns in {self.field}.columns"
+            hint = named if self.source.header else ""
+            raise FedspanError(where, value or column, f"a column of {self.source.name}: {there}{hint}")
+        return where
+
+    def texts(self, column: str, option: str) -> pa.ChunkedArray:
+        where = self.require(column, option)
+        texts = arrow_column(self.source.dataset, column)
+        if not _is_text(texts.type):
+            expected = f"a column of text; in {self.source.name} it holds {texts.type}"
+            raise FedspanError(where, column, expected)
+        self._full(column, [text is not None and bool(text.strip()) for text in texts.to_pylist()], "text")
+        return texts.cast(pa.string())
+
+    def _full(self, column: str, there: list[bool], what: str) -> None:
+        if not all(there):
+            row = self.source.row(there.index(False))
+            raise FedspanError(self.file, self.source.name, f"{what} in column {column!r} of every row; {row} has none")
+
+    def classes(self, column: str) -> list[str]:
+        where = self.require(column, "label")
+        values = arrow_column(self.source.dataset, column)
+        if pa.types.is_nested(values.type):
+            expected = f"a column with one label a row; in {self.source.name} it holds {values.type}"
+            raise FedspanError(where, column, expected)
+        names = names_of(self.source.dataset, column)
+        if pa.types.is_floating(values.type):
+            fraction = next((name for name in names if name is not None and not name.lstrip("-").isdigit()), None)
+            if fraction is not None:
+                row = self.source.row(names.index(fraction))
+                raise FedspanError(
+                    where, column, f"a column of classes; {row} has {fraction} (task: regression predicts numbers)"
+                )
+        self._full(column, [name is not None for name in names], "a label")
+        return cast(list[str], names)
+
+    def numbers(self, column: str) -> pa.ChunkedArray:
+        where = self.require(column, "label")
+        values = names_of(self.source.dataset, column)
+        numbers: list[float] = []
+        for row, value in enumerate(values):
+            try:
+                number = float("nan" if value is None else value)
+            except ValueError:
+                expected = f"a column of numbers; {self.source.row(row)} has {value!r}"
+                raise FedspanError(where, column, expected) from None
+            if not abs(number) < float("inf"):
+                expected = f"a number in column {column!r} of every row; {self.source.row(row)} has none"
+                raise FedspanError(self.file, self.source.name, expected)
+            numbers.append(number)
+        return pa.chunked_array([pa.array(numbers, pa.float64())])
+
+    def prompts(self, prompt: str) -> pa.ChunkedArray:
+        template = template_of(prompt, f"{self.field}.prompt")
+        for column in template.required:
+            self.require(column, "prompt", prompt)
+        dataset = self.source.dataset
+        there = [column for column in template.columns if column in dataset.column_names]
+        rows = [dict(zip(there, values, strict=True)) for values in zip(*(dataset[c] for c in there), strict=True)]
+        self._full(
+            " + ".join(template.required),
+            [any(str(value or "").strip() for value in row.values()) for row in rows],
+            "text",
+        )
+        return pa.chunked_array([pa.array([template.render(row) for row in rows], pa.string())])
+
+    def conversations(self, column: str) -> dict[str, pa.ChunkedArray]:
+        where = self.require(column, "messages")
+        values = arrow_column(self.source.dataset, column).to_pylist()
+        parts = [self._conversation(where, column, value, row) for row, value in enumerate(values)]
+        keys = ("text", "answer", "history")
+        return {key: pa.chunked_array([pa.array([part[key] for part in parts], pa.string())]) for key in keys}
+
+    def _conversation(self, where: str, column: str, value: object, row: int) -> dict[str, str]:
+        try:
+            messages = [
+                {"role": str(one["role"]), "content": str(one["content"])}
+                for one in cast(list[Mapping[str, Any]], value)
+            ]
+        except (TypeError, KeyError):
+            messages = []
+        roles = [one["role"] for one in messages]
+        if len(messages) < 2 or roles[-2:] != ["user", "assistant"] or not messages[-1]["content"].strip():
+            expected = "lists of messages that end with one of the user's and one of the assistant's; "
+            expected += f"{self.source.row(row)} does not"
+            raise FedspanError(where, column, expected)
+        history = json.dumps(messages[:-2], ensure_ascii=False)
+        return {"text": messages[-2]["content"], "answer": messages[-1]["content"], "history": history}
+
+
+def _is_text(type: pa.DataType) -> bool:
+    return pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_null(type)
+
+
+_Read = tuple[dict[str, pa.ChunkedArray], set[str], list[str] | None]
+
+
+def _texts(reader: _Reader, config: DataConfig) -> tuple[dict[str, pa.ChunkedArray], set[str]]:
+    columns = {"text": reader.texts(config.text, "text")}
+    if config.text_pair is not None:
+        columns["text_pair"] = reader.texts(config.text_pair, "text_pair")
+    return columns, {config.text, config.text_pair or config.text, config.label or "label"}
+
+
+def _classification(reader: _Reader, config: DataConfig) -> _Read:
+    columns, used = _texts(reader, config)
+    return columns, used, reader.classes(config.label or "label")
+
+
+def _regression(reader: _Reader, config: DataConfig) -> _Read:
+    columns, used = _texts(reader, config)
+    return {**columns, "target": reader.numbers(config.label or "label")}, used, None
+
+
+def _causal(reader: _Reader, config: DataConfig) -> _Read:
+    if config.messages is not None:
+        columns = reader.conversations(config.messages)
+    elif config.prompt is not None:
+        columns = {"text": reader.prompts(config.prompt), "answer": reader.texts(config.answer, "answer")}
+    else:
+        expected = (
+            "what the model is given: a text such as 'Q: {question} A: ', the name of a template, or data.messages"
+        )
+        raise FedspanError(f"{reader.field}.prompt", None, expected)
+    return columns, set(), None if config.label is None else reader.classes(config.label)
+
+
+_READERS: Mapping[TaskName, Callable[[_Reader, DataConfig], _Read]] = {
+    "sequence-classification": _classification,
+    "regression": _regression,
+    "causal-lm": _causal,
+}

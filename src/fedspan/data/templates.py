@@ -1,0 +1,86 @@
+"""Prompt templates: how the columns of a row become the text that a language model is given."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["TEMPLATES", "Template", "template_of"]
+
+TEMPLATES: Mapping[str, tuple[str, ...]] = {
+    # Stanford Alpaca's two prompts: with an input, and without.
+    "alpaca": (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n"
+        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n{instruction}\n\n### Response:\n",
+    ),
+    "instruction": (
+        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+        "### Instruction:\n{instruction}\n\n### Response:\n",
+    ),
+    # MetaMath's: Alpaca's second prompt around another column, with its nudge to reason.
+    "metamath": (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n{query}\n\n### Response: Let's think step by step.\n",
+    ),
+    "question": ("Question: {question}\nAnswer: ",),
+}
+"""By name; of several forms the first is taken whose columns all have a value."""
+
+
+class Template:
+    """A prompt with columns in braces.
+
+    Args:
+        forms: alternatives; of a row the first is taken whose columns are all there and not empty, else the last.
+    """
+
+    def __init__(self, forms: tuple[str, ...]) -> None:
+        self._forms = [list(string.Formatter().parse(form)) for form in forms]
+        self.columns = tuple(dict.fromkeys(name for form in self._forms for _, name, _, _ in form if name is not None))
+        """All columns that it names."""
+        self.required = tuple(name for _, name, _, _ in self._forms[-1] if name is not None)
+        """Those of the last form, without which nothing can be written."""
+
+    def render(self, row: Mapping[str, object]) -> str:
+        """The prompt of a row; a missing value is an empty text."""
+        for form in self._forms:
+            names = [name for _, name, _, _ in form if name is not None]
+            if all(_text(row.get(name)).strip() for name in names):
+                break
+        else:
+            form = self._forms[-1]
+        return "".join(text + ("" if name is None else _text(row.get(name))) for text, name, _, _ in form)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def template_of(prompt: str, field: str) -> Template:
+    """The template that a user names or writes.
+
+    Args:
+        prompt: a name (``alpaca``), or a text with columns in braces (``{question}``); ``{{`` is a brace.
+        field: what the user calls it.
+
+    Raises:
+        FedspanError: no such name, no column in it, or braces that do not fit.
+    """
+    if prompt in TEMPLATES:
+        return Template(TEMPLATES[prompt])
+    if "{" not in prompt:
+        near = nearest(prompt, TEMPLATES)
+        raise FedspanError(field, prompt, f"a text with columns in braces, {{question}}, or one of: {near}")
+    try:
+        parsed = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise FedspanError(field, prompt, f"columns in braces, and {{{{ for a brace itself ({error})") from None
+    names = [name for _, name, _, _ in parsed if name is not None]
+    if not names or any(not name or spec or conversion for _, name, spec, conversion in parsed if name is not None):
+        raise FedspanError(field, prompt, "plain names of columns in braces, {question}, and {{ for a brace itself")
+    return Template((prompt,))

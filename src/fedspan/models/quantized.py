@@ -1,0 +1,66 @@
+"""Frozen bases in 4 or 8 bits, by bitsandbytes: how they are loaded, and their weights as numbers again."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+
+from fedspan.errors import FedspanError
+
+__all__ = ["Quantization", "dequantized", "is_quantized", "quantized_loading"]
+
+Quantization = Literal["nf4", "int8"]
+_HEADS = ("classifier", "score", "lm_head", "embed_out")  # what trains, or is tied to the embeddings
+
+
+def quantized_loading(
+    quantization: Quantization, dtype: torch.dtype, keep: Sequence[str], device: torch.device | None
+) -> dict[str, Any]:
+    """Keyword arguments of ``from_pretrained`` for a quantised model.
+
+    Args:
+        quantization: ``nf4`` (with double quantisation, as QLoRA has it) or ``int8`` (LLM.int8()).
+        dtype: in which 4-bit layers compute.
+        keep: modules that stay as they are, beside the heads.
+        device: where it goes.
+
+    Raises:
+        FedspanError: if bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        expected = "null, or install bitsandbytes: pip install 'fedspan[quantization]'"
+        raise FedspanError("model.quantization", quantization, expected)
+    # On import it looks for faster kernels on a hub, and logs an error where there are none.
+    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
+    from transformers import BitsAndBytesConfig
+
+    skipped = [*_HEADS, *keep]
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+        if quantization == "int8"
+        else BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=skipped,
+        )
+    )
+    return {"quantization_config": config, "device_map": {"": device or torch.device("cpu")}}
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a layer's weight is stored in 4 or 8 bits."""
+    weight = module.weight
+    return isinstance(weight, Tensor) and not weight.is_floating_point()
+
+
+def dequantized(module: nn.Module) -> Tensor:
+    """A quantised layer's weight, (O, I), float32, detached: the numbers that it computes with."""
+    return dequantize_module_weight(module).detach().float()

@@ -1,0 +1,106 @@
+"""The kinds of problem: for each task, which head the model gets and how its examples are encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from peft import TaskType
+from transformers import PreTrainedTokenizerBase
+
+from fedspan.config import RunConfig
+from fedspan.data.columns import TaskName
+from fedspan.models.loading import Head
+from fedspan.tasks.causal import CausalLM, Generation
+from fedspan.tasks.classification import SequenceClassification
+from fedspan.tasks.metrics import METRICS_OF
+from fedspan.tasks.regression import Regression
+from fedspan.tasks.task import TextTask
+
+__all__ = ["PROBLEMS", "Facts", "Problem"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a trained model must be told of its task, beside its weights; kept in its fedspan.json.
+
+    Args:
+        task: which.
+        labels: names by index, of a classifier.
+        max_length: tokens of an example.
+        metric: by which it was chosen.
+        chat: whether prompts go through the chat template.
+        system: the message that opens a conversation.
+        prompt: template of prompts.
+        max_new_tokens: of a generated answer.
+        answer_pattern: what counts of an answer.
+    """
+
+    task: TaskName
+    labels: tuple[str, ...]
+    max_length: int
+    metric: str
+    chat: bool = False
+    system: str | None = None
+    prompt: str | None = None
+    max_new_tokens: int = 64
+    answer_pattern: str | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, labels: tuple[str, ...], max_length: int) -> Facts:
+        """The facts of a run."""
+        data, evaluation = config.data, config.evaluation
+        return cls(
+            task=config.task,
+            labels=labels if config.task == "sequence-classification" else (),
+            max_length=max_length,
+            metric=evaluation.metric or METRICS_OF[config.task][0],
+            chat=data.chat,
+            system=data.system,
+            prompt=data.prompt,
+            max_new_tokens=evaluation.max_new_tokens,
+            answer_pattern=evaluation.answer_pattern,
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One kind of problem.
+
+    Args:
+        head: of the model.
+        peft: what PEFT calls it.
+        task: made of a tokenizer and the facts; the run's config where there is one (training), else None.
+    """
+
+    head: Head
+    peft: TaskType
+    task: Callable[[PreTrainedTokenizerBase, Facts, RunConfig | None], TextTask]
+
+
+def _classification(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:
+    return SequenceClassification(tokenizer, facts.labels, facts.max_length, facts.metric)
+
+
+def _regression(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:
+    return Regression(tokenizer, facts.max_length, facts.metric)
+
+
+def _causal(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:
+    return CausalLM(
+        tokenizer,
+        facts.max_length,
+        chat=facts.chat,
+        system=facts.system,
+        refuse_long=config is not None and config.data.long_answers == "refuse",
+        packing=config is not None and config.data.packing,
+        generation=Generation(facts.max_new_tokens, facts.answer_pattern),
+        metric=facts.metric,
+    )
+
+
+PROBLEMS: Mapping[TaskName, Problem] = {
+    "sequence-classification": Problem("classification", TaskType.SEQ_CLS, _classification),
+    "regression": Problem("regression", TaskType.SEQ_CLS, _regression),
+    "causal-lm": Problem("language-model", TaskType.CAUSAL_LM, _causal),
+}

@@ -1,0 +1,282 @@
+"""Instruction tuning of causal language models: loss on the answer only; perplexity, exact match of generated text.
+
+Shapes: B examples of a batch, T tokens, V vocabulary, N generated tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from fedspan.errors import FedspanError
+from fedspan.tasks.prompts import Prompt, cut, render, tokenise
+
+__all__ = ["CausalLM", "EncodedPrompts", "Generation", "same_answer"]
+
+_IGNORED = -100
+_SUMS = 3  # columns of a prediction: loss, tokens, right tokens; generated ids follow
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How answers are generated and compared.
+
+    Args:
+        max_new_tokens: an answer ends here at the latest.
+        pattern: what counts of an answer: the first group of its first match (the whole match without groups); all of
+            the text if None.
+    """
+
+    max_new_tokens: int = 64
+    pattern: str | None = None
+
+
+_DEFAULT = Generation()
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Tokenised prompts with their answers.
+
+    Args:
+        ids: prompt and answer together, one list an example.
+        starts: where each answer begins, int64, (examples,).
+        answers: the answers' text, whole.
+        lengths: tokens of each example, int64, (examples,).
+        cut_prompts: how many prompts lost their beginning.
+        cut_answers: how many answers lost their end.
+    """
+
+    ids: list[list[int]]
+    starts: np.ndarray
+    answers: tuple[str, ...]
+    lengths: np.ndarray
+    cut_prompts: int
+    cut_answers: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class CausalLM:
+    """Answers to prompts, with any Hugging Face decoder.
+
+    Args:
+        tokenizer: the model's.
+        max_length: tokens of prompt and answer together; the prompt is cut first.
+        chat: write prompts with the model's chat template.
+        system: a message that opens every conversation.
+        refuse_long: refuse an answer that does not fit, instead of cutting its end.
+        packing: put a batch's examples end to end into one row, with their own positions and attention: no padding,
+            the same loss.
+        generation: of thorough predictions.
+        metric: by which rounds are compared.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        refuse_long: bool = False,
+        packing: bool = False,
+        generation: Generation = _DEFAULT,
+        metric: str = "loss",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.chat = chat
+        self.system = system
+        self.refuse_long = refuse_long
+        self.packing = packing
+        self.generation = generation
+        self.metric = metric
+
+    def encode(self, dataset: datasets.Dataset) -> EncodedPrompts:
+        """Tokenise a data set with columns ``text``, ``answer`` and maybe ``history``, once.
+
+        Raises:
+            FedspanError: an answer longer than ``max_length`` where that is refused, or a chat template that fails.
+        """
+        columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
+        prompts = [Prompt.of(row) for row in dataset.select_columns(columns)]  # pyright: ignore[reportArgumentType]
+        texts = [(one.text, one.answer) for one in prompts]
+        if self.chat:
+            texts = [render(self.tokenizer, one, self.system) for one in prompts]
+        given = tokenise(self.tokenizer, [text for text, _ in texts], special=not self.chat)
+        learnt = tokenise(self.tokenizer, [answer for _, answer in texts], special=False)
+        ids: list[list[int]] = []
+        starts: list[int] = []
+        cut_prompts = cut_answers = 0
+        for row, (prompt, answer) in enumerate(zip(given, learnt, strict=True)):
+            prompt, answer = prompt or [self._start], self._ended(answer)
+            if self.refuse_long and len(answer) >= self.max_length:
+                expected = (
+                    f"answers that fit; example {row + 1} has one of {len(answer)} tokens, or data.long_answers: cut"
+                )
+                raise FedspanError("model.max_length", self.max_length, expected)
+            kept, rest = cut(prompt, answer, self.max_length, prompt[0] in self.tokenizer.all_special_ids)
+            cut_prompts, cut_answers = cut_prompts + (kept != prompt), cut_answers + (rest != answer)
+            ids.append([*kept, *rest])
+            starts.append(len(kept))
+        lengths = np.array([len(row) for row in ids], dtype=np.int64)
+        answers = tuple(one.answer for one in prompts)
+        return EncodedPrompts(ids, np.array(starts, dtype=np.int64), answers, lengths, cut_prompts, cut_answers)
+
+    @property
+    def _start(self) -> int:
+        """What a prompt without a single token begins with."""
+        ids = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        return next(id for id in ids if isinstance(id, int))
+
+    def _ended(self, answer: list[int]) -> list[int]:
+        """An answer with the sign that it is over; a chat template writes its own."""
+        end = self.tokenizer.eos_token_id
+        return [*answer, end] if isinstance(end, int) and end not in answer else answer
+
+    def batch(self, examples: EncodedPrompts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels`` (the answers' ids, -100 elsewhere), (B, T), and ``attention_mask``.
+
+        Packed: one row, (1, sum of T), with ``position_ids`` that start anew at every example, and no mask.
+        """
+        rows = [examples.ids[index] for index in indices]
+        labels = [
+            [_IGNORED] * int(examples.starts[index]) + row[int(examples.starts[index]) :]
+            for index, row in zip(indices, rows, strict=True)
+        ]
+        if self.packing:
+            batch = {
+                "input_ids": torch.tensor([[id for row in rows for id in row]]),
+                "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+                "labels": torch.tensor([[id for row in labels for id in row]]),
+            }
+            return {key: value.to(device) for key, value in batch.items()}
+        pad = int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+        batch = {
+            "input_ids": _padded(rows, pad),
+            "attention_mask": _padded([[1] * len(row) for row in rows], 0),
+            "labels": _padded(labels, _IGNORED),
+        }
+        return {key: value.to(device) for key, value in batch.items()}
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean negative log-likelihood of the batch's answer tokens, in float32."""
+        logits_SV, targets_S, _ = self._scored(model, batch)
+        return F.cross_entropy(logits_SV, targets_S)
+
+    def _scored(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Float32 logits of the S answer tokens of a batch, (S, V), these tokens and their examples' numbers, (S,)."""
+        logits_BTV = model(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False).logits
+        labels_BT = batch["labels"][:, 1:]
+        wanted_BT = labels_BT != _IGNORED
+        if "position_ids" in batch:
+            numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1
+        else:
+            numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
+        return logits_BTV[:, :-1][wanted_BT].float(), labels_BT[wanted_BT], numbers_BT[wanted_BT]
+
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+        """For each example the sum of its answer's negative log-likelihood, its tokens, and how many were right.
+
+        Thorough: N further columns with the generated ids, -1 behind their end.
+        """
+        logits_SV, targets_S, numbers_S = self._scored(model, batch)
+        packed = "position_ids" in batch
+        count = int((batch["position_ids"] == 0).sum()) if packed else len(batch["labels"])
+        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
+        right_S = (logits_SV.argmax(1) == targets_S).float()
+        rows = torch.zeros(count, _SUMS, device=logits_SV.device)
+        rows.index_add_(0, numbers_S, torch.stack([losses_S, torch.ones_like(losses_S), right_S], 1))
+        if not thorough:
+            return rows
+        return torch.cat([rows, self._generate(model, batch, self.generation.max_new_tokens)], 1)
+
+    def _generate(self, model: nn.Module, batch: Mapping[str, Tensor], count: int) -> Tensor:
+        """Greedy answers to the batch's prompts, (B, count), float32, -1 behind their end."""
+        prompts = self._prompts(batch)
+        device, pad = batch["input_ids"].device, int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+        # Padded on the left: generation goes on at the right end of every row.
+        ids = _padded([row[::-1] for row in prompts], pad).flip(1).to(device)
+        mask = _padded([[1] * len(row) for row in prompts], 0).flip(1).to(device)
+        own = getattr(model, "generation_config", None)
+        ends = getattr(own, "eos_token_id", None) or self.tokenizer.eos_token_id
+        config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=pad, eos_token_id=ends)
+        made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]  # pyright: ignore
+        rows = torch.full((len(prompts), count), -1.0, device=device)
+        rows[:, : made.shape[1]] = made.float()
+        stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=device)
+        over = torch.isin(made, stops).cumsum(1) > 0
+        rows[:, : made.shape[1]][over] = -1.0
+        return rows
+
+    def _prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
+        """The prompts' ids, taken out of a batch again."""
+        ids, given = batch["input_ids"], batch["labels"] == _IGNORED
+        if "position_ids" in batch:
+            starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+            borders = [*starts[1:], ids.shape[1]]
+            return [ids[0, at:to][given[0, at:to]].tolist() for at, to in zip(starts, borders, strict=True)]
+        given = given & batch["attention_mask"].bool()
+        return [row[kept].tolist() for row, kept in zip(ids, given, strict=True)]
+
+    def metrics(self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]) -> dict[str, float]:
+        """``loss`` (mean over answer tokens), ``perplexity``, ``token_accuracy``; generated: ``exact_match``."""
+        loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
+        scores = {
+            "loss": loss / tokens,
+            "perplexity": math.exp(min(loss / tokens, 700.0)),  # beyond, a float64 ends
+            "token_accuracy": right / tokens,
+        }
+        if predictions.shape[1] > _SUMS:
+            pairs = zip(self.answers(predictions), self.truths(examples, indices), strict=True)
+            scores["exact_match"] = float(np.mean([same_answer(*pair, self.generation.pattern) for pair in pairs]))
+        return scores
+
+    def remarks(self, examples: EncodedPrompts) -> tuple[str, ...]:
+        """How many prompts and answers were cut."""
+        cuts = {"prompts lost their beginning": examples.cut_prompts, "answers lost their end": examples.cut_answers}
+        limit = f"model.max_length is {self.max_length} tokens"
+        return tuple(f"{count} of {len(examples)} {what}: {limit}" for what, count in cuts.items() if count)
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """The generated texts."""
+        rows = [[int(id) for id in row if id >= 0] for row in predictions[:, _SUMS:].tolist()]
+        return [str(text).strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+
+    def truths(self, examples: EncodedPrompts, indices: Sequence[int]) -> list[str]:
+        """The answers as the data has them."""
+        return [examples.answers[index].strip() for index in indices]
+
+
+def same_answer(made: str, wanted: str, pattern: str | None = None) -> bool:
+    """Whether two answers agree: as numbers if both are (1,000 is 1000.0), else as texts, whatever the spaces."""
+    left, right = (_counted(text, pattern) for text in (made, wanted))
+    if left is None or right is None:
+        return False
+    try:
+        return float(left.replace(",", "")) == float(right.replace(",", ""))
+    except ValueError:
+        return left.split() == right.split()
+
+
+def _counted(text: str, pattern: str | None) -> str | None:
+    if pattern is None:
+        return text
+    found = re.search(pattern, text)
+    return None if found is None else found[1 if found.re.groups else 0]
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])

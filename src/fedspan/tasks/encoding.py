@@ -1,0 +1,65 @@
+"""Tokenised texts of tasks that give one answer a text, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+__all__ = ["EncodedText", "collate", "encode_texts", "full_length"]
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """Tokenised texts with what is to be predicted of each.
+
+    Args:
+        encodings: by tokenizer output (``input_ids``, ``token_type_ids``), one list of ids an example.
+        labels: index into the label list, int64, or the value, float32; (examples,).
+        lengths: tokens of each example, int64, (examples,).
+    """
+
+    encodings: Mapping[str, list[list[int]]]
+    labels: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
+) -> EncodedText:
+    """Tokenise the columns ``text`` and, where there is one, ``text_pair``, once."""
+    texts = list(dataset["text"])
+    pairs = list(dataset["text_pair"]) if "text_pair" in dataset.column_names else None
+    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
+    encodings = {key: list(value) for key, value in encoded.items() if key != "attention_mask"}
+    lengths = np.array([len(ids) for ids in encodings["input_ids"]], dtype=np.int64)
+    return EncodedText(encodings, labels, lengths)
+
+
+def collate(
+    tokenizer: PreTrainedTokenizerBase, examples: EncodedText, indices: Sequence[int], device: torch.device
+) -> dict[str, Tensor]:
+    """Examples padded on the right to the longest of them, with ``attention_mask`` and ``labels``."""
+    chosen = {key: [values[index] for index in indices] for key, values in examples.encodings.items()}
+    padded = tokenizer.pad(
+        chosen, padding="longest", padding_side="right", return_attention_mask=True, return_tensors="pt"
+    )
+    batch = {key: value.to(device) for key, value in padded.items()}
+    batch["labels"] = torch.from_numpy(examples.labels[list(indices)]).to(device)
+    return batch
+
+
+def full_length(examples: EncodedText, max_length: int) -> tuple[str, ...]:
+    """The remark on texts that fill the whole length: most of them were longer."""
+    count = int((examples.lengths >= max_length).sum())
+    if not count:
+        return ()
+    return (f"{count} of {len(examples)} texts reach model.max_length, {max_length} tokens: their end may be cut",)
