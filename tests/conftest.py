@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging
 
 import tiny
+import tiny_decoders
 from fedspan.runs.build import Prepared, prepare
 
 
@@ -29,6 +30,17 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     for kind in ("bert", "roberta", "distilbert", "gpt2"):
         tiny.save_model(kind, folder)
+    tiny.save_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds a causal language model of each family (``llama-lm`` ...), ``questions.jsonl`` and ``corpus.csv``."""
+    folder = tmp_path_factory.mktemp("decoders")
+    for family in tiny_decoders.FAMILIES:
+        tiny_decoders.save_decoder(family, folder)
+    tiny_decoders.save_questions(folder)
     tiny.save_corpus(folder)
     return folder
 

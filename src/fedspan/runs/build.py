@@ -23,7 +23,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import read_adapter
 from fedspan.models.loading import load_pretrained, published_name
 from fedspan.models.targets import find_extras, find_targets
-from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.runs.problems import PROBLEMS, Facts, require_packing
 from fedspan.tasks.task import Examples, TextTask
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 
@@ -136,6 +136,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         device=device,
     )
     model = loaded.model
+    require_packing(config, model, device)
     new_head = problem.head != "language-model"
     # PEFT's test: pre_classifier too
     heads = [name for name, _ in model.named_modules() if new_head and name.endswith(_HEAD_NAMES)]

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from peft import TaskType
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fedspan.config import RunConfig
 from fedspan.data.columns import TaskName
 from fedspan.models.loading import Head
-from fedspan.tasks.causal import CausalLM, Generation
+from fedspan.errors import FedspanError
+from fedspan.tasks.causal import CausalLM, Generation, sees_across
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.metrics import METRICS_OF
 from fedspan.tasks.regression import Regression
 from fedspan.tasks.task import TextTask
 
-__all__ = ["PROBLEMS", "Facts", "Problem"]
+__all__ = ["PROBLEMS", "Facts", "Problem", "require_packing"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,17 @@ def _classification(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: Ru
 
 def _regression(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:
     return Regression(tokenizer, facts.max_length, facts.metric)
+
+
+def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -> None:
+    """Check that a model keeps packed examples apart, if the run packs them.
+
+    Raises:
+        FedspanError: if it does not: OPT, for one, builds its mask without looking at positions.
+    """
+    if config.task == "causal-lm" and config.data.packing and sees_across(model, device):
+        kind = type(model).__name__
+        raise FedspanError("data.packing", True, f"false: the attention of {kind} does not keep packed examples apart")
 
 
 def _causal(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fedspan.errors import FedspanError
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 
-__all__ = ["CausalLM", "EncodedPrompts", "Generation", "same_answer"]
+__all__ = ["CausalLM", "EncodedPrompts", "Generation", "same_answer", "sees_across"]
 
 _IGNORED = -100
 _SUMS = 3  # columns of a prediction: loss, tokens, right tokens; generated ids follow
@@ -209,9 +209,12 @@ class CausalLM:
         # Padded on the left: generation goes on at the right end of every row.
         ids = _padded([row[::-1] for row in prompts], pad).flip(1).to(device)
         mask = _padded([[1] * len(row) for row in prompts], 0).flip(1).to(device)
+        # Prompt and answer together have no more positions than the model knows.
+        positions = getattr(getattr(model, "config", None), "max_position_embeddings", ids.shape[1] + count)
         own = getattr(model, "generation_config", None)
         ends = getattr(own, "eos_token_id", None) or self.tokenizer.eos_token_id
-        config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=pad, eos_token_id=ends)
+        room = max(1, min(count, positions - ids.shape[1]))
+        config = GenerationConfig(max_new_tokens=room, do_sample=False, pad_token_id=pad, eos_token_id=ends)
         made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]  # pyright: ignore
         rows = torch.full((len(prompts), count), -1.0, device=device)
         rows[:, : made.shape[1]] = made.float()
@@ -257,6 +260,17 @@ class CausalLM:
     def truths(self, examples: EncodedPrompts, indices: Sequence[int]) -> list[str]:
         """The answers as the data has them."""
         return [examples.answers[index].strip() for index in indices]
+
+
+@torch.no_grad()
+def sees_across(model: nn.Module, device: torch.device) -> bool:
+    """Whether a packed example's logits depend on the example before it: then packing would be wrong for this model."""
+    logits: list[Tensor] = []
+    for first in (5, 6):
+        ids = torch.tensor([[first, 7, 8, 9, 10, 11]], device=device)
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+        logits.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 3:])
+    return not torch.allclose(logits[0], logits[1], rtol=1e-5)
 
 
 def same_answer(made: str, wanted: str, pattern: str | None = None) -> bool:
