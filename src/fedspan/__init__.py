@@ -8,23 +8,35 @@
 Names are loaded when they are first used, so the import itself takes no torch and no time.
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
+# Where bitsandbytes is installed, PEFT imports it, and it warns that it found no kernels on a hub: no news to a user.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 _HOMES = {
+    "CompareReport": "fedspan.runs.comparing",
     "FedspanError": "fedspan.errors",
     "Listener": "fedspan.runs.listener",
     "RunConfig": "fedspan.config",
     "RunReport": "fedspan.runs.session",
+    "SweepReport": "fedspan.runs.sweeping",
+    "Watcher": "fedspan.runs.series",
+    "compare": "fedspan.api",
     "evaluate": "fedspan.api",
     "export": "fedspan.api",
+    "list_datasets": "fedspan.data.catalogue",
     "list_methods": "fedspan.methods.describe",
     "load_config": "fedspan.config",
     "predict": "fedspan.api",
     "resume": "fedspan.api",
+    "resume_compare": "fedspan.api",
+    "resume_sweep": "fedspan.api",
     "run": "fedspan.api",
+    "sweep": "fedspan.api",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]  # pyright: ignore[reportUnsupportedDunderAll]

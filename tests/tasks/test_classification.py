@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.runs.build import Prepared
+import tiny
+from fedspan.errors import FedspanError
+from fedspan.runs.build import Prepared, prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
 
@@ -93,3 +96,25 @@ def test_metrics_are_those_of_the_given_examples(task: SequenceClassification) -
     assert found["accuracy"] == 0.5
     assert found["macro_f1"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3)
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, torch.tensor([0, 1, 1, 3]))))
+
+
+def test_glue_s_metrics(prepared: Prepared) -> None:
+    """Matthews correlation and F1 of the second of two labels, from the counts by hand."""
+    task = SequenceClassification(prepared.task.tokenizer, ("no", "yes"), 5)
+    truth, guess = [1, 1, 1, 1, 0, 0, 0, 1], [1, 1, 0, 1, 0, 1, 0, 0]
+    examples = task.encode(datasets.Dataset.from_dict({"text": ["lab1"] * 8, "label": truth}))
+    logits = torch.eye(2)[torch.tensor(guess)]
+    metrics = task.metrics(logits, examples, list(range(8)))
+    tp, fp, fn, tn = 3, 1, 2, 2
+    assert metrics["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
+    matthews = (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)) ** 0.5
+    assert metrics["matthews"] == pytest.approx(matthews)
+    assert task.metrics(torch.eye(2)[[1] * 8], examples, list(range(8)))["matthews"] == 0.0
+    assert task.answers(logits)[:3] == ["yes", "yes", "no"]
+    assert task.truths(examples, [0, 4]) == ["yes", "no"]
+
+
+def test_f1_is_of_two_labels(tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match="macro_f1: there are 4 labels") as caught:
+        prepare(tiny.config(tiny_folder, evaluation={"metric": "f1"}))
+    assert (caught.value.field, caught.value.value) == ("evaluation.metric", "f1")

@@ -113,7 +113,7 @@ def _checkpoint(place: RunFolder, round: int | str) -> Path:
 
 
 def _merge(adapter: Path, out: Path) -> None:
-    served = load_served(adapter, device="cpu")
+    served = load_served(adapter, device="cpu", quantized=False)  # plain weights, whatever it was trained on
     model = served.model.merge_and_unload() if hasattr(served.model, "merge_and_unload") else served.model
     # Training and serving run without the model's dropout; who trains the merged model on wants it back.
     original = AutoConfig.from_pretrained(resolve(served.notes["base_model"]), revision=served.revision).to_dict()

@@ -40,7 +40,7 @@ NOTES = "fedspan.json"
 ADAPTER = "adapter_config.json"
 _BATCH = 64
 _FACTS = {field.name for field in dataclasses.fields(Facts)}
-_NOTED = {*_FACTS, "base_model", "client"}
+_NOTED = {*_FACTS, "base_model", "client", "kept"}
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,16 @@ def _facts(place: Path, notes: dict[str, Any]) -> Facts:
         raise first_mistake(error, str(place / NOTES)) from None
 
 
-def load_served(folder: str | Path, client: str | None = None, device: str = "auto") -> Served:
+def load_served(
+    folder: str | Path, client: str | None = None, device: str = "auto", *, quantized: bool = True
+) -> Served:
     """Load a trained model.
 
     Args:
         folder: a run folder, an exported adapter or an exported merged model.
         client: whose model; needed if every client of the run has its own.
         device: ``auto``, or as in a config.
+        quantized: keep the base in 4 or 8 bits if it was trained so.
 
     Raises:
         FedspanError: as `adapter_folder`, or if the pretrained model or the adapter cannot be loaded.
@@ -150,7 +153,15 @@ def load_served(folder: str | Path, client: str | None = None, device: str = "au
     if (place / ADAPTER).is_file():
         try:
             revision = PeftConfig.from_pretrained(str(place)).revision
-            loaded = load_pretrained(notes["base_model"], problem.head, facts.labels, revision=revision)
+            loaded = load_pretrained(
+                notes["base_model"],
+                problem.head,
+                facts.labels,
+                revision=revision,
+                quantization=facts.quantization if quantized else None,
+                keep=notes["kept"],
+                device=target,
+            )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of Transformers is not the user's fault
                 model = PeftModel.from_pretrained(loaded.model, str(place))
@@ -158,12 +169,12 @@ def load_served(folder: str | Path, client: str | None = None, device: str = "au
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise FedspanError("folder", str(place), f"an adapter that PEFT can read ({reason})") from None
     else:
-        loaded = load_pretrained(str(place), problem.head, facts.labels)
+        loaded = load_pretrained(str(place), problem.head, facts.labels, device=target)
         if loaded.new_modules:
             raise FedspanError("folder", str(place), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
     task = problem.task(loaded.tokenizer, facts, None)
-    return Served(place, notes, facts, model.eval().to(target), loaded.tokenizer, task, target, revision)
+    return Served(place, notes, facts, model.eval(), loaded.tokenizer, task, target, revision)
 
 
 def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: str | None = None) -> list[Any]:

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError, nearest
-from fedspan.models.quantized import Quantization, quantized_loading
+from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
 
 __all__ = ["BUILTIN_MODELS", "Head", "Loaded", "load_pretrained", "published_name", "resolve"]
 
@@ -174,7 +174,9 @@ def load_pretrained(
     new = sorted({key.rpartition(".")[0] for key in {*info["missing_keys"], *mismatched}})
     if new and head == "language-model":
         raise FedspanError("model.name", name, f"a causal language model; this one has no weights for {new[0]}")
-    if quantization is None and device is not None:
+    if quantization is not None:
+        keep_layout(model)
+    elif device is not None:
         model = model.to(device)
     return Loaded(model.eval(), tokenizer, tuple(new))
 

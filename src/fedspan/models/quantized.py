@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
 
 from fedspan.errors import FedspanError
 
-__all__ = ["Quantization", "dequantized", "is_quantized", "quantized_loading"]
+__all__ = ["Quantization", "dequantized", "is_quantized", "keep_layout", "quantized_loading"]
 
 Quantization = Literal["nf4", "int8"]
-_HEADS = ("classifier", "score", "lm_head", "embed_out")  # what trains, or is tied to the embeddings
+_HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # what trains, or is tied to the embeddings; regexes
 
 
 def quantized_loading(
@@ -36,11 +37,7 @@ def quantized_loading(
     if importlib.util.find_spec("bitsandbytes") is None:
         expected = "null, or install bitsandbytes: pip install 'fedspan[quantization]'"
         raise FedspanError("model.quantization", quantization, expected)
-    # On import it looks for faster kernels on a hub, and logs an error where there are none.
-    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
-    from transformers import BitsAndBytesConfig
-
-    skipped = [*_HEADS, *keep]
+    skipped = [*_HEADS, *(rf"(?:.*\.)?{re.escape(name)}" for name in keep)]
     config = (
         BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
         if quantization == "int8"
@@ -53,6 +50,17 @@ def quantized_loading(
         )
     )
     return {"quantization_config": config, "device_map": {"": device or torch.device("cpu")}}
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Let no forward pass rewrite 4-bit weights.
+
+    On CPUs with AVX512-BF16 bitsandbytes packs them anew, in place, at the first pass in eval mode, computes in bfloat16
+    from then on, and fails on layers whose outputs are no multiple of 32.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
 
 
 def is_quantized(module: nn.Module) -> bool:

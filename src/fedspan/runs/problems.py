@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from fedspan.config import RunConfig
 from fedspan.data.columns import TaskName
 from fedspan.models.loading import Head
+from fedspan.models.quantized import Quantization
 from fedspan.errors import FedspanError
 from fedspan.tasks.causal import CausalLM, Generation, sees_across
 from fedspan.tasks.classification import SequenceClassification
@@ -37,6 +38,7 @@ class Facts:
         prompt: template of prompts.
         max_new_tokens: of a generated answer.
         answer_pattern: what counts of an answer.
+        quantization: of the base that it was trained on, and is used with.
     """
 
     task: TaskName
@@ -48,6 +50,7 @@ class Facts:
     prompt: str | None = None
     max_new_tokens: int = 64
     answer_pattern: str | None = None
+    quantization: Quantization | None = None
 
     @classmethod
     def of(cls, config: RunConfig, labels: tuple[str, ...], max_length: int) -> Facts:
@@ -63,6 +66,7 @@ class Facts:
             prompt=data.prompt,
             max_new_tokens=evaluation.max_new_tokens,
             answer_pattern=evaluation.answer_pattern,
+            quantization=config.model.quantization,
         )
 
 

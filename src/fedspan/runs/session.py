@@ -275,6 +275,7 @@ def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> 
             "method": prepared.config.method.name,
             "round": progress.state.round,
             "base_model": prepared.config.model.name,
+            "kept": prepared.config.model.modules_to_save,
             "client": ids[0] if personal else None,
         }
         export_adapter(folder, updates, job_extras(job, adapted, adapted.extras), prepared.lora_config, notes)

@@ -1,0 +1,125 @@
+"""Bases in 4 and 8 bits: the numbers that they stand for, training beside them, and that nobody writes to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_decoders
+from fedspan import api
+from fedspan.config import parse_config
+from fedspan.core.base import as_dense
+from fedspan.errors import FedspanError
+from fedspan.models import quantized
+from fedspan.runs.build import Prepared, prepare
+
+pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
+kinds = pytest.mark.parametrize("kind", ["nf4", "int8"])
+
+
+def settings(decoders: Path, kind: str, family: str = "llama", **changes: Any) -> dict[str, Any]:
+    model = {"quantization": kind, **changes.pop("model", {})}
+    return tiny_decoders.settings(decoders, family, model=model, **changes)
+
+
+def stored(prepared: Prepared) -> dict[str, Tensor]:
+    """Every quantised weight of the model, bit by bit."""
+    named = prepared.engine.adapted.model.named_parameters()
+    return {path: value.detach().clone() for path, value in named if not value.is_floating_point()}
+
+
+def rounded(weight_OI: Tensor, kind: str) -> Tensor:
+    """What a weight becomes: blocks of 64 in 4 bits, or every row in 8 bits by its largest element."""
+    if kind == "nf4":
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        packed, state = quantize_4bit(weight_OI.contiguous(), quant_type="nf4", compress_statistics=True)
+        return dequantize_4bit(packed, state)
+    largest_O1 = weight_OI.half().float().abs().amax(1, keepdim=True)
+    return (weight_OI.half().float() * 127 / largest_O1).round() * largest_O1 / 127
+
+
+@kinds
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_are_the_numbers_that_the_layer_computes_with(kind: str, family: str, decoders: Path) -> None:
+    """(O, I), also where the original stored (I, O): bitsandbytes' own numbers, or those of LLM.int8()'s definition."""
+    made = prepare(parse_config(settings(decoders, kind, family))).engine.adapted
+    plain = prepare(parse_config(tiny_decoders.settings(decoders, family))).engine.adapted
+    assert made.spec == plain.spec
+    for name, layer in made.layers.items():
+        weight, x = made.weight(name), torch.randn(5, made.weight(name).shape[1])
+        assert torch.allclose(weight, rounded(plain.weight(name), kind), atol=1e-6)
+        bias = 0 if layer.module.bias is None else layer.module.bias
+        with torch.no_grad():
+            y = layer.module(x) - bias
+        error = 1e-5 if kind == "nf4" else 0.02  # LLM.int8() rounds its inputs to 8 bits as well
+        assert (y - x @ weight.T).norm() <= error * y.norm()
+
+
+@kinds
+@pytest.mark.parametrize("method", ["fedit", "flora", "fedloru", "fedavg"])
+def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders: Path) -> None:
+    """Neither by training nor by methods that move the base; what trains is float32, and the loss falls."""
+    options = {"tau": 1} if method == "fedloru" else {}
+    changes = {"method": {"name": method, **options}, "training": {"local_steps": 6}, "federation": {"rounds": 3}}
+    made = prepare(parse_config(settings(decoders, kind, **changes)))
+    before, progress, losses = stored(made), made.federation.begin(), list[float]()
+    assert len(before) == 14  # all linear layers of both blocks, none of the embeddings and the head
+    for _ in range(3):
+        result = made.federation.play(progress)
+        progress = result.progress
+        losses.append(result.loss)
+        made.evaluator.clients(progress)
+    assert losses[-1] < losses[0]
+    after = stored(made)
+    assert all(torch.equal(after[path], value) for path, value in before.items())
+    assert all(value.dtype == torch.float32 for value in progress.state.tensors.values())
+    moved = [as_dense(delta) for delta in progress.state.base.total.values()]
+    assert all(delta.dtype == torch.float32 for delta in moved)
+    assert bool(moved) == (method in ("flora", "fedloru"))
+
+
+@kinds
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_narrow_format_beside_a_quantised_base(kind: str, dtype: str, decoders: Path) -> None:
+    made = prepare(parse_config(settings(decoders, kind, model={"dtype": dtype})))
+    result = made.federation.play(made.federation.begin())
+    assert result.loss == pytest.approx(result.loss)  # not NaN
+    assert all(value.dtype == torch.float32 for value in result.progress.state.tensors.values())
+
+
+@kinds
+def test_a_run_and_its_export(kind: str, decoders: Path, tmp_path: Path) -> None:
+    """PEFT on the same quantised base gives the report's numbers; merged, it is a plain model."""
+    report = api.run(settings(decoders, kind, federation={"rounds": 1}), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "adapter" / "fedspan.json").read_text())["quantization"] == kind
+    measured = api.evaluate(tmp_path / "run", generate=False)
+    assert measured["loss"] == pytest.approx(report.scores["test"]["loss"], rel=1e-3)
+    merged = api.export(tmp_path / "run", tmp_path / "merged", "merged")
+    whole = api.evaluate(merged, data=decoders / "questions.jsonl", generate=False)
+    assert whole["loss"] == pytest.approx(report.scores["test"]["loss"], rel=0.2)  # other weights: not rounded
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+
+
+@kinds
+def test_a_classifier_s_head_is_not_quantised(kind: str, tiny_folder: Path) -> None:
+    import tiny
+
+    made = prepare(tiny.config(tiny_folder, model={"quantization": kind, "modules_to_save": ["pooler"]}))
+    adapted = made.engine.adapted
+    assert {value.dtype for value in adapted.extras.values()} == {torch.float32}
+    assert {path.rpartition(".")[0] for path in adapted.extras} == {"classifier", "bert.pooler.dense"}
+    assert quantized.is_quantized(adapted.model.get_submodule("bert.encoder.layer.0.attention.self.key"))
+    made.federation.play(made.federation.begin())
+
+
+def test_the_extra_is_named_where_it_is_missing(decoders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FedspanError, match=r"pip install 'fedspan\[quantization\]'") as caught:
+        prepare(parse_config(settings(decoders, "nf4")))
+    assert (caught.value.field, caught.value.value) == ("model.quantization", "nf4")

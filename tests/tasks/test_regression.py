@@ -1,0 +1,120 @@
+"""Regression: numbers in, squared error, correlations out; and a run of it from a file of pairs to PEFT."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+from fedspan import api
+from fedspan.config import parse_config
+from fedspan.errors import FedspanError
+from fedspan.runs.build import Prepared, prepare
+from fedspan.tasks.regression import Regression
+
+CPU = torch.device("cpu")
+
+
+class Fixed(nn.Module):
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.values = torch.tensor(values)[:, None]
+
+    def forward(self, **batch: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.values)
+
+
+@pytest.fixture
+def task(prepared: Prepared) -> Regression:
+    return Regression(prepared.task.tokenizer, 8)
+
+
+def test_the_loss_is_the_mean_squared_error_and_correlations_are_the_textbook_s(task: Regression) -> None:
+    truth, guess = [1.0, 2.0, 4.0, 3.5], [0.5, 2.5, 3.0, 9.0]
+    examples = task.encode(datasets.Dataset.from_dict({"text": ["lab1"] * 4, "target": truth}))
+    loss = task.loss(Fixed(guess), task.batch(examples, [0, 1, 2, 3], CPU))
+    x, y = np.array(guess), np.array(truth)
+    assert float(loss) == pytest.approx(np.mean((x - y) ** 2))
+    metrics = task.metrics(torch.tensor(guess)[:, None], examples, [0, 1, 2, 3])
+    assert metrics["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
+    ranks = np.corrcoef([0, 1, 2, 3], [0, 1, 3, 2])[0, 1]
+    assert metrics["spearman"] == pytest.approx(ranks)
+    assert metrics["loss"] == pytest.approx(np.mean((x - y) ** 2))
+    assert task.answers(torch.tensor(guess)[:, None]) == ["0.500", "2.500", "3.000", "9.000"]
+    assert task.truths(examples, [2, 0]) == ["4.000", "1.000"]
+
+
+@pytest.mark.parametrize(("guess", "truth"), [([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0])])
+def test_a_correlation_without_a_value_is_left_out(guess: list[float], truth: list[float], task: Regression) -> None:
+    examples = task.encode(datasets.Dataset.from_dict({"text": ["lab1"] * len(truth), "target": truth}))
+    assert set(task.metrics(torch.tensor(guess)[:, None], examples, list(range(len(truth))))) == {"loss"}
+
+
+def pairs(folder: Path) -> Path:
+    """120 pairs; the score, 0 to 5, is how many of five words they share."""
+    rng, path = random.Random(1), folder / "pairs.tsv"
+    words = [f"word{number}" for number in range(12)]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t")
+        writer.writerow(["one", "other", "score", "site"])
+        for number in range(120):
+            one, shared = rng.sample(words, 5), rng.randint(0, 5)
+            other = rng.sample(one, shared) + rng.sample([w for w in words if w not in one], 5 - shared)
+            writer.writerow([" ".join(one), " ".join(other), shared / 1.0, f"site{number % 3}"])
+    return path
+
+
+def settings(tiny_folder: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    values = tiny.settings(tiny_folder, **changes)
+    data = {"train": str(pairs(folder)), "text": "one", "text_pair": "other", "label": "score", "test_fraction": 0.2}
+    return {**values, "task": "regression", "data": data}
+
+
+def test_a_run_of_regression_on_pairs(tiny_folder: Path, tmp_path: Path) -> None:
+    training = {"training": {"lr": 0.01, "local_steps": None, "batch_size": 8, "local_epochs": 4}}
+    values = settings(tiny_folder, tmp_path, federation={"rounds": 4, "clients_per_round": None}, **training)
+    report = api.run(values, tmp_path / "run")
+    assert (report.task, report.metric) == ("regression", "pearson")
+    assert set(report.scores["test"]) == {"loss", "pearson", "spearman"}
+    assert report.scores["clients"]["worst"].keys() == {"client", "pearson"}
+    assert report.scores["test"]["loss"] < np.var([0, 1, 2, 3, 4, 5]) + 6.25  # that of answering 0 always
+    measured = api.evaluate(tmp_path / "run")
+    for name, value in report.scores["test"].items():
+        assert measured[name] == pytest.approx(value, rel=1e-4)
+    numbers = api.predict(tmp_path / "run", [("word1 word2", "word1 word2"), ("word1", "word5")])
+    assert all(isinstance(number, float) for number in numbers)
+
+
+def test_the_best_round_may_be_chosen_by_another_metric(tiny_folder: Path, tmp_path: Path) -> None:
+    values = settings(tiny_folder, tmp_path, evaluation={"metric": "loss"})
+    made = prepare(parse_config(values))
+    assert made.task.metric == "loss"
+    for task, metric in (("regression", "accuracy"), ("sequence-classification", "pearson"), ("causal-lm", "f1")):
+        with pytest.raises(FedspanError, match=r"one that .* measures") as caught:
+            parse_config({**values, "task": task, "evaluation": {"metric": metric}})
+        assert (caught.value.field, caught.value.value) == ("evaluation.metric", metric)
+
+
+def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    values = settings(tiny_folder, tmp_path)
+    dirichlet = {"partitioner": "dirichlet", "clients": 3}
+    with pytest.raises(FedspanError, match="these examples have no classes") as caught:
+        prepare(parse_config({**values, "partition": dirichlet}))
+    assert (caught.value.field, caught.value.value) == ("partition.partitioner", "dirichlet")
+    with pytest.raises(FedspanError, match=r"a column of numbers; row 2 of .* has 'site0'") as caught:
+        prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))
+    assert caught.value.field == "data.label"
+    with pytest.raises(FedspanError, match="these examples have no classes"):
+        prepare(parse_config({**values, "data": {**values["data"], "labels": ["1", "2"]}}))
+    (tmp_path / "pairs.tsv").write_text("one\tother\tscore\tsite\na\tb\tnan\tx\n")
+    with pytest.raises(FedspanError, match=r"a number in column 'score' of every row; row 2 of .* has none"):
+        prepare(parse_config({**values, "data": {**values["data"], "train": str(tmp_path / "pairs.tsv")}}))
