@@ -12,7 +12,7 @@ PAGE = Path(__file__).parent / "config.md"
 INTRO = """# Configuration
 
 A run is described by one YAML file; `--set section.field=value` overrides any field, and a mistake is answered with the
-field, the value and what would be right. Only `data.train` is required. This page is written by
+field, the value and what would be right. Only `data.train` or `data.dataset` is required. This page is written by
 `python docs/generate_config.py` from the descriptions in `fedspan.config`; options of a method stand beside
 `method.name` (`fedspan methods --json` lists them).
 """

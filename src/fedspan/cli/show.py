@@ -137,10 +137,12 @@ def partition(
     if as_json:
         clients = [dataclasses.asdict(row) for row in rows]
         content = {"fingerprint": parts.fingerprint, "labels": list(data.labels), "clients": clients}
-        typer.echo(json.dumps(content, ensure_ascii=False))
+        typer.echo(json.dumps({**content, "dropped": data.dropped}, ensure_ascii=False))
     else:
         test = 0 if data.test is None else len(data.test)
         _show_partition(console(), parts, rows, data.labels, test)
+        if data.dropped:
+            typer.echo(f"left out: {data.dropped} rows that lack a text, a label or an answer")
         if png is not None:
             typer.echo(f"wrote {png}")
 

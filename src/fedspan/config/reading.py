@@ -13,7 +13,7 @@ from fedspan.config.mistakes import first_mistake
 from fedspan.config.sections import RunConfig
 from fedspan.errors import FedspanError
 
-__all__ = ["load_config", "override", "parse_config"]
+__all__ = ["load_config", "override", "parse_config", "read_values"]
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -34,6 +34,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         FedspanError: missing or unreadable file, no YAML mapping, or the first mistake in it.
     """
+    return parse_config(override(read_values(path), overrides))
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The plain values in a config's YAML file, not checked yet.
+
+    Raises:
+        FedspanError: missing or unreadable file, or no YAML mapping in it.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise FedspanError("config", str(path), f"valid YAML ({error})") from None
     if not isinstance(values, dict):
         raise FedspanError("config", str(path), "a YAML mapping with the sections model, data, method, ...")
-    return parse_config(override(values, overrides))
+    return values
 
 
 def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedspan.config.defaults import with_dataset
 from fedspan.config.options import method_options
 from fedspan.core.factors import require_rank
 from fedspan.core.method import RegisteredMethod
@@ -169,7 +170,7 @@ class RunConfig(_Section):
     task: TaskName = Field(
         default="sequence-classification",
         description="sequence-classification: one label for a text or a pair. regression: one number. causal-lm: an "
-        "answer to a prompt (instruction tuning).",
+        "answer to a prompt (instruction tuning). Left out: that of data.dataset, if there is one.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Every random draw follows from it.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
@@ -191,6 +192,11 @@ class RunConfig(_Section):
         description="Learning rate of the centralised baseline, which takes as many steps an epoch as all clients "
         "together and so wants a smaller one; left out: training.lr.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_dataset(cls, values: object) -> object:
+        return with_dataset(values)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

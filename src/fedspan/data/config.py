@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from fedspan.data.catalogue import dataset_of
+from fedspan.errors import FedspanError
 
 __all__ = ["DataConfig", "PartitionConfig"]
 
@@ -18,11 +30,20 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    train: str = Field(
+    dataset: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A data set that fedspan knows (fedspan data lists them): sst2, gsm8k. It fills train, test, the "
+        "columns, the splits and the prompt as far as they are not given. If train is a local file, the columns are "
+        "those of the original files or those of the hub, whichever the file has.",
+    )
+    train: str | None = Field(
+        default=None,
+        validate_default=True,
         min_length=1,
         description="Training examples: a .csv, .tsv, .jsonl, .json (a list of objects) or .parquet file, the text "
         "formats also as .gz; or the id of a data set on the Hugging Face hub, such as PolyAI/banking77; or "
-        "builtin:patient-messages, a small corpus that comes with fedspan.",
+        "builtin:patient-messages, a small corpus that comes with fedspan. Required unless there is a `dataset`.",
     )
     test: str | None = Field(
         default=None,
@@ -93,6 +114,10 @@ class DataConfig(BaseModel):
         description="The split of a hub data set to test on (GLUE: validation, as its test labels are secret). null "
         "sets `test_fraction` of `train` aside instead.",
     )
+    drop_empty: bool = Field(
+        default=False,
+        description="Leave out the rows that lack a text, a label or an answer, instead of refusing them.",
+    )
     test_fraction: float = Field(
         default=0.2,
         ge=0,
@@ -120,6 +145,22 @@ class DataConfig(BaseModel):
         "label in proportion: a quick try of a large data set.",
     )
 
+    @field_validator("dataset")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        try:
+            return value and dataset_of(value, "dataset").key
+        except FedspanError as error:
+            raise ValueError(error.expected) from None
+
+    @field_validator("train")
+    @classmethod
+    def _somewhere(cls, value: str | None, info: ValidationInfo) -> str | None:
+        # An unknown dataset is missing from info.data; that mistake has been said by then.
+        if value is None and info.data.get("dataset", "") is None:
+            raise ValueError("is required, or data.dataset: a key that fedspan data lists")
+        return value
+
     @field_validator("labels", mode="before")
     @classmethod
     def _name_labels(cls, value: object) -> object:
@@ -138,7 +179,10 @@ class DataConfig(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        wanted = [column for column in (self.text, self.text_pair, self.label or "label") if column is not None]
+        columns = {"text": self.text, "text_pair": self.text_pair, "label": self.label or "label"}
+        if self.dataset is not None:  # which columns the others are, the catalogue says later
+            columns = {name: column for name, column in columns.items() if name in self.model_fields_set}
+        wanted = [column for column in columns.values() if column is not None]
         if len(set(wanted)) < len(wanted):
             raise ValueError(f"text, text_pair and label are different columns, not {', '.join(wanted)}")
         if self.labels is not None and self.first_labels is not None:
@@ -150,6 +194,14 @@ class DataConfig(BaseModel):
         if self.keep_only and self.labels is None:
             raise ValueError("keep_only needs labels: the ones to keep")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Written out, a default would look like a choice of the user's, and the catalogue would give way to it.
+        content = dump(self)
+        if self.dataset is None:
+            return content
+        return {name: value for name, value in content.items() if name in self.model_fields_set}
 
 
 class PartitionConfig(BaseModel):

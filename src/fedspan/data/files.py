@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file
 from pathlib import Path
@@ -18,7 +21,7 @@ from fedspan.data.builtin import PREFIX, corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["Source", "has_own_splits", "read_source"]
+__all__ = ["Source", "column_names", "has_own_splits", "read_source"]
 
 _PACKABLE = (".csv", ".tsv", ".jsonl", ".json")
 SUFFIXES = (*_PACKABLE, *(f"{suffix}.gz" for suffix in _PACKABLE), ".parquet")
@@ -34,15 +37,17 @@ class Source:
         dataset: all its columns, untouched.
         name: what a message calls it: a path, or a hub id with the split.
         header: whether its first row names the columns; examples then count from 2, as a spreadsheet shows them.
+        kept: of a source with rows left out, where the rest stood; None: all rows are there.
     """
 
     dataset: datasets.Dataset
     name: str
     header: bool = False
+    kept: Sequence[int] | None = None
 
     def row(self, index: int) -> str:
         """How a message points at one example (blank lines are not counted)."""
-        return f"row {1 + self.header + index} of {self.name}"
+        return f"row {1 + self.header + (index if self.kept is None else self.kept[index])} of {self.name}"
 
 
 def has_own_splits(where: str) -> bool:
@@ -58,6 +63,8 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str) 
     """
     option = f"{field}.{part}"
     where = config.train if part == "train" or config.test is None else config.test
+    if where is None:  # only a config that names a data set lacks it, and is filled before
+        raise FedspanError(option, where, "is required")
     split = config.train_split if part == "train" else config.test_split or "test"
     if where.startswith(PREFIX):
         with as_file(corpus_file(where, split, option)) as path:
@@ -69,6 +76,29 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str) 
     if len(source.dataset) == 0:
         raise FedspanError(option, where, "a data set with examples in it; this one is empty")
     return source
+
+
+def column_names(where: str) -> list[str] | None:
+    """The columns that the first line or object of a local file names, or the schema of a parquet file.
+
+    None where there is nothing to be read; why, `read_source` says.
+    """
+    path = Path(where).expanduser()
+    kind = _suffix(path).removesuffix(".gz").removeprefix(".")
+    try:
+        if kind == "parquet":
+            return list(pyarrow.parquet.read_schema(path).names)
+        with pa.input_stream(path) as stream:
+            if kind == "json":
+                content = stream.read().decode("utf-8-sig")
+                return list(json.JSONDecoder().raw_decode(content, content.index("{"))[0])
+            line = io.TextIOWrapper(cast(io.BufferedReader, stream), encoding="utf-8-sig").readline().rstrip("\r\n")
+        if kind == "jsonl":
+            return list(json.loads(line))
+        # What quotes do in the first line matters to no name of a column.
+        return next(csv.reader([line], delimiter="\t" if kind == "tsv" else ","))
+    except (OSError, ValueError, StopIteration, csv.Error, pa.ArrowException):
+        return None
 
 
 def _suffix(path: Path) -> str:
@@ -143,14 +173,17 @@ def _read_delimited(path: Path, kind: str, config: DataConfig) -> pa.Table:
         parse = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=False, double_quote=False)
     # One thread, or a malformed row is reported without its number.
     read = pyarrow.csv.ReadOptions(column_names=config.columns, use_threads=False)
+    # From memory, as the content is read twice: the thread with which Arrow reads ahead outlives the first reader, and
+    # on a file opened again under the same number it took whole blocks of rows away from the second.
+    with pa.input_stream(path) as stream:
+        content = pa.py_buffer(stream.read())
     names = config.columns
     if names is None:
-        with pa.input_stream(path) as stream, pyarrow.csv.open_csv(stream, read, parse) as reader:
+        with pyarrow.csv.open_csv(pa.BufferReader(content), read, parse) as reader:
             names = reader.schema.names
     # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
     convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
-    with pa.input_stream(path) as stream:
-        return pyarrow.csv.read_csv(stream, read, parse, convert)
+    return pyarrow.csv.read_csv(pa.BufferReader(content), read, parse, convert)
 
 
 def _records(path: Path, kind: str) -> list[dict[str, object]]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import datasets
 import numpy as np
 import pyarrow as pa
 
+from fedspan.data.blanks import without_blanks
+from fedspan.data.catalogue import dataset_of
 from fedspan.data.columns import Checked, TaskName, check
 from fedspan.data.config import DataConfig
 from fedspan.data.files import has_own_splits, read_source
+from fedspan.data.filling import filled
 from fedspan.data.keyed import generator
 from fedspan.data.names import arrow_column, sort_names
 from fedspan.errors import FedspanError, nearest
@@ -30,11 +34,13 @@ class LoadedData:
             columns as they were, for natural partitions.
         test: the same columns as far as its file has them; None where none was given and none was to be set aside.
         labels: the names of the labels, in the order of the classifier's outputs; none without classes.
+        dropped: how many rows of the files were left out because they lack something (``drop_empty``).
     """
 
     train: datasets.Dataset
     test: datasets.Dataset | None
     labels: tuple[str, ...]
+    dropped: int = 0
 
 
 def load(
@@ -55,17 +61,28 @@ def load(
         FedspanError: a source that is missing, unreadable or empty; a column that is not there; a row without text or
             label; a label that is unknown; too few labels or examples for what was asked.
     """
-    train = check(read_source(config, "train", field), config, task, field, "train")
+    config = filled(config, field)
+    train, dropped = _read(config, task, field, "train")
     labels = _labels(train, config, field)
     data = _index(train, labels, set(train.names or ()), config, field, "train")
-    if config.test is not None or (config.test_split is not None and has_own_splits(config.train)):
-        checked = check(read_source(config, "test", field), config, task, field, "test")
+    if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
+        checked, more = _read(config, task, field, "test")
+        dropped += more
         test = _index(checked, labels, set(train.names or ()), config, field, "test")
     elif config.test_fraction > 0:
         data, test = _set_aside(data, config, field, seed)
     else:
         test = None
-    return LoadedData(_cap(data, config, seed, "train"), test and _cap(test, config, seed, "test"), labels)
+    capped = _cap(data, config, seed, "train"), test and _cap(test, config, seed, "test")
+    return LoadedData(*capped, labels, dropped)
+
+
+def _read(config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"]) -> tuple[Checked, int]:
+    """A checked source, and how many of its rows were dropped."""
+    source, dropped = read_source(config, part, field), 0
+    if config.drop_empty:
+        source, dropped = without_blanks(source, config, task, field, part)
+    return check(source, config, task, field, part), dropped
 
 
 def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
@@ -76,7 +93,7 @@ def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
                     f"{field}.{option}", getattr(config, option), "nothing: these examples have no classes"
                 )
         return ()
-    there = sort_names(train.names)
+    there = _ordered(train.names, config, field)
     if config.labels is not None:
         absent = [label for label in config.labels if label not in there]
         # Without keep_only a label may be absent: one client's file need not hold every class.
@@ -95,13 +112,21 @@ def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
     return tuple(there[: config.first_labels])
 
 
+def _ordered(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
+    """The labels there are: sorted, or as the catalogue orders them."""
+    there = sort_names(names)
+    known = None if config.dataset is None else dataset_of(config.dataset, f"{field}.dataset").labels
+    return [label for label in known if label in there] if known and set(there) <= set(known) else there
+
+
 def _index(
     checked: Checked, labels: Sequence[str], known: set[str], config: DataConfig, field: str, part: str
 ) -> datasets.Dataset:
     """The examples with their labels as indices; rows with a label not to be kept are dropped, unknown ones refused."""
     if checked.names is None:
         info = datasets.DatasetInfo(features=datasets.Features(checked.features))
-        return datasets.Dataset(pa.table(checked.columns), info=info)
+        # In one piece: datasets hashes a table by pickling it, every slice with the whole buffer that it is cut from.
+        return datasets.Dataset(pa.table(checked.columns).combine_chunks(), info=info)
     index = {label: position for position, label in enumerate(labels)}
     keep, ids = [], []
     for row, name in enumerate(checked.names):

@@ -55,8 +55,8 @@ def quantized_loading(
 def keep_layout(model: nn.Module) -> None:
     """Let no forward pass rewrite 4-bit weights.
 
-    On CPUs with AVX512-BF16 bitsandbytes packs them anew, in place, at the first pass in eval mode, computes in bfloat16
-    from then on, and fails on layers whose outputs are no multiple of 32.
+    On CPUs with AVX512-BF16 bitsandbytes packs them anew, in place, at the first pass in eval mode, then computes in
+    bfloat16, and fails on layers whose outputs are no multiple of 32.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -67,7 +67,10 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | Non
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
     """Ids of texts; ``special`` adds what the tokenizer puts before a text (never what it puts behind one)."""
-    rows = [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special)["input_ids"]] if texts else []
+    if not texts:
+        return []
+    # Not verbose: that a text is longer than the model knows is no news here, it will be cut.
+    rows = [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"]]
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
     if special:  # OPT begins with what it ends with, so a single id stays
         rows = [ids[:-1] if len(ids) > 1 and ids[-1] in ends else ids for ids in rows]

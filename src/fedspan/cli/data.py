@@ -1,0 +1,122 @@
+"""``fedspan data``: the data sets that a config can name."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedspan.data.catalogue import DatasetEntry
+
+__all__ = ["data"]
+
+
+def data(
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="Show all about one, with a config to paste.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """List the data sets that data.dataset can name: what they are for, their licence, where they are."""
+    from fedspan.cli.text import console
+    from fedspan.data.catalogue import dataset_of, list_datasets
+
+    entries = list_datasets() if key is None else (dataset_of(key, "KEY"),)
+    if as_json:
+        typer.echo(json.dumps([entry.model_dump(mode="json") for entry in entries], indent=2, ensure_ascii=False))
+    elif key is None:
+        _all(console(), entries)
+    else:
+        _one(console(), entries[0])
+
+
+def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
+    from fedspan.cli.text import plain_table
+
+    # A table for each task: a column of tasks would leave the hub's ids too little of 80 columns.
+    for task in dict.fromkeys(entry.task for entry in entries):
+        table = plain_table()
+        table.title, table.title_justify, table.title_style = f"task: {task}", "left", "bold"
+        table.add_column("key", style="cyan", no_wrap=True, width=17)
+        table.add_column("metric", no_wrap=True, width=11)
+        table.add_column("licence", width=14)
+        table.add_column("hub id", min_width=30)
+        for entry in entries:
+            if entry.task == task:
+                where = "local files only" if entry.hub is None else entry.hub.id
+                where = where if len(where) <= 31 else where.replace("/", "/\n")
+                table.add_row(entry.key, entry.metric, entry.licence, where)
+        out.print(table)
+    notes = (
+        "image-classification: listed for reference; no task of this version takes images. exact_match needs "
+        "evaluation.generate. licence: as the publisher states it; other: the source tells more; unknown: no "
+        "statement was found.\nAll about one, with a config to paste: fedspan data sst2"
+    )
+    out.print(notes, style="dim")
+
+
+def _one(out: Console, entry: DatasetEntry) -> None:
+    from fedspan.cli.text import plain_table
+    from fedspan.data.catalogue import snippet
+
+    out.print(f"{entry.title}: {entry.summary}", style="bold")
+    if entry.note is not None:
+        out.print(entry.note)
+    table = plain_table()
+    table.show_header = False
+    table.box = None
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts(entry):
+        table.add_row(name, value)
+    out.print()
+    out.print(table)
+    builtin = entry.hub is not None and entry.hub.id.startswith("builtin:")
+    configs = {"as it comes" if builtin else "from the hub": snippet(entry, "hub")}
+    configs["from local files"] = snippet(entry, "files")
+    for title, config in configs.items():
+        if config is not None:
+            out.print(f"\n{title}", style="dim")
+            out.print("\n".join(f"  {line}" for line in config.splitlines()), soft_wrap=True)
+
+
+def facts(entry: DatasetEntry) -> list[tuple[str, str]]:
+    """What is known of a data set, as names and values, in the order in which they are read."""
+    rows = f"{entry.rows.train} train" + ("" if entry.rows.test is None else f", {entry.rows.test} test")
+    found = [("task", entry.task), ("metric", entry.metric), ("rows", rows), ("licence", entry.licence)]
+    found.append(("source", entry.source))
+    if entry.hub is None:
+        found.append(("hub", "not there in this form: local files only"))
+    else:
+        config = "" if entry.hub.config is None else f", config {entry.hub.config}"
+        splits = f"train on {entry.hub.train_split}, " + (
+            "set a part of it aside to test" if entry.hub.test_split is None else f"test on {entry.hub.test_split}"
+        )
+        found += [("hub", f"{entry.hub.id}{config}"), ("splits", splits)]
+    found.append(("columns", _columns(entry.columns.model_dump(exclude_none=True))))
+    if entry.files is not None:
+        names = entry.files.train if entry.files.test is None else f"{entry.files.train}, {entry.files.test}"
+        found.append(("files", names))
+        if entry.files.columns.model_dump(exclude_none=True):
+            found.append(("their columns", _columns(entry.file_columns.model_dump(exclude_none=True))))
+        if entry.files.header is not None:
+            found.append(("no header, but", ", ".join(entry.files.header)))
+        if entry.files.quotes:
+            found.append(("quotes", "enclose fields"))
+    further = {
+        "labels": None if entry.labels is None else ", ".join(entry.labels),
+        "prompt": None if entry.prompt is None else entry.prompt.replace("\n", "\\n"),
+        "answer pattern": entry.answer_pattern,
+        "new tokens": None if entry.max_new_tokens is None else str(entry.max_new_tokens),
+        "incomplete rows": "left out" if entry.drop_empty else None,
+    }
+    found += [(name, value) for name, value in further.items() if value is not None]
+    return found
+
+
+def _columns(columns: dict[str, str]) -> str:
+    return ", ".join(f"{name} {column!r}" if " " in column else f"{name} {column}" for name, column in columns.items())

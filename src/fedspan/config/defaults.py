@@ -1,0 +1,65 @@
+"""What a known data set says about a run: its task, its metric, what counts of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from fedspan.data.catalogue import DatasetEntry, list_datasets
+from fedspan.data.columns import TaskName
+from fedspan.data.filling import refuse_images
+from fedspan.errors import FedspanError
+from fedspan.tasks.metrics import METRICS_OF
+
+__all__ = ["with_dataset"]
+
+
+def with_dataset(values: object) -> object:
+    """The values of a run's configuration, with what ``data.dataset`` implies for those that the user left out.
+
+    Args:
+        values: not validated yet; whatever is wrong with them is for others to say.
+
+    Raises:
+        FedspanError: a data set of images, or one for another task than the run's.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    key = _get(values.get("data"), "dataset")
+    if not isinstance(key, str):
+        return values
+    entry = next((entry for entry in list_datasets() if entry.key == key), None)
+    if entry is None:
+        return values
+    refuse_images(entry, "data.dataset")
+    task = values.get("task", entry.task)
+    if task != entry.task and task in get_args(TaskName):
+        raise FedspanError("task", task, f"{entry.task}, which is what data.dataset {entry.key} is for")
+    content = {**values, "task": task, "evaluation": _evaluation(values.get("evaluation", {}), entry)}
+    if entry.prompt is not None and _get(values["data"], "messages") is None:
+        # The model is asked with it long after the data were read.
+        content["data"] = _with(values["data"], {"prompt": entry.prompt})
+    return content
+
+
+def _evaluation(section: Any, entry: DatasetEntry) -> Any:
+    defaults = {"answer_pattern": entry.answer_pattern, "max_new_tokens": entry.max_new_tokens}
+    if entry.task != "image-classification" and entry.metric in METRICS_OF[entry.task]:
+        defaults["metric"] = entry.metric  # exact_match is measured at the end only
+    return _with(section, {name: value for name, value in defaults.items() if value is not None})
+
+
+def _get(section: Any, name: str) -> Any:
+    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+
+
+def _with(section: Any, defaults: Mapping[str, Any]) -> Any:
+    """A section, as values or a model, with defaults for what it leaves out."""
+    if isinstance(section, BaseModel):
+        missing = {name: value for name, value in defaults.items() if name not in section.model_fields_set}
+        return section.model_copy(update=missing)
+    if isinstance(section, Mapping):
+        return {**defaults, **section}
+    return section

@@ -1,0 +1,89 @@
+"""What ``data.dataset`` stands for: the settings that a user leaves to the catalogue, written out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pydantic
+
+from fedspan.data.catalogue import Columns, DatasetEntry, dataset_of
+from fedspan.data.config import DataConfig
+from fedspan.data.files import column_names, has_own_splits
+from fedspan.errors import FedspanError
+
+__all__ = ["filled", "refuse_images"]
+
+_DELIMITED = re.compile(r"\.[ct]sv(\.gz)?$")
+
+
+def filled(config: DataConfig, field: str = "data") -> DataConfig:
+    """The settings with everything that the catalogue knows of ``config.dataset``; what the user gave stays.
+
+    Of a local file the names of its columns are read, to tell the original files from copies of the hub's.
+
+    Args:
+        config: as the user wrote it.
+        field: what the user calls it.
+
+    Raises:
+        FedspanError: a data set of images, one that is not on the hub and has no `train`, or settings that contradict
+            each other once they are written out.
+    """
+    if config.dataset is None:
+        return config
+    entry = dataset_of(config.dataset, f"{field}.dataset")
+    refuse_images(entry, f"{field}.dataset")
+    known = _of_train(entry, config, field)
+    if config.messages is None:
+        known["prompt"] = entry.prompt
+    known["drop_empty"] = entry.drop_empty
+    given = config.model_dump(exclude_unset=True)
+    try:
+        return DataConfig.model_validate({**known, **given})
+    except pydantic.ValidationError as error:
+        message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise FedspanError(f"{field}.dataset", config.dataset, f"settings that fit it: {message}") from None
+
+
+def refuse_images(entry: DatasetEntry, field: str) -> None:
+    """Raises a FedspanError if the data set holds images."""
+    if entry.task == "image-classification":
+        raise FedspanError(field, entry.key, "a data set of texts; this version has no task for images")
+
+
+def _of_train(entry: DatasetEntry, config: DataConfig, field: str) -> dict[str, Any]:
+    """Settings that depend on where the training examples are."""
+    hub = entry.hub
+    if config.train is None:
+        if hub is None:
+            named = "" if entry.files is None else f" such as {entry.files.train}"
+            expected = f"the path of a local file{named}: {entry.key} is not on the hub ({entry.source} tells more)"
+            raise FedspanError(f"{field}.train", None, expected)
+    elif not has_own_splits(config.train):
+        return _of_file(entry, config.train)
+    settings = _options(entry.columns)
+    if hub is not None and config.train in (None, hub.id):
+        settings |= {"train": hub.id, "hub_config": hub.config}
+        settings |= {"train_split": hub.train_split, "test_split": hub.test_split}
+    return settings
+
+
+def _of_file(entry: DatasetEntry, path: str) -> dict[str, Any]:
+    there = column_names(path)
+    original, hub = entry.file_columns, entry.columns
+    header = None if entry.files is None else entry.files.header
+    quotes = None if entry.files is None else entry.files.quotes
+    if there is not None and (header is not None or not _has(there, original)) and _has(there, hub):
+        return _options(hub)
+    # Of an original file without a header, the first line is an example.
+    headless = there is not None and not _has(there, original) and bool(_DELIMITED.search(path.lower()))
+    return {**_options(original), "columns": header if headless else None, "quotes": quotes}
+
+
+def _has(there: list[str], columns: Columns) -> bool:
+    return set(columns.model_dump(exclude_none=True).values()) <= set(there)
+
+
+def _options(columns: Columns) -> dict[str, Any]:
+    return columns.model_dump(exclude_none=True)
