@@ -1,9 +1,23 @@
-"""fedspan from Python: run a federation, go on with it, export what it trained, and use that."""
+"""fedspan from Python: run federations, go on with them, compare them, export what they trained, and use that."""
 
+from fedspan.api.comparing import compare, resume_compare
 from fedspan.api.exporting import export
 from fedspan.api.reports import read_report
 from fedspan.api.serving import evaluate, predict
+from fedspan.api.sweeping import resume_sweep, sweep
 from fedspan.api.training import resume, run
 from fedspan.config import load_config
 
-__all__ = ["evaluate", "export", "load_config", "predict", "read_report", "resume", "run"]
+__all__ = [
+    "compare",
+    "evaluate",
+    "export",
+    "load_config",
+    "predict",
+    "read_report",
+    "resume",
+    "resume_compare",
+    "resume_sweep",
+    "run",
+    "sweep",
+]

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import fedspan
-from fedspan.cli import show, train, use
+from fedspan.cli import compare, data, show, train, use
 from fedspan.errors import FedspanError
 
 __all__ = ["app"]
@@ -75,9 +75,26 @@ app.command(
         "fedspan run --resume runs/first",
     ),
 )(train.run)
+app.command(
+    "compare",
+    epilog=_examples(
+        "fedspan compare my.yaml --methods fedit,rolora,flora --seeds 0,1,2 --out runs/three",
+        "fedspan compare my.yaml --methods fedit,fedloru --set-for fedloru:method.tau=5 --out runs/two",
+        "fedspan compare --resume runs/three --against flora",
+    ),
+)(compare.compare)
+app.command(
+    "sweep",
+    epilog=_examples(
+        "fedspan sweep my.yaml --over training.lr=1e-4,1e-3,1e-2 --over method.r=4,8 --out runs/sweep",
+        "fedspan sweep my.yaml --over training.lr=1e-4..1e-1 --trials 12 --rounds 3 --out runs/search",
+        "fedspan sweep --resume runs/search",
+    ),
+)(compare.sweep)
 app.command("methods", epilog=_examples("fedspan methods", "fedspan methods fedloru", "fedspan methods --json"))(
     show.methods
 )
+app.command("data", epilog=_examples("fedspan data", "fedspan data sst2", "fedspan data --json"))(data.data)
 app.command(
     "partition",
     epilog=_examples(

@@ -188,8 +188,12 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         test_texts=() if data.test is None else tuple(data.test["text"]),
         lora_config=peft_config,
         adopted=adopted,
-        remarks=task.remarks(train),
+        remarks=(*_dropped(data.dropped), *task.remarks(train)),
     )
+
+
+def _dropped(count: int) -> tuple[str, ...]:
+    return (f"{count} rows that lack a text, a label or an answer were left out",) if count else ()
 
 
 def with_extras(config: RunConfig, method: RegisteredMethod) -> WithExtras:

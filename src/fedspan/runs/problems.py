@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fedspan.config import RunConfig
 from fedspan.data.columns import TaskName
+from fedspan.errors import FedspanError
 from fedspan.models.loading import Head
 from fedspan.models.quantized import Quantization
-from fedspan.errors import FedspanError
 from fedspan.tasks.causal import CausalLM, Generation, sees_across
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.metrics import METRICS_OF

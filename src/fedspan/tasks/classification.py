@@ -64,7 +64,8 @@ class SequenceClassification:
             "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(truth))),
             "accuracy": float((guess == truth).mean()),
             "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
-            "matthews": float(matthews_corrcoef(truth, guess)),
+            # scikit-learn's 0 of a single label comes with a warning
+            "matthews": float(matthews_corrcoef(truth, guess)) if len({*truth, *guess}) > 1 else 0.0,
         }
         if len(self.labels) == 2:
             scores["f1"] = float(f1_score(truth, guess, average="binary", zero_division=0))  # pyright: ignore

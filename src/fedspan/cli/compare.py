@@ -1,0 +1,255 @@
+"""``fedspan compare`` and ``fedspan sweep``: several runs, one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from fedspan.cli.show import Json, Overrides
+from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedspan.runs.comparing import CompareReport
+    from fedspan.runs.series import Watcher
+    from fedspan.runs.sweeping import SweepReport
+    from fedspan.runs.tables import Table
+
+__all__ = ["compare", "sweep"]
+
+Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FOLDER", help="For the runs and the table; of these runs, go on there.")
+]
+Resume = Annotated[
+    Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on, under the settings that it was begun with.")
+]
+Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds, with commas in between.")]
+Report = TypeVar("Report")
+
+
+def compare(
+    config: Config = None,
+    methods: Annotated[
+        str | None, typer.Option("--methods", metavar="KEY,KEY", help="Methods; fedspan methods lists them.")
+    ] = None,
+    seeds: Seeds = None,
+    out: Out = None,
+    overrides: Overrides = None,
+    overrides_for: Annotated[
+        list[str] | None,
+        typer.Option("--set-for", metavar="METHOD:A.B=C", help="Change a field for one method; as often as you like."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="METHOD", help="Compare with this row; left out: the first.")
+    ] = None,
+    resume: Resume = None,
+    as_json: Json = False,
+) -> None:
+    """Play several methods and seeds (0,1,2 unless you say) on the same division of the data, and show one table.
+
+    Every run is an ordinary run folder inside FOLDER. Stopped, the same command or --resume goes on.
+    """
+    given = {"--methods": methods, "--seeds": seeds, "--set-for": overrides_for}
+    folder = _folder(config, out, resume, {**given, "--set": overrides})
+    report = _watched(
+        "compare",
+        folder,
+        as_json,
+        lambda watcher: _compare(config, folder, methods, seeds, overrides, overrides_for, against, watcher),
+    )
+    _show(report, report.table(), as_json)
+    if not as_json:
+        typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
+
+
+def _compare(
+    config: Path | None,
+    folder: Path,
+    methods: str | None,
+    seeds: str | None,
+    overrides: list[str] | None,
+    overrides_for: list[str] | None,
+    against: str | None,
+    watcher: Watcher,
+) -> CompareReport:
+    from fedspan import api
+
+    if config is None:
+        return api.resume_compare(folder, against=against, listener=watcher)
+    return api.compare(
+        config,
+        folder,
+        [key.strip() for key in (methods or "").split(",") if key.strip()],
+        _seeds(seeds or "0,1,2"),
+        overrides=overrides or (),
+        overrides_for=_for(overrides_for or []),
+        against=against,
+        listener=watcher,
+    )
+
+
+def sweep(
+    config: Config = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option("--over", metavar="A.B=V,V", help="Values to try for a field, or with --trials a range V..V."),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option("--trials", metavar="N", help="Draw so many combinations; left out: try all.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", metavar="R", help="Rounds of a trial; left out: the config's.")
+    ] = None,
+    seeds: Seeds = None,
+    out: Out = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    as_json: Json = False,
+) -> None:
+    """Try settings, choose the best on the clients' validation parts (never on a test set), write best.yaml.
+
+    All combinations of the values, or with --trials some at random. Stopped, the same command or --resume goes on.
+    """
+    given = {"--over": over, "--trials": trials, "--rounds": rounds, "--seeds": seeds, "--set": overrides}
+    folder = _folder(config, out, resume, given)
+    report = _watched(
+        "sweep",
+        folder,
+        as_json,
+        lambda watcher: _sweep(config, folder, over, trials, rounds, seeds, overrides, watcher),
+    )
+    _show(report, report.table(), as_json)
+    if report.best is None:
+        tried = [trial.values.get("training.lr") for trial in report.trials]
+        shown = [value for value in tried if value is not None]
+        raise FedspanError("training.lr", shown or None, "a lower one: every trial diverged")
+    if not as_json:
+        typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
+        typer.echo(f"the best, to be run: fedspan run {shlex.quote(report.best)}")
+
+
+def _sweep(
+    config: Path | None,
+    folder: Path,
+    over: list[str] | None,
+    trials: int | None,
+    rounds: int | None,
+    seeds: str | None,
+    overrides: list[str] | None,
+    watcher: Watcher,
+) -> SweepReport:
+    from fedspan import api
+
+    if config is None:
+        return api.resume_sweep(folder, listener=watcher)
+    return api.sweep(
+        config,
+        folder,
+        _over(over or []),
+        trials=trials,
+        rounds=rounds,
+        seeds=_seeds(seeds or "0"),
+        overrides=overrides or (),
+        listener=watcher,
+    )
+
+
+def _folder(config: Path | None, out: Path | None, resume: Path | None, given: Mapping[str, object]) -> Path:
+    """Where the series is kept; what cannot stand beside each other is refused."""
+    if resume is not None:
+        for name, value in {"CONFIG": config, "--out": out, **given}.items():
+            if value:
+                raise FedspanError(name, str(value), "nothing beside --resume: it goes on under its own settings")
+        return resume
+    if config is None:
+        raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER")
+    if out is None:
+        raise FedspanError("--out", None, "a folder for the runs and the table")
+    return out
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise FedspanError("--seeds", text, "whole numbers with commas in between, such as 0,1,2") from None
+
+
+def _for(texts: list[str]) -> dict[str, list[str]]:
+    """``METHOD:a.b=c`` by method."""
+    by_method: dict[str, list[str]] = {}
+    for text in texts:
+        method, colon, setting = text.partition(":")
+        if not colon or "=" in method or "=" not in setting:
+            raise FedspanError("--set-for", text, "METHOD:section.field=value")
+        by_method.setdefault(method.strip(), []).append(setting)
+    return by_method
+
+
+def _over(texts: list[str]) -> dict[str, str]:
+    """``a.b=values`` by path."""
+    by_path: dict[str, str] = {}
+    for text in texts:
+        path, equals, values = text.partition("=")
+        if not equals:
+            raise FedspanError("--over", text, "section.field=value,value,...")
+        if path.strip() in by_path:
+            raise FedspanError("--over", text, f"{path.strip()} once, with all its values")
+        by_path[path.strip()] = values
+    return by_path
+
+
+def _watched(command: str, folder: Path, quiet: bool, play: Callable[[Watcher], Report]) -> Report:
+    """Play a series with its live view; Ctrl-C says how to go on."""
+    from fedspan.cli.text import console
+
+    out = console()
+    if quiet:
+        out.quiet = True
+    with out.status("loading torch and Transformers"):
+        from fedspan.cli.series import SeriesView
+    view = SeriesView(out, folder)
+    try:
+        with view:
+            return play(view)
+    except KeyboardInterrupt:
+        typer.echo(_stopped(command, folder, view.done, view.runs), err=True)
+        raise typer.Exit(130) from None
+
+
+def _stopped(command: str, folder: Path, done: int, runs: int) -> str:
+    if not (folder / f"{command}.yaml").is_file():
+        return "stopped before the first run began; nothing was written"
+    finished = f"{done} of {runs} runs are finished" if runs else "what was finished is kept"
+    return f"stopped; {finished}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"
+
+
+def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> None:
+    from fedspan.cli.text import console
+
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
+    else:
+        _print(console(), table)
+
+
+def _print(out: Console, table: Table) -> None:
+    from fedspan.cli.text import plain_table
+
+    shown = plain_table()
+    for index, title in enumerate(table.head):
+        shown.add_column(title, justify="right" if index else "left", overflow="fold", no_wrap=False)
+    for index, row in enumerate(table.rows):
+        shown.add_row(*row, style="bold" if index == table.best else "")
+    out.print()
+    out.print(shown)
+    for note in table.notes:
+        out.print(note, style="dim")

@@ -1,0 +1,108 @@
+"""The view of a series of runs at work: a line for every run, and in a terminal a footer with the present one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from fedspan.cli.live import RunView
+from fedspan.cli.text import duration, one_line, score
+from fedspan.runs.build import Prepared
+from fedspan.runs.series import Step, Watcher
+
+__all__ = ["SeriesView"]
+
+_LEFT = 58  # columns of a line up to the score
+
+
+class SeriesView(Watcher):
+    """Shows a series while it is entered as a context manager.
+
+    The footer is that of a single run, whose lines go nowhere.
+
+    Args:
+        out: where to; without a terminal only the lines are printed.
+        folder: of the series.
+        clock: seconds.
+    """
+
+    def __init__(self, out: Console, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.done = self.runs = 0
+        self._out, self._folder, self._clock = out, folder, clock
+        self._began = clock()
+        self._step: Step | None = None
+        self._run = RunView(Console(quiet=True), folder, clock)
+        self._said: set[str] = set()
+        self._live = Live(get_renderable=self.footer, console=out, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> SeriesView:
+        if self._out.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def series_started(self, steps: Sequence[Step]) -> None:
+        self.runs = len(steps)
+        self._print(Text(f"{self.runs} runs in {self._folder}", "dim"))
+
+    def run_started(self, step: Step) -> None:
+        self._step = step
+        self._run = RunView(Console(quiet=True), self._folder / step.name, self._clock)
+
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+        self._line(step, f"{score(metric, value):>8} {duration(seconds):>8}", "" if played else "dim")
+
+    def run_failed(self, step: Step, why: str) -> None:
+        self._line(step, "  failed", "yellow")
+        self._note(why)
+
+    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+        shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
+        self._note(f"{shown}; the last bits of the result may differ")
+
+    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        self._run.started(prepared, done, resumed)
+        for remark in prepared.remarks:
+            self._note(remark)
+
+    def client_finished(self, round: int, client: str, loss: float) -> None:
+        self._run.client_finished(round, client, loss)
+
+    def round_finished(self, row: Mapping[str, Any]) -> None:
+        self._run.round_finished(row)
+
+    def baseline_started(self, name: str, rounds: int) -> None:
+        self._run.baseline_started(name, rounds)
+
+    def baseline_round(self, name: str, round: int, loss: float) -> None:
+        self._run.baseline_round(name, round, loss)
+
+    def _line(self, step: Step, result: str, style: str) -> None:
+        self.done += 1
+        left = f"{self.done:>{len(str(self.runs))}}/{self.runs}  {step.label}"
+        self._print(Text(f"{one_line(left, _LEFT):<{_LEFT}} {result}", style))
+
+    def _note(self, text: str) -> None:
+        """A remark on the data or the machine, once for all runs."""
+        if text not in self._said:
+            self._said.add(text)
+            self._print(Text(f"note: {text}", "yellow"))
+
+    def _print(self, text: Text) -> None:
+        self._out.print(text, soft_wrap=True)
+
+    def footer(self) -> RenderableType:
+        """Which run is at work, its bars, and the time that all took."""
+        if self._step is None:
+            return Text("")
+        elapsed = duration(self._clock() - self._began)
+        now = f"run {min(self.done + 1, self.runs)} of {self.runs}: {self._step.label}; all: {elapsed}"
+        return Group("", Text(one_line(now, self._out.width)), self._run.footer())

@@ -1,0 +1,141 @@
+"""What a sweep tries: lists of values and ranges, all combinations or some at random."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from fedspan.data.keyed import generator
+from fedspan.errors import FedspanError
+
+__all__ = ["Range", "Space", "combinations", "space_of"]
+
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"\s*({_NUMBER})\.\.({_NUMBER})\s*")
+_TRIES = 200  # at drawing what was not drawn before, for each trial
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both included: integers all alike, others log-uniform.
+
+    Args:
+        low: above 0 if it is no integer.
+        high: above ``low``.
+    """
+
+    low: float
+    high: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether integers are drawn."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def draw(self, seed: int, attempt: int, path: str) -> float:
+        """The number of one attempt: four significant digits, so that it can be read and typed."""
+        rng = generator(seed, "sweep", attempt, path)
+        if self.whole:
+            return int(rng.integers(int(self.low), int(self.high), endpoint=True))
+        drawn = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+        return min(max(float(f"{drawn:.4g}"), self.low), self.high)
+
+
+Space = Mapping[str, Range | tuple[Any, ...]]
+"""What to try, by path in the config."""
+
+
+def space_of(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tuple[Any, ...]]:
+    """What to try for each field.
+
+    Args:
+        over: by path in the config: values, or a text ``4,8`` or ``1e-4..1e-1``.
+
+    Raises:
+        FedspanError: nothing to try, a text that is neither, or a range that is none.
+    """
+    if not over:
+        raise FedspanError("--over", None, "at least one field with values to try, such as training.lr=1e-4,1e-3")
+    return {path: _values(path, given) for path, given in over.items()}
+
+
+def _values(path: str, given: str | Sequence[Any]) -> Range | tuple[Any, ...]:
+    said = f"{path}={given}"
+    if not path or not all(path.split(".")):
+        raise FedspanError("--over", said, "section.field=value,value,...")
+    values: Any = given
+    if isinstance(given, str):
+        if match := _RANGE.fullmatch(given):
+            return _range(said, match[1], match[2])
+        try:
+            values = yaml.safe_load(f"[{given}]")
+        except (yaml.YAMLError, ValueError, RecursionError):
+            values = None
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise FedspanError("--over", said, "values with commas in between, or a range such as 1e-4..1e-1")
+    for position, value in enumerate(values):
+        if value in values[:position]:
+            raise FedspanError("--over", said, f"every value once, not {value} twice")
+    return tuple(values)
+
+
+def _range(said: str, low: str, high: str) -> Range:
+    whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
+    found = Range(int(low), int(high)) if whole else Range(float(low), float(high))
+    if not -(2**62) < found.low < found.high < 2**62:
+        raise FedspanError("--over", said, "a range from the smaller to the larger number")
+    if not whole and found.low <= 0:
+        raise FedspanError("--over", said, "a range above 0: it is drawn from on a logarithmic scale")
+    return found
+
+
+def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:
+    """The values of every trial: all combinations, or so many different ones at random.
+
+    Args:
+        space: what to try for each field.
+        trials: how many; None for all combinations.
+        seed: of the draws; the first ones are the same however many there are.
+
+    Raises:
+        FedspanError: a range without a number of trials, or more trials than there are combinations.
+    """
+    if trials is None:
+        for path, values in space.items():
+            if isinstance(values, Range):
+                shown = f"{path}={values.low}..{values.high}"
+                raise FedspanError("--over", shown, "a list of values, or --trials N: so many are drawn from the range")
+        lists = [values for values in space.values() if not isinstance(values, Range)]
+        return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*lists)]
+    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
+        raise FedspanError("--trials", trials, "a whole number from 1")
+    count = math.prod(_size(choice) for choice in space.values())
+    if trials > count:
+        raise FedspanError("--trials", trials, f"at most {count}, the number of combinations; left out, it tries all")
+    drawn: list[dict[str, Any]] = []
+    for attempt in range(_TRIES * trials):
+        values = {path: _drawn(choice, seed, attempt, path) for path, choice in space.items()}
+        if values not in drawn:
+            drawn.append(values)
+        if len(drawn) == trials:
+            return drawn
+    raise FedspanError("--trials", trials, f"at most {len(drawn)}, or wider ranges: they give no more that differ")
+
+
+def _size(choice: Range | tuple[Any, ...]) -> float:
+    """How many different values there are to draw, at the least."""
+    if not isinstance(choice, Range):
+        return len(choice)
+    return int(choice.high) - int(choice.low) + 1 if choice.whole else math.inf
+
+
+def _drawn(choice: Range | tuple[Any, ...], seed: int, attempt: int, path: str) -> Any:
+    if isinstance(choice, Range):
+        return choice.draw(seed, attempt, path)
+    return choice[int(generator(seed, "sweep", attempt, path).integers(len(choice)))]

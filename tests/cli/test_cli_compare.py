@@ -1,0 +1,241 @@
+"""``fedspan compare`` and ``fedspan sweep``: what they show, how they stop and go on, and what they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from rich.console import Console
+
+from fedspan import api
+from fedspan.cli.series import SeriesView
+from fedspan.config import RunConfig, load_config
+from fedspan.runs.build import Prepared
+from fedspan.runs.series import Step
+
+Call = Callable[..., Result]
+Write = Callable[..., Path]
+Refused = Callable[..., str]
+
+
+def done(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def config(write: Write) -> Path:
+    return write(federation={"rounds": 1}, partition={"validation": 0.3})
+
+
+@pytest.fixture(scope="module")
+def compared(call: Call, config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("comparison") / "made"
+    arguments = ["--methods", "fedit,fedloru", "--seeds", "0,1", "--set-for", "fedloru:method.tau=1"]
+    return folder, done(call("compare", config, *arguments, "--out", folder))
+
+
+@pytest.fixture(scope="module")
+def swept(call: Call, config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("sweep") / "made"
+    return folder, done(call("sweep", config, "--over", "training.lr=1e-3..1e-1", "--trials", 2, "--out", folder))
+
+
+def narrow(screen: str) -> bool:
+    """Whether all lines but those with folders fit on a screen of 80 columns."""
+    return max(len(line) for line in screen.splitlines() if "/" not in line.replace("±", "")) <= 80
+
+
+def test_compare_shows_a_line_a_run_and_the_table(compared: tuple[Path, str], call: Call) -> None:
+    folder, screen = compared
+    for number, label in enumerate(("fedit, seed 0", "fedit, seed 1", "fedloru, seed 0", "fedloru, seed 1"), 1):
+        assert f"{number}/4 {label} " in screen
+    rows = json.loads(done(call("compare", "--resume", folder, "--json")))["rows"]
+    for row in rows:
+        assert f"{100 * row['mean']:.1f} ± {100 * row['deviation']:.1f}" in screen
+    apart = rows[1]
+    assert f"{100 * apart['difference']:+.1f} ± {100 * apart['error']:.1f}" in screen
+    assert "higher is better" in screen
+    assert narrow(screen)
+    settings = yaml.safe_load((folder / "compare.yaml").read_text())
+    assert settings["for"] == {"fedloru": ["method.tau=1"]}
+
+
+def test_what_is_finished_is_read(compared: tuple[Path, str], call: Call) -> None:
+    folder, screen = compared
+    before = (folder / "fedit-seed0" / "report.json").stat().st_mtime_ns
+    again = done(call("compare", "--resume", folder))
+    assert again.splitlines()[1:] == screen.splitlines()[1:]
+    assert (folder / "fedit-seed0" / "report.json").stat().st_mtime_ns == before
+
+
+def test_sweep_says_how_to_run_the_best(swept: tuple[Path, str], call: Call) -> None:
+    folder, screen = swept
+    assert screen.splitlines()[-1] == f"the best, to be run: fedspan run {folder / 'best.yaml'}"
+    report = json.loads(done(call("sweep", "--resume", folder, "--json")))
+    assert "test" not in json.dumps({**report, "folder": "", "best": ""})
+    rates = [trial["values"]["training.lr"] for trial in report["trials"]]
+    assert len(set(rates)) == 2
+    assert all(1e-3 <= rate <= 1e-1 for rate in rates)
+    assert load_config(folder / "best.yaml").training.lr == rates[0]
+    assert screen.index(f" {rates[0]} ") < screen.rindex(f" {rates[1]} ")
+    assert narrow(screen)
+
+
+def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: Path) -> None:
+    result = call(
+        "sweep",
+        config,
+        "--over",
+        "training.lr=1e30",
+        "--set",
+        "training.optimizer=sgd",
+        "--set",
+        "training.max_grad_norm=0",
+        "--set",
+        "federation.rounds=2",
+        "--out",
+        tmp_path / "made",
+    )
+    assert result.exit_code == 2
+    assert "failed" in result.stdout
+    assert result.stderr == "error: training.lr: ['1e30']; a lower one: every trial diverged\n"
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_ctrl_c_says_how_to_go_on(
+    command: str, call: Call, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, played = api.series.training.run, []
+
+    def interrupted(config: Any, place: Path, **more: Any) -> Any:
+        if played:
+            raise KeyboardInterrupt
+        played.append(place)
+        return train(config, place, **more)
+
+    folder = tmp_path / "my runs"
+    asked = {"compare": ["--methods", "fedit", "--seeds", "0,1"], "sweep": ["--over", "method.r=1,2"]}[command]
+    with monkeypatch.context() as patch:
+        patch.setattr(api.series.training, "run", interrupted)
+        result = call(command, config, *asked, "--out", folder)
+    assert result.exit_code == 130
+    assert result.stderr.startswith("stopped; 1 of 2 runs are finished. Go on with:\n")
+    assert result.stderr.endswith(f"  fedspan {command} --resume '{folder}'\n")
+    before = (played[0] / "report.json").stat().st_mtime_ns
+    assert "2/2" in done(call(command, "--resume", folder))
+    assert (played[0] / "report.json").stat().st_mtime_ns == before
+
+
+def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str], tmp_path: Path) -> None:
+    """By a process of its own that ends in the midst of a round, as ``kill -9`` would end it."""
+    folder = tmp_path / "made"
+    asked = ["--methods", "fedit,fedloru", "--seeds", "0,1", "--set-for", "fedloru:method.tau=1", "--out", folder]
+    child = os.fork() if hasattr(os, "fork") else pytest.skip("forks")
+    if child == 0:
+        rows: list[Any] = []
+
+        def fatal(self: SeriesView, row: Any) -> None:
+            rows.append(row)
+            if len(rows) == 2:  # in the second run, before its report
+                os._exit(9)
+
+        SeriesView.round_finished = fatal  # pyright: ignore
+        call("compare", config, *asked)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert (folder / "fedit-seed1" / "config.yaml").exists()
+    assert not (folder / "fedit-seed1" / "report.json").exists()
+    done(call("compare", config, *asked))
+
+    def table(of: Path) -> list[list[str]]:
+        return [line.split(",")[:-1] for line in (of / "table.csv").read_text().splitlines()]
+
+    assert table(folder) == table(compared[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compare"], "CONFIG: None; a YAML file, or --resume FOLDER"),
+        (["compare", "CONFIG"], "--out: None; a folder"),
+        (["compare", "CONFIG", "--out", "OUT"], "--methods: []; keys of methods"),
+        (
+            ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--seeds", "0,x"],
+            "--seeds: '0,x'; whole numbers",
+        ),
+        (["compare", "CONFIG", "--out", "OUT", "--methods", "fedot"], "no such method; the nearest are fedit"),
+        (
+            ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--set-for", "method.r=3"],
+            "METHOD:section.field",
+        ),
+        (["compare", "CONFIG", "--resume", "OUT"], "nothing beside --resume"),
+        (["compare", "--methods", "fedit", "--resume", "OUT"], "--methods: 'fedit'; nothing beside --resume"),
+        (["compare", "--resume", "OUT"], "no compare.yaml in it"),
+        (["sweep", "CONFIG", "--out", "OUT"], "--over: None; at least one field"),
+        (["sweep", "CONFIG", "--out", "OUT", "--over", "method.r"], "--over: 'method.r'; section.field=value"),
+        (["sweep", "CONFIG", "--out", "OUT", "--over", "seed=1", "--over", "seed=2"], "seed once, with all its values"),
+        (["sweep", "CONFIG", "--out", "OUT", "--over", "training.lr=1e-3..1"], "or --trials N"),
+        (["sweep", "--trials", "3", "--resume", "OUT"], "--trials: '3'; nothing beside --resume"),
+    ],
+)
+def test_mistakes_are_said_on_one_line(
+    arguments: list[str], said: str, refused: Refused, config: Path, tmp_path: Path
+) -> None:
+    places = {"CONFIG": str(config), "OUT": str(tmp_path / "made")}
+    assert said in refused(*(places.get(argument, argument) for argument in arguments))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.fixture
+def series(prepared: Prepared) -> tuple[SeriesView, Console, Step]:
+    out = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False, legacy_windows=False)
+    shown = SeriesView(out, Path("runs/three"), lambda: 0.0)
+    config: RunConfig = prepared.config
+    step = Step("fedit-seed0", "fedit, seed 0", "fedit", 0, config)
+    shown.series_started([step, step])
+    return shown, out, step
+
+
+def footer(shown: SeriesView) -> str:
+    out = Console(file=io.StringIO(), width=80)
+    out.print(shown.footer())
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console, Step], prepared: Prepared) -> None:
+    shown, out, step = series
+    assert footer(shown).strip() == ""
+    shown.run_started(step)
+    assert "run 1 of 2: fedit, seed 0" in footer(shown)
+    shown.started(prepared, 0, False)
+    shown.client_finished(1, "north", 1.5)
+    said = footer(shown)
+    assert "round   1/3" in said
+    assert "clients 1/3" in said
+    assert "loss 1.5000" in said
+    row = {"round": 1, "loss": 1.0, "seconds": 1.0, "bytes": {"down": 1, "up": 1}}
+    shown.round_finished(row)
+    assert "round   2/3" in footer(shown)
+    shown.baseline_started("local", 3)
+    shown.baseline_round("local", 2, 0.5)
+    assert "local only 2/3" in footer(shown)
+    shown.run_finished(step, "accuracy", 0.5, 61.0, True)
+    assert "run 2 of 2" in footer(shown)
+    for _ in range(2):
+        shown.environment_changed({"torch": ("1.0", "2.0")})
+    shown.run_failed(step, "training.lr: 9; too much")
+    assert isinstance(out.file, io.StringIO)
+    lines = out.file.getvalue()
+    assert "50.0%     1:01" in lines
+    assert lines.count("torch was 1.0 and is 2.0") == 1
+    assert "note: training.lr: 9; too much" in lines
+    assert shown.done == 2

@@ -1,0 +1,301 @@
+"""Several methods and seeds on one division of the data: the runs, the table, going on, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import fedspan
+import tiny
+from fedspan import CompareReport, FedspanError, Watcher
+from fedspan.api import read_report
+from fedspan.api.reports import read_config
+from fedspan.runs.comparing import CompareRow, plan_comparison
+
+METHODS = ("fedit", "fedloru")
+SEEDS = (4, 1)
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C."""
+
+
+class Told(Watcher):
+    """Remembers which runs were played, and stops in a round if asked to."""
+
+    def __init__(self, stop_in: str = "", after: int = 0) -> None:
+        self.planned: list[str] = []
+        self.played: list[str] = []
+        self.scores: dict[str, float | None] = {}
+        self.begun: dict[str, int] = {}
+        self._stop, self._now = (stop_in, after), ""
+
+    def series_started(self, steps: Any) -> None:
+        self.planned = [step.name for step in steps]
+
+    def run_started(self, step: Any) -> None:
+        self._now = step.name
+
+    def started(self, prepared: Any, done: int, resumed: bool) -> None:
+        self.begun[self._now] = done
+
+    def round_finished(self, row: Any) -> None:
+        if (self._now, row["round"]) == self._stop:
+            raise Stop
+
+    def run_finished(self, step: Any, metric: str, value: float | None, seconds: float, played: bool) -> None:
+        self.scores[step.name] = value
+        if played:
+            self.played.append(step.name)
+
+
+def values_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    changes = {"method": {"tau": 1}, "federation": {"rounds": 2}, **changes}
+    return {**tiny.settings(folder, **changes), "baselines": ["local", "centralised"]}
+
+
+def asked(folder: Path) -> dict[str, Any]:
+    return {
+        "config": values_of(folder),
+        "methods": METHODS,
+        "seeds": SEEDS,
+        "overrides_for": {"fedloru": ["training.lr=0.01"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompareReport, Told]:
+    folder, told = tmp_path_factory.mktemp("comparison") / "made", Told()
+    return folder, fedspan.compare(folder=folder, listener=told, **asked(tiny_folder)), told
+
+
+def without_times(folder: Path) -> list[dict[str, str]]:
+    rows = list(csv.DictReader((folder / "table.csv").open()))
+    return [{name: cell for name, cell in row.items() if name != "seconds"} for row in rows]
+
+
+def test_every_run_has_the_same_division_and_is_an_ordinary_run(
+    made: tuple[Path, CompareReport, Told], tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder, _, told = made
+    names = [f"{method}-seed{seed}" for method in METHODS for seed in SEEDS]
+    assert told.planned == told.played == names
+    divisions = {json.loads((folder / name / "partition.json").read_text())["fingerprint"] for name in names}
+    assert len(divisions) == 1
+    for name in names:
+        config = read_config(folder / name)
+        assert config.partition.seed == SEEDS[0]
+        assert config.seed == int(name.rpartition("seed")[2])
+        assert bool(config.baselines) == name.startswith(METHODS[0])
+    # Played in a process of many, it is bit for bit the run that it is alone.
+    values = values_of(tiny_folder, method={}, partition={"seed": SEEDS[0]})
+    fedspan.run({**values, "seed": SEEDS[1]}, tmp_path / "alone")
+    file = Path("adapter") / "adapter_model.safetensors"
+    assert (tmp_path / "alone" / file).read_bytes() == (folder / f"fedit-seed{SEEDS[1]}" / file).read_bytes()
+
+
+def test_a_division_that_the_config_names_is_kept(tiny_folder: Path) -> None:
+    values = values_of(tiny_folder, partition={"seed": 77})
+    plan = plan_comparison(values, ["fedloru"], [1, 2], {}, None)
+    assert {step.config.partition.seed for step in plan.steps} == {77}
+
+
+def test_options_go_to_the_methods_that_have_them(made: tuple[Path, CompareReport, Told]) -> None:
+    folder = made[0]
+    configs = {method: read_config(folder / f"{method}-seed{SEEDS[0]}") for method in METHODS}
+    assert configs["fedloru"].method.options == {"r": 2, "lora_alpha": 4, "tau": 1}
+    assert configs["fedit"].method.options == {"r": 2, "lora_alpha": 4}
+    assert [configs[method].training.lr for method in METHODS] == [0.02, 0.01]
+
+
+def test_the_table_is_that_of_the_reports(made: tuple[Path, CompareReport, Told]) -> None:
+    """Every number again, by hand, from the report.json of each run."""
+    folder, report, told = made
+    reports = {
+        method: [json.loads((folder / f"{method}-seed{seed}" / "report.json").read_text()) for seed in SEEDS]
+        for method in METHODS
+    }
+    scores = {method: [made["scores"] for made in reports[method]] for method in METHODS}
+    for name in ("local", "centralised"):
+        scores[name] = [made["baselines"][name]["scores"] for made in reports["fedit"]]
+    assert [row.name for row in report.rows] == [*METHODS, "local", "centralised"]
+    assert (report.metric, report.measured, report.higher, report.against) == ("accuracy", "test", True, "fedit")
+    reference = np.array([made["test"]["accuracy"] for made in scores["fedit"]])
+    plain = {row["method"]: row for row in csv.DictReader((folder / "table.csv").open())}
+    for row in report.rows:
+        a, b = (made["test"]["accuracy"] for made in scores[row.name])
+        mean, deviation = (a + b) / 2, abs(a - b) / math.sqrt(2)
+        assert row.scores == (a, b)
+        assert row.mean == pytest.approx(mean)
+        assert row.deviation == pytest.approx(deviation)
+        worst = [made["clients"]["worst"]["accuracy"] for made in scores[row.name]]
+        assert row.worst == pytest.approx(sum(worst) / 2)
+        if row.name == "fedit":
+            assert (row.difference, row.error) == (None, None)
+        else:
+            apart = np.array([a, b]) - reference
+            assert row.difference == pytest.approx(apart.mean())
+            assert row.error == pytest.approx(abs(apart[0] - apart[1]) / math.sqrt(2) / math.sqrt(2))
+            assert float(plain[row.name]["standard_error"]) == row.error
+        assert float(plain[row.name]["mean"]) == row.mean
+        if row.name in METHODS:
+            assert row.bytes_up == np.mean([made["bytes"]["up"] for made in reports[row.name]])
+            assert row.bytes_down == np.mean([made["bytes"]["down"] for made in reports[row.name]])
+            assert row.seconds == pytest.approx(np.mean([made["seconds"] for made in reports[row.name]]))
+        else:
+            assert (row.bytes_up, row.bytes_down, row.seconds) == (None, None, None)
+            assert plain[row.name]["bytes_up"] == ""
+    assert told.scores["fedit-seed4"] == reference[0]
+    page = (folder / "table.md").read_text()
+    first = report.rows[0]
+    assert first.mean is not None
+    assert first.deviation is not None
+    assert f"{100 * first.mean:.1f} ± {100 * first.deviation:.1f}" in page
+    for said in ("Command: `", "Date: 20", "Machine: ", "torch ", "fedspan ", "higher is better", "| seed 4 |"):
+        assert said in page
+
+
+def test_with_another_reference_no_run_is_played_again(made: tuple[Path, CompareReport, Told], tmp_path: Path) -> None:
+    folder, told = Path(shutil.copytree(made[0], tmp_path / "copy")), Told()
+    report = fedspan.resume_compare(folder, against="centralised", listener=told)
+    assert told.played == []
+    rows = {row.name: row for row in report.rows}
+    assert rows["centralised"].difference is None
+    for name in METHODS:
+        mean, other = rows[name].mean, rows["centralised"].mean
+        assert mean is not None
+        assert other is not None
+        assert rows[name].difference == pytest.approx(mean - other)
+
+
+def test_stopped_it_goes_on_to_the_same_table(
+    made: tuple[Path, CompareReport, Told], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """By the same call in the first run, then by the folder alone in a later one."""
+    folder, whole = tmp_path / "stopped", made[0]
+    with pytest.raises(Stop):
+        fedspan.compare(folder=folder, listener=Told("fedit-seed4", 1), **asked(tiny_folder))
+    assert not (folder / "table.csv").exists()
+    with pytest.raises(Stop):
+        fedspan.compare(folder=folder, listener=(second := Told("fedloru-seed4", 1)), **asked(tiny_folder))
+    assert second.begun == {"fedit-seed4": 1, "fedit-seed1": 0, "fedloru-seed4": 0}
+    third = Told()
+    fedspan.resume_compare(folder, listener=third)
+    assert third.begun["fedloru-seed4"] == 1
+    assert third.played == second.planned[2:]
+    assert without_times(folder) == without_times(whole)
+    for name in third.planned:
+        file = Path(name) / "adapter"
+        for one in (whole / file).rglob("*.safetensors"):
+            assert one.read_bytes() == (folder / one.relative_to(whole)).read_bytes()
+
+
+def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "grows"
+    values = tiny.settings(tiny_folder, federation={"rounds": 1})
+    one = fedspan.compare(values, folder, ["fedit"], [0])
+    assert (one.rows[0].deviation, one.rows[0].error) == (None, None)
+    assert "±" not in (folder / "table.md").read_text()
+    assert "without a deviation" in (folder / "table.md").read_text()
+    told = Told()
+    fedspan.compare(values, folder, ["fedit"], [0, 1], listener=told)
+    assert told.played == ["fedit-seed1"]
+    before = (folder / "compare.yaml").read_text()
+    with pytest.raises(FedspanError, match="the config that its run fedit-seed0 was begun with, or another folder"):
+        fedspan.compare(values, folder, ["fedit"], [0, 1], overrides=["training.lr=0.5"])
+    with pytest.raises(FedspanError, match="it holds the run fedit-seed1, which is none of these"):
+        fedspan.compare(values, folder, ["fedit"], [0])
+    with pytest.raises(FedspanError, match="it holds other things"):
+        fedspan.sweep(values, folder, {"method.r": [1, 2]})
+    assert (folder / "compare.yaml").read_text() == before
+
+
+def test_a_mistake_that_only_a_run_finds_can_be_put_right_in_the_same_folder(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder, federation={"rounds": 1})
+    with pytest.raises(FedspanError, match=r"^method.r: 99; larger than a target layer.*\(in the run fedit-seed0\)"):
+        fedspan.compare(values, tmp_path / "made", ["fedit"], [0], overrides=["method.r=99"])
+    assert fedspan.compare(values, tmp_path / "made", ["fedit"], [0]).rows[0].mean is not None
+
+
+def test_without_a_test_set_the_clients_own_are_compared_and_lower_may_be_better(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = tiny.settings(
+        tiny_folder, data={"test_fraction": 0}, federation={"rounds": 1}, evaluation={"metric": "loss"}
+    )
+    report = fedspan.compare(values, tmp_path / "made", ["fedit", "flora"], [0])
+    assert (report.metric, report.measured, report.higher) == ("loss", "clients", False)
+    scores = [read_report(tmp_path / "made" / f"{key}-seed0").scores["clients"]["loss"] for key in ("fedit", "flora")]
+    assert [row.mean for row in report.rows] == scores
+    assert report.table().best == int(np.argmin(scores))
+    assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
+
+
+def test_a_score_that_is_missing_leaves_no_mean() -> None:
+    row = CompareRow("fedit", (0.5, None), None, None, 0.1, None, None, 1.0, 2.0, 3.0)
+    report = CompareReport("pearson", "test", True, "flora", (0, 1), (row,), "folder")
+    assert report.table().rows[0][1:4] == ("-", "+0.1000", "-")
+    assert report.table().best is None
+    assert report.by_seed().rows == (("fedit", "0.5000", "-"),)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"methods": ["fedit", "rolara"]}, "--methods: 'rolara'; no such method; the nearest are rolora"),
+        ({"methods": ["fedit", "fedit"]}, "--methods: 'fedit'; every method once"),
+        ({"methods": []}, "--methods: []; keys of methods"),
+        ({"seeds": []}, "--seeds: []; at least one"),
+        ({"seeds": [0, 1, 0]}, "--seeds: 0; every seed once"),
+        ({"seeds": [-1]}, "--seeds: -1; a whole number from 0"),
+        ({"against": "flora"}, "--against: 'flora'; a row of the table: fedit, fedloru"),
+        ({"overrides": ["method.tao=3"]}, "method.tao: 3; an option of one of fedit, fedloru; the nearest are tau"),
+        ({"overrides": ["method=fedit"]}, "method: 'fedit'; input should be"),
+        ({"overrides_for": {"flora": ["method.r=3"]}}, "--set-for: 'flora:method.r=3'; one of fedit, fedloru"),
+        ({"overrides_for": {"fedit": ["method.tau=3"]}}, "method.tau: 3; fedit has the options"),
+        ({"overrides_for": {"fedit": ["training.rate=3"]}}, "training.rate: 3; no such field; the nearest are"),
+        ({"overrides_for": {"fedit": ["method.name=flora"]}}, "--set-for: 'fedit:method.name=flora'; another field"),
+        ({"overrides_for": {"fedit": ["partition.alpha=3"]}}, "--set-for: 'fedit:partition.alpha=3'; another field"),
+        ({"overrides_for": {"fedit": ["evaluation.metric=loss"]}}, "evaluation.metric is the same in all runs"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_played(
+    change: dict[str, Any], said: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    call = {"config": values_of(tiny_folder), "methods": ["fedit", "fedloru"], "seeds": [0], **change}
+    call["config"].pop("baselines")
+    with pytest.raises(FedspanError) as caught:
+        fedspan.compare(folder=tmp_path / "made", **call)
+    assert said in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_settings_that_were_changed_and_folders_of_others(tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"no compare\.yaml in it"):
+        fedspan.resume_compare(tmp_path)
+    for text in ("[", "- 1", yaml.safe_dump({"methods": 1})):
+        (tmp_path / "compare.yaml").write_text(text)
+        with pytest.raises(FedspanError, match="as they were written at the beginning"):
+            fedspan.resume_compare(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FedspanError, match="a file has that name"):
+        fedspan.compare({"data": {"train": "a.csv"}}, tmp_path / "file", ["fedit"], [0])
+
+
+def test_data_that_changed_in_between_are_noticed(tiny_folder: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.csv"
+    lines = (tiny_folder / "corpus.csv").read_text().splitlines(keepends=True)
+    corpus.write_text("".join(lines))
+    values = tiny.settings(tiny_folder, data={"train": str(corpus)}, federation={"rounds": 1})
+    fedspan.compare(values, tmp_path / "made", ["fedit"], [0])
+    corpus.write_text("".join(lines[:-3]))
+    with pytest.raises(FedspanError, match="the data have changed between the two"):
+        fedspan.compare(values, tmp_path / "made", ["fedit"], [0, 1])
