@@ -128,7 +128,8 @@ def main() -> None:
     rates = " ".join(f"{rate:g}" for rate in args.rates)
     page = (
         f"Command: `python benchmarks/language_models.py --model PATH/{args.model.name} "
-        f"--alpaca PATH/{args.alpaca.name} --gsm8k PATH/{args.gsm8k.name} --rates {rates} --examples {args.examples} --max-length {args.max_length} "
+        f"--alpaca PATH/{args.alpaca.name} --gsm8k PATH/{args.gsm8k.name} "
+        f"--rates {rates} --examples {args.examples} --max-length {args.max_length} "
         f"--rounds {args.rounds} --seed {args.seed}`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores (one "
         f"thread), torch {torch.__version__}, transformers {transformers.__version__}.\n"

@@ -1,0 +1,108 @@
+"""The same config and seed give the same bits: every file of a run, whatever ran before and in whichever process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tiny
+import tiny_decoders
+from fedspan import api
+from fedspan.methods.registry import METHODS
+
+_TIMED = {"seconds"}  # the only field that may differ
+
+
+def content(folder: Path) -> dict[str, object]:
+    """What a run left, without wall-clock time and without what names the machine and the moment."""
+    found: dict[str, object] = {}
+    for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
+        name = str(path.relative_to(folder))
+        if name in ("environment.json", "run.lock") or path.name == "checkpoint.json":
+            continue
+        if path.name == "metrics.jsonl":
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            found[name] = [{key: value for key, value in row.items() if key not in _TIMED} for row in rows]
+        elif path.name == "report.json":
+            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key not in _TIMED}
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def disturb(number: int) -> None:
+    """Global generators in some state or other, and memory that was used."""
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+    torch.full((1000,), float("nan"))
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
+    method = draw(st.sampled_from(sorted(METHODS)))
+    return {
+        "method": {"name": method} | ({"tau": 1} if method == "fedloru" else {}),
+        "federation": {"rounds": 2, "clients_per_round": draw(st.sampled_from([None, 2]))},
+        "training": {
+            "optimizer": draw(st.sampled_from(["adamw", "sgd"])),
+            "lora_dropout": draw(st.sampled_from([0.0, 0.3])),
+            "group_by_length": draw(st.booleans()),
+            "optimizer_state": draw(st.sampled_from(["reset", "keep"])),
+            "local_steps": 2,
+        },
+    }
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "causal-lm"])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(change=changes(), seed=st.integers(0, 2**63 - 1))
+def test_a_run_played_twice(task: str, change: dict[str, Any], seed: int, tiny_folder: Path, decoders: Path) -> None:
+    made = tiny_decoders.settings(decoders, **change) if task == "causal-lm" else tiny.settings(tiny_folder, **change)
+    with tempfile.TemporaryDirectory() as name:
+        contents: list[dict[str, object]] = []
+        for number in range(2):
+            disturb(number)
+            folder = Path(name) / "run"
+            api.run({**made, "seed": seed}, folder)
+            contents.append(content(folder))
+            shutil.rmtree(folder)
+        assert contents[0].keys() == contents[1].keys()
+        assert [path for path in contents[0] if contents[0][path] != contents[1][path]] == []
+        assert any(path.endswith("adapter_model.safetensors") for path in contents[0])
+
+
+def test_another_seed_gives_other_bits(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder, federation={"rounds": 1})
+    for seed in (1, 2):
+        api.run({**values, "seed": seed}, tmp_path / str(seed))
+    files = [(tmp_path / seed / "adapter" / "adapter_model.safetensors").read_bytes() for seed in ("1", "2")]
+    assert files[0] != files[1]
+
+
+def test_another_process_with_another_hash_seed(tiny_folder: Path, tmp_path: Path) -> None:
+    """Sets and dicts of strings come in another order there."""
+    values = tiny.settings(tiny_folder, federation={"rounds": 2})
+    values["partition"] = {"partitioner": "dirichlet", "clients": 4}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**values, "threads": 1, "baselines": ["local"]}))
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "fedspan.cli", "run", str(tmp_path / "config.yaml"), "--out"]
+        subprocess.run([*command, str(tmp_path / f"run-{seed}")], env=environment, check=True, capture_output=True)
+    first, second = content(tmp_path / "run-1"), content(tmp_path / "run-2")
+    assert [path for path in first if first[path] != second.get(path)] == []
+    assert first.keys() == second.keys()
