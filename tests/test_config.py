@@ -139,7 +139,7 @@ def test_overrides_are_applied_in_order() -> None:
         "method.r=8",
         "method.r=2",
         "model.target_modules=[key, 'a.b']",
-        "training.betas=[0, 1]",
+        "training.betas=[0, 0.5]",
     ]
     texts += [
         "model.revision=12e4567",
@@ -153,7 +153,7 @@ def test_overrides_are_applied_in_order() -> None:
     changed = override(VALID, texts)
     assert before == VALID
     parsed = parse_config({key: value for key, value in changed.items() if key in ("data", "training", "model")})
-    assert (parsed.training.lr, parsed.training.betas, parsed.model.revision) == (0.002, (0.0, 1.0), "12e4567")
+    assert (parsed.training.lr, parsed.training.betas, parsed.model.revision) == (0.002, (0.0, 0.5), "12e4567")
     assert changed["method"]["r"] == 2
     assert changed["model"]["target_modules"] == ["key", "a.b"]
     assert changed["federation"]["clients_per_round"] is None

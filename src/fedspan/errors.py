@@ -24,11 +24,19 @@ class FedspanError(Exception):
         self.field = field
         self.value = value
         self.expected = expected
-        shown = repr(value)
+        shown = _shown(value)
         if len(shown) > 200:
             shown = shown[:197] + "..."
         line = " ".join(f"{field}: {shown}; {expected}".split())
-        super().__init__(line)
+        # File names and JSON may hold half a character, which no terminal can print.
+        super().__init__(line.encode(errors="backslashreplace").decode())
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists inside lists without end
+        return f"<{type(value).__name__}>"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Literal
 
+from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from fedspan.api.notes import NOTES
 from fedspan.api.reports import is_run, read_config, read_partition, read_report, require_client
-from fedspan.api.serving import ADAPTER, NOTES, adapter_folder, load_served
+from fedspan.api.serving import ADAPTER, adapter_folder, load_served
 from fedspan.errors import FedspanError
 from fedspan.models.loading import resolve
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import prepare
 from fedspan.runs.files import remove, temporary
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.session import write_adapters
+from fedspan.runs.session import require_same_run, write_adapters
 
 __all__ = ["Form", "export"]
 
@@ -52,12 +55,12 @@ def export(
     out = Path(out)
     if form not in ("adapter", "merged"):
         raise FedspanError("form", form, "adapter or merged")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise FedspanError("out", str(out), "an empty folder, or one that does not exist")
     with tempfile.TemporaryDirectory(prefix="fedspan-") as scratch:
-        source = _source(Path(run_folder), client, round, Path(scratch))
         partial = temporary(out)
         try:
+            source = _source(Path(run_folder), client, round, Path(scratch))
             out.parent.mkdir(parents=True, exist_ok=True)
             remove(partial)
             if form == "adapter":
@@ -69,8 +72,9 @@ def export(
             if out.exists():
                 out.rmdir()
             partial.rename(out)
-        except OSError as error:
-            raise FedspanError("out", str(out), f"a folder that can be written ({error.strerror or error})") from error
+        except (OSError, SafetensorError) as error:  # the latter where Transformers writes a merged model
+            why = getattr(error, "strerror", None) or error
+            raise FedspanError("out", str(out), f"a folder that can be written ({why})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return out
@@ -85,8 +89,9 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
         return adapter_folder(folder, client)
     if client is not None:
         require_client(folder, client)
-    progress = checkpoints.load(_checkpoint(place, round)).progress
-    prepared = prepare(read_config(folder), read_partition(folder))
+    kept, config = checkpoints.load(_checkpoint(place, round)), read_config(folder)
+    require_same_run(place, config, kept)
+    progress, prepared = kept.progress, prepare(config, read_partition(folder))
     adapters = write_adapters(prepared, progress, RunFolder(scratch))
     if "global" in adapters:
         return adapters["global"]

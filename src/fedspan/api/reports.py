@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
+from typing import Any, cast
 
-import yaml
-
-from fedspan.config import RunConfig, parse_config
+from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError, nearest
 from fedspan.runs.files import read_bytes
@@ -19,7 +19,7 @@ __all__ = ["is_run", "read_config", "read_partition", "read_report", "require_cl
 
 def is_run(folder: str | Path) -> bool:
     """Whether a run was begun in a folder (an exported model has a config.json, but no config.yaml)."""
-    return RunFolder(folder).config.is_file()
+    return os.path.isfile(RunFolder(folder).config)  # Path's own raises for a name that is too long for the disk
 
 
 def read_report(folder: str | Path) -> RunReport:
@@ -38,8 +38,13 @@ def read_report(folder: str | Path) -> RunReport:
     if not isinstance(values, dict) or set(values) != names:
         found = sorted(values) if isinstance(values, dict) else values
         raise FedspanError(str(place.report), found, f"a report with {', '.join(sorted(names))}")
-    examples = tuple(values.pop("examples"))
-    return RunReport(examples=examples, **values)
+    content = cast(dict[str, Any], values)
+    adapters, examples = content["adapters"], content.pop("examples")
+    if not isinstance(adapters, dict) or not all(isinstance(path, str) for path in adapters.values()):
+        raise FedspanError(f"{place.report}, adapters", adapters, "folders by client id, or under global")
+    if not isinstance(examples, list):
+        raise FedspanError(f"{place.report}, examples", examples, "a list")
+    return RunReport(examples=tuple(examples), **content)
 
 
 def read_config(folder: str | Path) -> RunConfig:
@@ -49,11 +54,7 @@ def read_config(folder: str | Path) -> RunConfig:
         FedspanError: if config.yaml is missing, or was changed into something that is no config.
     """
     place = RunFolder(folder)
-    try:
-        values = yaml.safe_load(place.config_text())
-    except yaml.YAMLError as error:
-        raise FedspanError("config", str(place.config), f"valid YAML ({error})") from None
-    return parse_config(values)
+    return parse_config(parse_text(place.config_text(), str(place.config)))
 
 
 def read_partition(folder: str | Path) -> Partition:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ import datasets
 import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
-from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fedspan.api.notes import NOTES, facts_of, read_notes
 from fedspan.api.reports import is_run, read_config, read_report, require_client
 from fedspan.config.mistakes import first_mistake
 from fedspan.data.columns import TaskName
@@ -34,13 +33,10 @@ from fedspan.runs.problems import PROBLEMS, Facts
 from fedspan.tasks.metrics import shown
 from fedspan.tasks.task import Examples, TextTask
 
-__all__ = ["ADAPTER", "NOTES", "Served", "adapter_folder", "evaluate", "load_served", "predict", "predict_with"]
+__all__ = ["ADAPTER", "Served", "adapter_folder", "evaluate", "load_served", "predict", "predict_with"]
 
-NOTES = "fedspan.json"
 ADAPTER = "adapter_config.json"
 _BATCH = 64
-_FACTS = {field.name for field in dataclasses.fields(Facts)}
-_NOTED = {*_FACTS, "base_model", "client", "kept"}
 
 
 @dataclass(frozen=True)
@@ -104,31 +100,18 @@ def adapter_folder(folder: str | Path, client: str | None) -> Path:
 
 
 def _require_export(folder: Path, client: str | None) -> None:
-    if not (folder / NOTES).is_file():
+    if not os.path.isfile(folder / NOTES):
         expected = f"a run folder, or a model that fedspan exported (with {NOTES} in it)"
-        raise FedspanError("folder", str(folder), expected if folder.exists() else f"no such folder; {expected}")
-    own = _notes(folder)["client"]
+        raise FedspanError("folder", str(folder), expected if os.path.exists(folder) else f"no such folder; {expected}")
+    own = read_notes(folder)["client"]
     if client is not None and client != own:
         whose = "everybody's" if own is None else f"the one of {own!r}"
         raise FedspanError("client", client, f"no client of its own here: this model is {whose}; leave it out")
 
 
-def _notes(folder: Path) -> dict[str, Any]:
-    path = folder / NOTES
-    try:
-        notes = json.loads(path.read_text(encoding="utf-8"))
-        if set(notes) >= _NOTED:
-            return notes
-    except (OSError, ValueError, TypeError) as error:
-        raise FedspanError(str(path), str(error), "the notes that fedspan wrote beside the model") from None
-    raise FedspanError(str(path), sorted(notes), f"an object with {', '.join(sorted(_NOTED))}")
-
-
-def _facts(place: Path, notes: dict[str, Any]) -> Facts:
-    try:
-        return TypeAdapter(Facts).validate_python({name: notes[name] for name in _FACTS})
-    except ValidationError as error:
-        raise first_mistake(error, str(place / NOTES)) from None
+def _unreadable(place: Path, error: Exception) -> FedspanError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return FedspanError("folder", str(place), f"an adapter that PEFT can read ({reason})")
 
 
 def load_served(
@@ -146,28 +129,31 @@ def load_served(
         FedspanError: as `adapter_folder`, or if the pretrained model or the adapter cannot be loaded.
     """
     place = adapter_folder(folder, client)
-    notes, target = _notes(place), choose_device(device)
-    facts = _facts(place, notes)
+    notes, target = read_notes(place), choose_device(device)
+    facts = facts_of(place, notes)
     problem = PROBLEMS[facts.task]
     revision: str | None = None
     if (place / ADAPTER).is_file():
+        # Whatever PEFT makes of the files there. The model has lines of its own for what is wrong with it.
         try:
             revision = PeftConfig.from_pretrained(str(place)).revision
-            loaded = load_pretrained(
-                notes["base_model"],
-                problem.head,
-                facts.labels,
-                revision=revision,
-                quantization=facts.quantization if quantized else None,
-                keep=notes["kept"],
-                device=target,
-            )
+        except Exception as error:
+            raise _unreadable(place, error) from error
+        loaded = load_pretrained(
+            notes["base_model"],
+            problem.head,
+            facts.labels,
+            revision=revision,
+            quantization=facts.quantization if quantized else None,
+            keep=notes["kept"],
+            device=target,
+        )
+        try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of Transformers is not the user's fault
                 model = PeftModel.from_pretrained(loaded.model, str(place))
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise FedspanError("folder", str(place), f"an adapter that PEFT can read ({reason})") from None
+        except Exception as error:
+            raise _unreadable(place, error) from error
     else:
         loaded = load_pretrained(str(place), problem.head, facts.labels, device=target)
         if loaded.new_modules:
@@ -249,7 +235,7 @@ def evaluate(
     """
     served_from = adapter_folder(folder, client)  # cheap mistakes before slow loading
     if data is not None:
-        facts = _facts(served_from, _notes(served_from))
+        facts = facts_of(served_from, read_notes(served_from))
         rows = _labelled(_file_config(data, facts, text, label, text_pair, answer), facts.task)
     else:
         rows = _held_out(folder, served_from)
@@ -263,17 +249,22 @@ def _file_config(
     data: str | Path, facts: Facts, text: str | None, label: str | None, text_pair: str | None, answer: str | None
 ) -> DataConfig:
     causal = facts.task == "causal-lm"
-    return DataConfig(
-        train=str(data),
-        text=text or "text",
-        label=None if causal else label,
-        text_pair=text_pair,
-        prompt=(facts.prompt or "{text}") if causal else None,
-        answer=answer or "answer",
-        labels=list(facts.labels) or None,
-        test_split=None,
-        test_fraction=0,
-    )
+    try:
+        return DataConfig(
+            train=str(data),
+            text=text or "text",
+            label=None if causal else label,
+            text_pair=text_pair,
+            prompt=(facts.prompt or "{text}") if causal else None,
+            answer=answer or "answer",
+            labels=list(facts.labels) or None,
+            test_split=None,
+            test_fraction=0,
+        )
+    except ValidationError as error:
+        mistake = first_mistake(error)
+        field = "data" if mistake.field in ("config", "train") else mistake.field
+        raise FedspanError(field, str(data), mistake.expected) from None
 
 
 def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
@@ -283,7 +274,7 @@ def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
     loaded = load(config.data, seed=config.data_seed, task=config.task)
     if loaded.test is None:
         raise FedspanError("data", None, "a file to measure on: this run has no held-out test set")
-    if config.task == "sequence-classification" and list(loaded.labels) != _notes(adapter)["labels"]:
+    if config.task == "sequence-classification" and list(loaded.labels) != read_notes(adapter)["labels"]:
         raise FedspanError("data.train", config.data.train, "the labels that the run was trained on; the file changed")
     return loaded.test
 

@@ -3,7 +3,7 @@
 Every mistake becomes a ``FedspanError`` that names the field, the value and what would be right.
 """
 
-from fedspan.config.reading import load_config, override, parse_config, read_values
+from fedspan.config.reading import load_config, override, parse_config, parse_text, read_values
 from fedspan.config.sections import (
     EvaluationConfig,
     FederationConfig,
@@ -23,5 +23,6 @@ __all__ = [
     "load_config",
     "override",
     "parse_config",
+    "parse_text",
     "read_values",
 ]

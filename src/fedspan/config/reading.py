@@ -13,7 +13,7 @@ from fedspan.config.mistakes import first_mistake
 from fedspan.config.sections import RunConfig
 from fedspan.errors import FedspanError
 
-__all__ = ["load_config", "override", "parse_config", "read_values"]
+__all__ = ["load_config", "override", "parse_config", "parse_text", "read_values"]
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
@@ -46,14 +46,28 @@ def read_values(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
         raise FedspanError("config", str(path), f"a readable YAML file ({error})") from None
+    return parse_text(text, str(path))
+
+
+def parse_text(text: str, where: str) -> dict[str, Any]:
+    """The plain values in the text of a config, not checked yet.
+
+    Args:
+        text: YAML.
+        where: the file that it is from.
+
+    Raises:
+        FedspanError: no YAML, or no mapping.
+    """
     try:
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date in a month 13
-        raise FedspanError("config", str(path), f"valid YAML ({error})") from None
+    # ValueError: a date in a month 13. The others come out of the parser itself, on texts such as "? [" and "!!int _".
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FedspanError("config", where, f"valid YAML ({error})") from None
     if not isinstance(values, dict):
-        raise FedspanError("config", str(path), "a YAML mapping with the sections model, data, method, ...")
+        raise FedspanError("config", where, "a YAML mapping with the sections model, data, method, ...")
     return values
 
 
@@ -63,14 +77,17 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
     Raises:
         FedspanError: for an override without ``=``, or one that goes into a value that is no section.
     """
-    changed: dict[str, Any] = _copied(values)
+    try:
+        changed: dict[str, Any] = _copied(values)
+    except RecursionError:  # by a YAML anchor
+        raise FedspanError("config", None, "sections of finite depth; one of them holds itself") from None
     for text in overrides:
         path, equals, right = text.partition("=")
         if not equals or not path.strip():
             raise FedspanError("--set", text, "section.field=value")
         try:
             value = yaml.safe_load(right)  # 2e-3, a text to YAML 1.1, becomes a number where the field is one
-        except (yaml.YAMLError, ValueError, RecursionError):
+        except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise FedspanError("--set", text, "a value that is valid YAML") from None
         *sections, last = path.strip().split(".")
         place = changed

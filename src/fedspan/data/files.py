@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str) 
     elif _is_hub_id(where):
         source = Source(_read_hub(where, config.hub_config, split, option), f"{where} ({split})")
     else:
-        source = _read_file(Path(where).expanduser(), where, config, field, option)
+        source = _read_file(_path(where), where, config, field, option)
     if len(source.dataset) == 0:
         raise FedspanError(option, where, "a data set with examples in it; this one is empty")
     return source
@@ -83,7 +84,7 @@ def column_names(where: str) -> list[str] | None:
 
     None where there is nothing to be read; why, `read_source` says.
     """
-    path = Path(where).expanduser()
+    path = _path(where)
     kind = _suffix(path).removesuffix(".gz").removeprefix(".")
     try:
         if kind == "parquet":
@@ -97,8 +98,12 @@ def column_names(where: str) -> list[str] | None:
             return list(json.loads(line))
         # What quotes do in the first line matters to no name of a column.
         return next(csv.reader([line], delimiter="\t" if kind == "tsv" else ","))
-    except (OSError, ValueError, StopIteration, csv.Error, pa.ArrowException):
+    except (OSError, ValueError, TypeError, RecursionError, StopIteration, csv.Error, pa.ArrowException):
         return None
+
+
+def _path(where: str) -> Path:
+    return Path(os.path.expanduser(where))  # Path's own raises for the home of a user there is none of
 
 
 def _suffix(path: Path) -> str:
@@ -110,13 +115,14 @@ def _is_hub_id(where: str) -> bool:
     path = Path(where)
     # A hub id may have dots (v1.5) but hardly ends like a file; "notes.txt" is a file that cannot be read.
     looks_like_file = _suffix(path) or _FILE_SUFFIX.fullmatch(path.suffix)
-    is_local = path.exists() or ("/" in where and path.parent.is_dir())
+    # os.path's, as Path's own raise for a name that is too long for the disk.
+    is_local = os.path.exists(path) or ("/" in where and os.path.isdir(path.parent))
     return bool(_HUB_ID.fullmatch(where)) and not looks_like_file and not is_local
 
 
 def _read_file(path: Path, where: str, config: DataConfig, field: str, option: str) -> Source:
     suffix = _suffix(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise FedspanError(option, where, _what_is_there(path))
     if not suffix:
         raise FedspanError(option, where, f"a file that ends in one of {', '.join(SUFFIXES)}")
@@ -134,10 +140,11 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
             table = _read_delimited(path, kind, config)
         else:
             table = _table(_records(path, kind))
-    except (OSError, ValueError, pa.ArrowException) as error:  # ArrowInvalid is a ValueError, a broken gzip an OSError
+    # ArrowInvalid is a ValueError, a broken gzip an OSError; RecursionError: JSON nested too deeply.
+    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         if path.stat().st_size == 0:
             raise FedspanError(option, where, "a file with examples in it; this one is empty") from error
-        reason = str(error).splitlines()[0][:300]
+        reason = _first_line(error)
         hint = f" (if quotes enclose fields: {field}.quotes: true)" if kind == "tsv" and not config.quotes else ""
         raise FedspanError(
             option, where, f"a readable {kind} file in UTF-8; reading it said: {reason}{hint}"
@@ -151,14 +158,30 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
             f"{field}.columns", config.columns, f"nothing for {where}: its first line names them already"
         )
     header = kind in ("csv", "tsv") and config.columns is None
-    return Source(datasets.Dataset(_without_dictionaries(table)), where, header)
+    return Source(_dataset(table, kind, where, option), where, header)
+
+
+def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
+    # Only parquet has types that datasets lacks, or holds datasets' own notes on the types, which may be damaged.
+    try:
+        return datasets.Dataset(_without_dictionaries(table))
+    except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, pa.ArrowException) as error:
+        expected = f"a {kind} file with columns that datasets can hold; it said: {_first_line(error)}"
+        raise FedspanError(option, where, expected) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
 def _what_is_there(path: Path) -> str:
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
+    folder = path if os.path.isdir(path) else path.parent
+    if not os.path.isdir(folder):
         return f"a file; the folder {folder} does not exist"
-    files = [file.name for file in folder.iterdir() if file.is_file() and _suffix(file)]
+    try:
+        files = [file.name for file in folder.iterdir() if file.is_file() and _suffix(file)]
+    except OSError as error:
+        return f"a file; the folder {folder} cannot be read ({error.strerror})"
     if not files:
         return f"a file; {folder} holds no csv, tsv, json, jsonl or parquet file"
     return f"a file; in {folder} there is {nearest(path.name, files)}"
@@ -214,7 +237,8 @@ def _table(records: list[dict[str, object]]) -> pa.Table:
         values = [record.get(name) for record in records]
         try:
             columns[name] = pa.array(values)
-        except pa.ArrowException:  # a column that mixes types, such as the labels 1 and "other"
+        # A column that mixes types, such as the labels 1 and "other", or holds whole numbers of more than 64 bits.
+        except (pa.ArrowException, OverflowError):
             columns[name] = pa.array([None if value is None else str(value) for value in values])
     return pa.table(columns)
 
@@ -233,7 +257,7 @@ def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets
         return cast(datasets.Dataset, datasets.load_dataset(where, name=name, split=split))
     # Whatever the hub's client, its HTTP library or the files there raise, the user sees one line.
     except Exception as error:
-        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        reason = _first_line(error)
         if "Unknown split" in reason:
             raise FedspanError(f"{option}_split", split, f"a split of {where}; the hub said: {reason}") from error
         if "Config name is missing" in reason or "BuilderConfig" in reason:

@@ -39,6 +39,8 @@ def filled(config: DataConfig, field: str = "data") -> DataConfig:
         known["prompt"] = entry.prompt
     known["drop_empty"] = entry.drop_empty
     given = config.model_dump(exclude_unset=True)
+    if config.train is None:  # an explicit null leaves it to the catalogue, too
+        given.pop("train", None)
     try:
         return DataConfig.model_validate({**known, **given})
     except pydantic.ValidationError as error:

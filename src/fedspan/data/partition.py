@@ -127,7 +127,7 @@ class Partition:
             clients = tuple(ClientPart(c["id"], *(c[split] for split in _SPLITS)) for c in content["clients"])
             read = cls(clients, int(content["examples"]))
             written = (content["format"], content["fingerprint"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise FedspanError(field, text[:60], f"a partition as fedspan writes it ({_FORMAT})") from error
         if written != (_FORMAT, read.fingerprint):
             expected = (

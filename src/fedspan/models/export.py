@@ -5,7 +5,10 @@ Shapes: O output features, I input features, R rank.
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,10 +129,15 @@ def export_adapter(
         tensors[f"{_PREFIX}{layer}.lora_B.weight"] = B_OR
     for path, value in extras.items():
         tensors[_PREFIX + path] = value.detach().clone().contiguous()
+    config = copy.copy(config)
     config.r, config.lora_alpha, config.inference_mode = rank, rank, True
+    for name in ("target_modules", "exclude_modules"):  # PEFT writes a set in whatever order the process has
+        value = getattr(config, name)
+        setattr(config, name, sorted(value) if isinstance(value, set) else value)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    safetensors.torch.save_file(tensors, str(folder / _WEIGHTS), metadata={"format": "pt"})
+    # Not save_file: what the disk refuses is an OSError here, as everywhere else.
+    (folder / _WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
     (folder / "fedspan.json").write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return rank
 
@@ -150,11 +158,12 @@ def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> Starting
         FedspanError: no such folder, no LoRA, unreadable weights, a layer that the run does not target, or shapes of
             another model.
     """
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))
     try:
         config = PeftConfig.from_pretrained(str(path))
         tensors = safetensors.torch.load_file(str(path / _WEIGHTS))
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+    # AttributeError, ArithmeticError: a config whose fields are of other types than PEFT expects.
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SafetensorError) as error:
         raise FedspanError(
             "model.adapter", folder, f"a folder with adapter_config.json and {_WEIGHTS} ({error})"
         ) from None
@@ -166,7 +175,7 @@ def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> Starting
         bare = name.removeprefix(_PREFIX)
         layer, slot, _ = bare.rpartition(".lora_")
         if slot:
-            factors.setdefault(layer, {})[bare[len(layer) + len(".lora_")]] = value
+            factors.setdefault(layer, {})[bare[len(layer) + len(".lora_") :][:1]] = value
         else:
             extras[bare] = value
     updates: dict[str, LowRank] = {}
@@ -177,11 +186,19 @@ def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> Starting
                 layer,
                 f"adapts a layer outside model.target_modules; the nearest targets are {nearest(layer, layers)}",
             )
-        if set(pair) != {"A", "B"} or (pair["B"].shape[0], pair["A"].shape[1]) != layers[layer]:
+        if set(pair) != {"A", "B"} or not _fit(pair["B"], pair["A"], layers[layer]):
             raise FedspanError("model.adapter", layer, f"factors of a weight of shape {layers[layer]}")
-        scaling = _scaling(config, layer)
+        try:
+            scaling = _scaling(config, layer)
+        except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as error:
+            expected = f"an adapter_config.json with numbers above 0 for r and lora_alpha ({error})"
+            raise FedspanError("model.adapter", folder, expected) from None
         updates[layer] = LowRank(pair["B"].float(), pair["A"].float(), scaling).folded()
     return StartingAdapter(updates, extras)
+
+
+def _fit(B: Tensor, A: Tensor, shape: tuple[int, int]) -> bool:
+    return B.ndim == A.ndim == 2 and (B.shape[0], A.shape[1]) == shape and B.shape[1] == A.shape[0] > 0
 
 
 def _scaling(config: LoraConfig, layer: str) -> float:

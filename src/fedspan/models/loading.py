@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -139,8 +139,9 @@ def load_pretrained(
         FedspanError: the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
     source = resolve(name)
-    if Path(source).expanduser().is_dir():
-        source = str(Path(source).expanduser())
+    # os.path's, as Path's own raise for names that are too long for the disk and for homes of unknown users.
+    if os.path.isdir(os.path.expanduser(source)):
+        source = os.path.expanduser(source)
     options = {} if quantization is None else quantized_loading(quantization, dtype, keep, device)
     with _quiet():
         try:
@@ -159,10 +160,10 @@ def load_pretrained(
                     ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
                     **options,
                 )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({first})"
-            raise FedspanError("model.name", name, expected) from None
+        # Whatever Transformers, its tokenizers (a bare Exception) or the hub's client make of the files there.
+        except Exception as error:
+            expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({_reason(error)})"
+            raise FedspanError("model.name", name, expected) from error
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -171,6 +172,10 @@ def load_pretrained(
     body = sorted(key for key in mismatched if key.startswith(f"{model.base_model_prefix}."))
     if body:
         raise FedspanError("model.name", name, f"weights that fit the model's own config; {body[0]} has another shape")
+    absent = sorted(key for key in info["missing_keys"] if _is_body(key, model))
+    if absent:
+        expected = f"all of its own weights; {absent[0]} is not there (of {len(absent)} that its config.json promises)"
+        raise FedspanError("model.name", name, expected)
     new = sorted({key.rpartition(".")[0] for key in {*info["missing_keys"], *mismatched}})
     if new and head == "language-model":
         raise FedspanError("model.name", name, f"a causal language model; this one has no weights for {new[0]}")
@@ -179,6 +184,18 @@ def load_pretrained(
     elif device is not None:
         model = model.to(device)
     return Loaded(model.eval(), tokenizer, tuple(new))
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if not text or isinstance(error, LookupError):  # a KeyError says no more than the key
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= 240 else f"{text[:237]}..."
+
+
+def _is_body(key: str, model: Any) -> bool:
+    """Whether a weight is of the pretrained body: not of a head, nor of a pooler, which some checkpoints leave out."""
+    return key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key
 
 
 @contextmanager

@@ -81,9 +81,9 @@ def choose_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
+        torch.zeros(1, device=device).item()  # on "meta" tensors can be made, but hold nothing
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]
         raise FedspanError(
             "device", name, f"auto, cpu, cuda, cuda:N or mps, as this machine has them ({reason})"
         ) from None
@@ -144,11 +144,15 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     try:
         peft_config = lora_config(config, saved)
         targets = find_targets(model, peft_config)
-    except (ValueError, re.error) as error:  # PEFT's own checks, and patterns that are no regex
+    # PEFT's own checks, and patterns that are no regex; the last two: a{9999999999}, ((((...
+    except (ValueError, re.error, OverflowError, RecursionError) as error:
         asked = config.model.target_modules
         raise FedspanError("model.target_modules", asked, f"layers named as PEFT takes them ({error})") from None
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        try:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        except ValueError as error:
+            raise FedspanError("model.gradient_checkpointing", True, f"false for this model ({error})") from None
     adapted = AdaptedModel(model, targets, find_extras(model, saved))
     adopted: Mapping[str, LowRank] = {}
     if config.model.adapter is not None:

@@ -91,7 +91,7 @@ class RunFolder:
         """
         run = cls(path)
         with disk_errors(run.path):
-            if not run.config.is_file():
+            if not os.path.isfile(run.config):  # Path's own raises for a name that is too long for the disk
                 raise FedspanError(
                     "run folder", str(run.path), "no run was begun here; leave --resume out to start one"
                 )

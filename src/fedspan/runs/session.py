@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from fedspan.config import RunConfig, parse_config
+from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
 from fedspan.engines.federation import Progress, RoundResult
 from fedspan.errors import FedspanError
@@ -25,12 +25,13 @@ from fedspan.runs.baselines import train_baseline
 from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.environment import record_environment
+from fedspan.runs.files import disk_errors, read_bytes
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
 from fedspan.runs.scores import final_scores, round_score
 
-__all__ = ["RunReport", "run", "write_adapters"]
+__all__ = ["RunReport", "require_same_run", "run", "write_adapters"]
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,15 @@ def run(
     command = command or tuple(sys.argv)
     if resume:
         with RunFolder.resume(folder) as place:
-            stored = parse_config(yaml.safe_load(place.config_text()))
+            stored = parse_config(parse_text(place.config_text(), str(place.config)))
             if changes := record_environment(place, stored.seed, command):
                 listener.environment_changed(changes)
             return _play(place, stored, listener, resumed=True)
     if config is None:
         raise FedspanError("config", None, "needed for a new run")
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    RunFolder(folder).require_empty()  # before a model is loaded for nothing
+    with disk_errors(Path(folder), "choose another folder"):
+        RunFolder(folder).require_empty()  # before a model is loaded for nothing
     prepared = prepare(config)  # before the folder is made: a mistake in the config leaves nothing behind
     with RunFolder.create(folder, text) as place:
         record_environment(place, config.seed, command)
@@ -110,13 +112,30 @@ def _play(
 ) -> RunReport:
     kept = checkpoints.resume(place)
     if prepared is None:
-        given = Partition.from_json(place.partition.read_text(encoding="utf-8")) if place.partition.exists() else None
-        prepared = prepare(config, given)
+        require_same_run(place, config, kept)
+        prepared = prepare(config, _kept_partition(place))
     if not place.partition.exists():
         place.write_json(place.partition, json.loads(prepared.partition.to_json()))
     with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
         session = _Session(place, prepared, listener, metrics, ledger)
         return session.finish(session.play(kept, resumed))
+
+
+def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
+    """Check that config.yaml still describes the run that a checkpoint is of.
+
+    Raises:
+        FedspanError: if it was changed in a section that gives the checkpoint its tensors.
+    """
+    if kept is not None and kept.extra.get("config", config.identity) != config.identity:
+        expected = "the seed, task, model, data, partition and method that the run began with; only paths may change"
+        raise FedspanError("config", str(place.config), expected)
+
+
+def _kept_partition(place: RunFolder) -> Partition | None:
+    if not place.partition.exists():
+        return None
+    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
 
 
 class _Session:
@@ -196,7 +215,7 @@ class _Session:
                 optimizer_states=progress.optimizers,
                 best=self.best,
                 positions=positions,
-                extra={"seconds": self.seconds},
+                extra={"seconds": self.seconds, "config": self.prepared.config.identity},
             ),
         )
         checkpoints.prune(self.place)
@@ -209,7 +228,8 @@ class _Session:
         if self.best is not None and self.best[0] != progress.state.round:
             best_round, progress = self.best[0], checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
-        adapters = write_adapters(prepared, progress, place)
+        with disk_errors(place.path):
+            adapters = write_adapters(prepared, progress, place)
         examples = _predictions(prepared, progress)
         totals = self.ledger.totals
         report = RunReport(

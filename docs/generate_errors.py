@@ -1,0 +1,58 @@
+"""Write docs/errors.md from the tests' catalogue of mistakes, each made anew: ``python docs/generate_errors.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+_TESTS = Path(__file__).parents[1] / "tests"
+sys.path += [str(_TESTS), str(_TESTS / "errors")]
+
+from mistakes import SECTIONS  # noqa: E402
+from world import Mistake, World  # noqa: E402
+
+PAGE = Path(__file__).parent / "errors.md"
+INTRO = """# What fedspan says to mistakes
+
+Every mistake is answered with one line: the field, the value, and what would be right. The command line prints it
+behind `error:` and exits with code 2; in Python it is a `FedspanError` with `field`, `value` and `expected`. This page
+is written by `python docs/generate_errors.py`, which makes every one of these mistakes; the tests make them, too.
+FOLDER stands for a folder of the user's, and `...` at the end for a library's words, which differ between versions.
+"""
+
+
+def row(mistake: Mistake, message: str) -> str:
+    """A line of a table."""
+    what, said = (text.replace("|", "\\|") for text in (mistake.what, message))
+    return f"| {what} | {_code(said)} |"
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def page(said: Callable[[Mistake], str]) -> str:
+    """The whole page; ``said`` makes a mistake and gives the message."""
+    parts = [INTRO]
+    for title, mistakes in SECTIONS.items():
+        rows = [row(mistake, said(mistake)) for mistake in mistakes]
+        parts.append(
+            "\n".join([f"## {title}", "", "| what went wrong | what fedspan says |", "|---|---|", *rows]) + "\n"
+        )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="fedspan-") as root:
+        world = World(Path(root))
+        PAGE.write_text(page(lambda mistake: world.said(mistake)[1]), encoding="utf-8")

@@ -1,0 +1,11 @@
+"""The world in which mistakes are made: one for all of these tests, as it trains runs of its own."""
+
+from __future__ import annotations
+
+import pytest
+from world import World
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))

@@ -1,0 +1,153 @@
+"""Mistakes in a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from world import Mistake, World
+
+from fedspan.config import load_config, override, parse_config
+from fedspan.runs.build import choose_device
+
+
+def _parse(**changes: Any) -> Callable[[World], object]:
+    """A config with a change; ``section__field`` stands for section.field."""
+    values: dict[str, Any] = {"data": {"train": "train.csv"}}
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        if field:
+            values[section] = {**values.get(section, {}), field: value}
+        else:
+            values[section] = value
+    return lambda world: parse_config(values)
+
+
+def _yaml(content: str | bytes) -> Callable[[World], object]:
+    return lambda world: load_config(world.file("my.yaml", content))
+
+
+def _set(text: str) -> Callable[[World], object]:
+    return lambda world: parse_config(override({"data": {"train": "train.csv"}, "seed": 1}, [text]))
+
+
+def _resume_with_set(world: World) -> None:
+    from fedspan.cli.train import run
+
+    run(overrides=["seed=1"], resume=world.folder)
+
+
+def _no_config(world: World) -> None:
+    from fedspan.cli.train import run
+
+    run()
+
+
+def _unknown_method(world: World) -> None:
+    from fedspan.cli.show import methods
+
+    methods("fedsa")
+
+
+def _unknown_dataset(world: World) -> None:
+    from fedspan.cli.data import data
+
+    data("sst")
+
+
+FILES = [
+    Mistake("missing", "The file is not there.", "config", lambda world: load_config("my.yaml")),
+    Mistake("not-utf-8", "The file is in Latin-1.", "config", _yaml("# Schlüssel".encode("latin-1")), "YAML file ("),
+    Mistake("folder", "The path is a folder.", "config", lambda world: load_config(world.folder)),
+    Mistake("zero-byte", "The path holds a zero byte.", "config", lambda world: load_config("a\0b")),
+    Mistake("yaml", "A bracket is not closed.", "config", _yaml("data: {train: x.csv\n"), "valid YAML ("),
+    Mistake("tabs", "A line is indented by a tab.", "config", _yaml("data:\n\ttrain: x.csv\n"), "valid YAML ("),
+    Mistake("month-13", "A date has a month 13.", "config", _yaml("data: 2026-13-01"), "valid YAML ("),
+    Mistake("deep", "Brackets are nested a thousandfold.", "config", _yaml("data: " + "[" * 1100), "valid YAML ("),
+    Mistake("list", "The file holds a list.", "config", _yaml("- data\n")),
+    Mistake("empty", "The file is empty.", "config", _yaml("")),
+    Mistake("holds-itself", "By an anchor, a section holds itself.", "config", _yaml("data: &a {train: *a}\n")),
+    Mistake("set-no-equals", "`--set method.r`", "--set", _set("method.r")),
+    Mistake("set-no-field", "`--set =3`", "--set", _set("=3")),
+    Mistake("set-into-value", "`--set seed.value=3`", "--set", _set("seed.value=3")),
+    Mistake("set-no-yaml", "`--set seed=[`", "--set", _set("seed=[")),
+    Mistake("no-config", "`fedspan run` without a file.", "CONFIG", _no_config),
+    Mistake("resume-with-set", "`--set` beside `--resume`.", "--set", _resume_with_set),
+]
+FIELDS = [
+    Mistake("unknown-section", "A section is misspelt.", "methd", _parse(methd={"name": "fedit"})),
+    Mistake("unknown-field", "A field has another name.", "training.learning_rate", _parse(training__learning_rate=1)),
+    Mistake("no-data", "There is no data section.", "data", lambda world: parse_config({"seed": 1})),
+    Mistake("no-train", "No data are named.", "data.train", _parse(data={})),
+    Mistake("wrong-type", "Text stands for a number.", "federation.rounds", _parse(federation__rounds="many")),
+    Mistake("fraction", "A fraction of a round.", "federation.rounds", _parse(federation__rounds=2.5)),
+    Mistake("section-is-list", "A section is a list.", "training", _parse(training=[1])),
+    Mistake("zero-rounds", "No rounds at all.", "federation.rounds", _parse(federation__rounds=0)),
+    Mistake("zero-clients", "No clients.", "partition.clients", _parse(partition__clients=0)),
+    Mistake("negative-seed", "The seed is negative.", "seed", _parse(seed=-1)),
+    Mistake("huge-seed", "The seed has thousands of digits.", "seed", _parse(seed=16**5000)),
+    Mistake("threads", "More threads than any machine has.", "threads", _parse(threads=10**9)),
+    Mistake("lr-inf", "An infinite learning rate.", "training.lr", _parse(training__lr=float("inf"))),
+    Mistake("lr-nan", "A learning rate that is no number.", "training.lr", _parse(training__lr=float("nan"))),
+    Mistake("betas", "AdamW's betas are 1.", "training.betas", _parse(training__betas=[1, 1])),
+    Mistake("dropout", "All inputs are dropped.", "training.lora_dropout", _parse(training__lora_dropout=1)),
+    Mistake("choice", "An optimizer that there is none of.", "training.optimizer", _parse(training__optimizer="adam")),
+    Mistake("dtype", "An unknown number format.", "model.dtype", _parse(model__dtype="fp16")),
+    Mistake("empty-name", "The model's name is empty.", "model.name", _parse(model__name="")),
+    Mistake("method", "An unknown method.", "method.name", _parse(method__name="fedot")),
+    Mistake("method-shown", "`fedspan methods fedsa`", "METHOD", _unknown_method),
+    Mistake("option", "An option of another method.", "method.tau", _parse(method={"name": "fedit", "tau": 3})),
+    Mistake("option-type", "The rank is a word.", "method.r", _parse(method__r="two")),
+    Mistake("option-range", "The rank is 0.", "method.r", _parse(method__r=0)),
+    Mistake("alpha-nan", "alpha is no number.", "method.lora_alpha", _parse(method__lora_alpha=float("nan"))),
+    Mistake("task", "An unknown task.", "task", _parse(task="translation")),
+    Mistake("metric", "A metric that the task lacks.", "evaluation.metric", _parse(evaluation__metric="perplexity")),
+    Mistake(
+        "pattern",
+        "answer_pattern is no regular expression.",
+        "evaluation.answer_pattern",
+        _parse(evaluation__answer_pattern="(\\d+"),
+        "this is not: ",
+    ),
+    Mistake(
+        "pattern-huge",
+        "answer_pattern repeats too often.",
+        "evaluation.answer_pattern",
+        _parse(evaluation__answer_pattern="a{99999999999999999999}"),
+        "this is not: ",
+    ),
+    Mistake("baseline", "An unknown baseline.", "baselines.0", _parse(baselines=["central"])),
+    Mistake("dataset", "An unknown data set.", "data.dataset", _parse(data={"dataset": "sst"})),
+    Mistake("dataset-shown", "`fedspan data sst`", "KEY", _unknown_dataset),
+    Mistake("dataset-images", "A data set of images.", "data.dataset", _parse(data={"dataset": "cifar10"})),
+    Mistake(
+        "dataset-task", "A data set for another task.", "task", _parse(task="regression", data={"dataset": "sst2"})
+    ),
+    Mistake("labels-twice", "A label is listed twice.", "data.labels", _parse(data__labels=["a", "a"])),
+    Mistake(
+        "labels-and-first", "labels and first_labels.", "data", _parse(data__labels=["a", "b"], data__first_labels=2)
+    ),
+    Mistake("keep-only", "keep_only without labels.", "data", _parse(data__keep_only=True)),
+    Mistake("same-column", "Text and label are one column.", "data", _parse(data__text="a", data__label="a")),
+    Mistake(
+        "prompt-and-messages",
+        "prompt and messages.",
+        "data",
+        _parse(data__prompt="{q}", data__messages="m", data__chat=True),
+    ),
+    Mistake("messages-no-chat", "messages without chat.", "data", _parse(data__messages="m")),
+    Mistake("shares", "Nothing is left for training.", "partition", _parse(partition={"validation": 0.5, "test": 0.5})),
+    Mistake("natural", "natural without a column.", "partition", _parse(partition__partitioner="natural")),
+    Mistake("column", "A column without natural.", "partition", _parse(partition__column="site")),
+]
+DEVICES = [
+    Mistake(
+        "unknown", "A device that torch does not know.", "device", lambda world: choose_device("tpu"), "has them ("
+    ),
+    Mistake("cuda-index", "No such graphics card.", "device", lambda world: choose_device("cuda:97"), "has them ("),
+    Mistake("meta", "torch's device without memory.", "device", lambda world: choose_device("meta"), "has them ("),
+    Mistake(
+        "other", "A device of some extension.", "device", lambda world: choose_device("privateuseone"), "has them ("
+    ),
+    Mistake("empty-device", "The device is empty.", "device", lambda world: choose_device(""), "has them ("),
+]

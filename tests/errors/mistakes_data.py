@@ -1,0 +1,238 @@
+"""Mistakes in data files, and in what a config says of them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+from world import GOOD, QUESTIONS, Mistake, World
+
+CAUSAL: dict[str, Any] = {"task": "causal-lm", "name": "t.jsonl"}
+READING = "reading it said: "
+
+
+def _load(content: str | bytes | None = None, **options: Any) -> Callable[[World], object]:
+    return lambda world: world.load(content, **options)
+
+
+def _divide(content: str = GOOD, **options: Any) -> Callable[[World], object]:
+    return lambda world: world.divide(content, **options)
+
+
+def _lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _parquet(metadata: dict[bytes, bytes] | None = None, **columns: Any) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table(columns).replace_schema_metadata(metadata), file)
+    return file.getvalue()
+
+
+def _test(content: str) -> Callable[[World], object]:
+    return lambda world: world.load(test=world.file("test.csv", content))
+
+
+def _talk(*roles: str) -> dict[str, Any]:
+    return {"talk": [{"role": role, "content": "a1"} for role in roles]}
+
+
+def _conversation(value: object) -> Callable[[World], object]:
+    return _load(_lines(value), **CAUSAL, messages="talk", chat=True)
+
+
+FILES = [
+    Mistake("missing", "The file is misspelt.", "data.train", _load(train="trian.csv")),
+    Mistake("missing-folder", "The folder is not there.", "data.train", _load(train="no/such/train.csv")),
+    Mistake("missing-test", "The test file is misspelt.", "data.test", _load(test="tset.csv")),
+    Mistake("too-long", "The name is too long for the disk.", "data.train", _load(train="x" * 300 + ".csv")),
+    Mistake("no-user", "The home of a user that there is none of.", "data.train", _load(train="~nobodyx/train.csv")),
+    Mistake("suffix", "A kind of file that is not read.", "data.train", _load("x", name="train.xlsx")),
+    Mistake("empty", "The file is empty.", "data.train", _load("")),
+    Mistake("header-only", "The file is a header.", "data.train", _load("text,label\n")),
+    Mistake("no-rows", "A list without objects.", "data.train", _load("[]", name="t.json")),
+    Mistake("ragged", "A row lacks a field.", "data.train", _load("text,label\none,a\ntwo\n"), READING),
+    Mistake("latin-1", "The file is in Latin-1.", "data.train", _load("text,label\né,a\n".encode("latin-1")), READING),
+    Mistake("twice", "Two columns have one name.", "data.train", _load("text,label,text\none,a,b\n")),
+    Mistake("not-gzip", "A .gz file that is not packed.", "data.train", _load("text", name="t.csv.gz"), READING),
+    Mistake(
+        "gzip-cut",
+        "A .gz file that was cut.",
+        "data.train",
+        _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz"),
+        READING,
+    ),
+    Mistake("jsonl", "A line is no JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "said: row 1: "),
+    Mistake("jsonl-list", "A line is a list.", "data.train", _load(_lines(["one", "a"]), name="t.jsonl")),
+    Mistake("json-object", "A .json file with one object.", "data.train", _load('{"text": 1}', name="t.json")),
+    Mistake("json-deep", "Brackets nested too deeply.", "data.train", _load("[" * 99999, name="t.json"), READING),
+    Mistake(
+        "json-half", "Half a character in JSON.", "data.train", _load('{"text":"\\ud800"}', name="t.jsonl"), READING
+    ),
+    Mistake("parquet", "A parquet file that is none.", "data.train", _load(b"PAR1 no", name="t.parquet"), READING),
+    Mistake(
+        "parquet-cut",
+        "A parquet file that was cut.",
+        "data.train",
+        _load(_parquet(text=["a"])[:-9], name="t.parquet"),
+        READING,
+    ),
+    Mistake(
+        "parquet-notes",
+        "A parquet file with damaged notes on its types.",
+        "data.train",
+        _load(_parquet({b"huggingface": b"{"}, text=["a", "b"], label=["x", "y"]), name="t.parquet"),
+        "it said: ",
+    ),
+    Mistake("columns", "Names for columns that have some.", "data.columns", _load(columns=["text", "label"])),
+    Mistake(
+        "columns-json",
+        "Names for the columns of a .jsonl file.",
+        "data.columns",
+        _load(_lines({"text": "a"}), name="t.jsonl", columns=["text", "label"]),
+    ),
+    Mistake("builtin", "An unknown built-in corpus.", "data.train", _load(train="builtin:patients")),
+    Mistake(
+        "builtin-split",
+        "A split that it lacks.",
+        "data.train_split",
+        _load(train="builtin:patient-messages", train_split="dev"),
+    ),
+    Mistake(
+        "not-on-hub",
+        "A data set that the hub lacks, without its file.",
+        "data.train",
+        _load(train=None, dataset="mrpc"),
+    ),
+]
+ROWS = [
+    Mistake("no-text", "There is no column of texts.", "data.text", _load(text="sentence")),
+    Mistake("no-pair", "There is no column of second texts.", "data.text_pair", _load(text_pair="answer")),
+    Mistake("no-label", "There is no column of labels.", "data.label", _load(label="topic")),
+    Mistake("empty-text", "A text is empty.", "data.train", _load("text,label\none,a\n ,b\n")),
+    Mistake("empty-label", "A label is missing.", "data.train", _load("text,label\none,a\ntwo,\n")),
+    Mistake("text-number", "Texts are numbers.", "data.text", _load(_lines({"text": 1, "label": "a"}), name="t.jsonl")),
+    Mistake(
+        "label-list", "Labels are lists.", "data.label", _load(_lines({"text": "a", "label": ["x"]}), name="t.jsonl")
+    ),
+    Mistake(
+        "label-fraction",
+        "Labels are numbers with a fraction.",
+        "data.label",
+        _load(_lines({"text": "a", "label": 1.5}, {"text": "b", "label": 2.0}), name="t.jsonl"),
+    ),
+    Mistake("one-label", "All rows have one label.", "data.label", _load("text,label\none,a\ntwo,a\n")),
+    Mistake("unknown-label", "The test set has a label of its own.", "data.test", _test("text,label\none,z\n")),
+    Mistake("foreign-label", "A label is not in data.labels.", "data.train", _load(labels=["a", "c"])),
+    Mistake(
+        "absent-label", "keep_only a label that is not there.", "data.labels", _load(labels=["a", "c"], keep_only=True)
+    ),
+    Mistake("first-labels", "More labels than there are.", "data.first_labels", _load(first_labels=3)),
+    Mistake("too-few", "Too few rows for a test set.", "data.train", _load("text,label\none,a\ntwo,b\n")),
+    Mistake("all-blank", "drop_empty leaves nothing.", "data.train", _load("text,label\n,a\ntwo,\n", drop_empty=True)),
+    Mistake("no-number", "A number is a word.", "data.label", _load("text,label\none,1\ntwo,b\n", task="regression")),
+    Mistake("nan", "A number is NaN.", "data.train", _load("text,label\none,1\ntwo,nan\n", task="regression")),
+    Mistake(
+        "labels-of-numbers",
+        "Labels where numbers are asked for.",
+        "data.labels",
+        _load("text,label\none,1\ntwo,2\n", task="regression", labels=["1", "2"]),
+    ),
+]
+PROMPTS = [
+    Mistake("no-prompt", "causal-lm without a prompt.", "data.prompt", _load(QUESTIONS, **CAUSAL)),
+    Mistake(
+        "prompt-column", "A column that is not there.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{topic}")
+    ),
+    Mistake("prompt-plain", "A prompt without a column.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="Answer!")),
+    Mistake(
+        "prompt-brace",
+        "A brace is not closed.",
+        "data.prompt",
+        _load(QUESTIONS, **CAUSAL, prompt="{question"),
+        "itself (",
+    ),
+    Mistake(
+        "prompt-format", "A number format in braces.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{question:>9}")
+    ),
+    Mistake("prompt-empty", "Braces with nothing in them.", "data.prompt", _load(QUESTIONS, **CAUSAL, prompt="{}")),
+    Mistake(
+        "no-answer",
+        "There is no column of answers.",
+        "data.answer",
+        _load(QUESTIONS, **CAUSAL, prompt="{question}", answer="reply"),
+    ),
+    Mistake(
+        "empty-answer",
+        "An answer is empty.",
+        "data.train",
+        _load(_lines({"question": "a", "answer": ""}), **CAUSAL, prompt="{question}"),
+    ),
+    Mistake("no-talk", "There is no column of conversations.", "data.messages", _conversation({"chat": []})),
+    Mistake("talk-user", "A conversation ends with the user.", "data.messages", _conversation(_talk("user"))),
+    Mistake("talk-text", "A conversation is a text.", "data.messages", _conversation({"talk": "hello"})),
+    Mistake("talk-role", "Messages without a role.", "data.messages", _conversation({"talk": [{"content": "a1"}]})),
+]
+DIVISION = [
+    Mistake("clients", "More clients than examples.", "partition.clients", _divide(clients=500)),
+    Mistake("too-small", "A client gets too little.", "partition.min_examples", _divide(clients=4, min_examples=5)),
+    Mistake(
+        "no-column",
+        "The column of clients is not there.",
+        "partition.column",
+        _divide(partitioner="natural", column="site"),
+    ),
+    Mistake(
+        "no-value",
+        "A row names no client.",
+        "partition.column",
+        _divide(
+            "text,label,site\none,a,x\ntwo,b,\nthree,a,y\nfour,b,y\n",
+            data={"test_fraction": 0},
+            partitioner="natural",
+            column="site",
+        ),
+    ),
+    Mistake(
+        "small-natural",
+        "A client of the file has one row.",
+        "partition.min_examples",
+        _divide(
+            "text,label,site\none,a,x\ntwo,b,y\nthree,a,y\nfour,b,y\n",
+            data={"test_fraction": 0},
+            partitioner="natural",
+            column="site",
+        ),
+    ),
+    Mistake(
+        "alpha", "Shares too unequal.", "partition.alpha", _divide(partitioner="dirichlet", alpha=0.001, clients=3)
+    ),
+    Mistake(
+        "classes",
+        "More labels a client than there are.",
+        "partition.classes_per_client",
+        _divide(partitioner="pathological", classes_per_client=3, clients=2),
+    ),
+    Mistake(
+        "no-classes",
+        "Labels are to be divided, and there are none.",
+        "partition.partitioner",
+        _divide(
+            "text,label\none,1\ntwo,2\nthree,3\nfour,4\n",
+            task="regression",
+            partitioner="dirichlet",
+            clients=2,
+        ),
+    ),
+    Mistake(
+        "exponential",
+        "Sizes grow too steeply.",
+        "partition.min_examples",
+        _divide(partitioner="quantity", quantity="exponential", clients=4),
+    ),
+]

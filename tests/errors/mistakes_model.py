@@ -1,0 +1,269 @@
+"""Mistakes in naming a model, in its files, and in the adapter that a run starts from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import safetensors.torch
+import torch
+from world import Mistake, World, cut, edit_json
+
+from fedspan.models.loading import resolve
+
+WEIGHTS, ADAPTER = "adapter_model.safetensors", "adapter_config.json"
+
+
+def _model(**model: Any) -> Callable[[World], object]:
+    return lambda world: world.prepare(model=model)
+
+
+def _config(**changes: Any) -> Callable[[World], object]:
+    return lambda world: world.model(lambda folder: edit_json(folder / "config.json", **changes))
+
+
+def _write(name: str, content: str | bytes) -> Callable[[World], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda world: world.model(lambda folder: (folder / name).write_bytes(data))
+
+
+def _without(*names: str) -> Callable[[World], object]:
+    return lambda world: world.model(lambda folder: [(folder / name).unlink() for name in names])
+
+
+def _without_library(world: World) -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        world.prepare(model={"quantization": "nf4"})
+
+
+def _without_package(world: World) -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        resolve("builtin:all-minilm-l6-v2")
+
+
+def _plain_tokenizer(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**content, "chat_template": None}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def _no_template(world: World) -> None:
+    from fedspan.config import parse_config
+    from fedspan.runs.build import prepare
+
+    world.model(_plain_tokenizer, "llama-lm")
+    import tiny_decoders
+
+    changes: dict[str, Any] = {"model": {"name": "model"}, "data": {"chat": True}}
+    prepare(parse_config(tiny_decoders.settings(world.tiny, **changes)))
+
+
+def _adapter(change: Callable[[Path], object]) -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        folder = world.export()
+        change(folder)
+        world.prepare(model={"adapter": os.path.relpath(folder)})
+
+    return provoke
+
+
+def _tensors(change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> Callable[[World], object]:
+    def changed(folder: Path) -> None:
+        path, made = folder / WEIGHTS, {}
+        for name, value in safetensors.torch.load_file(path).items():
+            made |= change(name, value)
+        safetensors.torch.save_file(made, path)
+
+    return _adapter(changed)
+
+
+def _other_targets(world: World) -> None:
+    folder = world.export()
+    world.prepare(model={"adapter": os.path.relpath(folder), "target_modules": ["query"]})
+
+
+def _other_labels(world: World) -> None:
+    folder = world.export()
+    world.prepare(model={"adapter": os.path.relpath(folder)}, data={"first_labels": 3})
+
+
+NAMES = [
+    Mistake(
+        "unknown", "A hub id that is neither there nor cached.", "model.name", _model(name="nobody/nothing"), "NAME ("
+    ),
+    Mistake("no-id", "A name that cannot be a hub id.", "model.name", _model(name="my model"), "NAME ("),
+    Mistake("too-long", "A name that is too long for the disk.", "model.name", _model(name="x" * 300), "NAME ("),
+    Mistake("no-user", "The home of a user that there is none of.", "model.name", _model(name="~nobodyx/m"), "NAME ("),
+    Mistake("builtin", "An unknown built-in model.", "model.name", lambda world: resolve("builtin:minilm")),
+    Mistake("no-package", "The built-in model's package is missing.", "model.name", _without_package),
+    Mistake("no-bitsandbytes", "bitsandbytes is missing.", "model.quantization", _without_library),
+]
+FOLDERS = [
+    Mistake(
+        "empty-folder", "The folder is empty.", "model.name", lambda world: world.prepare(model={"name": "."}), "NAME ("
+    ),
+    Mistake("no-config", "There is no config.json.", "model.name", _without("config.json"), "NAME ("),
+    Mistake("config-cut", "config.json is cut.", "model.name", _write("config.json", "{"), "NAME ("),
+    Mistake("config-null", "config.json holds null.", "model.name", _write("config.json", "null"), "NAME ("),
+    Mistake("config-type", "A size is a word.", "model.name", _config(hidden_size="x"), "NAME ("),
+    Mistake("config-heads", "No attention heads.", "model.name", _config(num_attention_heads=0), "NAME ("),
+    Mistake("config-kind", "An architecture that there is none of.", "model.name", _config(model_type="x"), "NAME ("),
+    Mistake("config-shape", "Layers of another shape.", "model.name", _config(intermediate_size=32)),
+    Mistake("config-layers", "A layer more than there are weights for.", "model.name", _config(num_hidden_layers=3)),
+    Mistake("no-weights", "There are no weights.", "model.name", _without("model.safetensors"), "NAME ("),
+    Mistake("no-tensors", "The weights are none.", "model.name", _write("model.safetensors", "x" * 99), "NAME ("),
+    Mistake(
+        "weights-cut",
+        "The weights were cut.",
+        "model.name",
+        lambda world: world.model(lambda folder: cut(folder / "model.safetensors")),
+        "NAME (",
+    ),
+    Mistake(
+        "no-tokenizer", "There is no tokenizer.", "model.name", _without("tokenizer.json", "tokenizer_config.json")
+    ),
+    Mistake("tokenizer-cut", "tokenizer.json is cut.", "model.name", _write("tokenizer.json", '{"a'), "NAME ("),
+    Mistake("tokenizer-list", "tokenizer.json is a list.", "model.name", _write("tokenizer.json", "[]"), "NAME ("),
+    Mistake(
+        "encoder-answers",
+        "An encoder for causal-lm.",
+        "model.name",
+        lambda world: world.decoder(model={"name": str(world.tiny / "bert"), "target_modules": ["query"]}),
+    ),
+]
+LAYERS = [
+    Mistake("no-target", "A target module is misspelt.", "model.target_modules", _model(target_modules=["quary"])),
+    Mistake(
+        "target-kind", "A target is no linear layer.", "model.target_modules", _model(target_modules=["LayerNorm"])
+    ),
+    Mistake(
+        "target-regex",
+        "A pattern that is none.",
+        "model.target_modules",
+        _model(target_modules="(query"),
+        "takes them (",
+    ),
+    Mistake(
+        "target-huge",
+        "A pattern that repeats too often.",
+        "model.target_modules",
+        _model(target_modules="a{99999999999999999999}"),
+        "takes them (",
+    ),
+    Mistake("layer", "A layer that is not there.", "model.target_modules", _model(layers_to_transform=[9])),
+    Mistake("save", "A module to save is misspelt.", "model.modules_to_save", _model(modules_to_save=["poler"])),
+    Mistake("rank", "The rank is larger than a layer.", "method.r", lambda world: world.prepare(method={"r": 17})),
+    Mistake(
+        "ranks-client",
+        "A rank for a client that there is none of.",
+        "federation.ranks.weast",
+        lambda world: world.prepare(federation={"ranks": {"weast": 2}}),
+    ),
+    Mistake(
+        "ranks-large",
+        "A client's rank is too large.",
+        "federation.ranks.west",
+        lambda world: world.prepare(federation={"ranks": {"west": 99}}),
+    ),
+    Mistake(
+        "ranks-method",
+        "Different ranks, and the method takes one.",
+        "federation.ranks.west",
+        lambda world: world.prepare(federation={"ranks": {"west": 1}}),
+    ),
+    Mistake(
+        "cohort",
+        "More clients a round than there are.",
+        "federation.clients_per_round",
+        lambda world: world.prepare(federation={"clients_per_round": 9}),
+    ),
+    Mistake("f1", "F1 of four labels.", "evaluation.metric", lambda world: world.prepare(evaluation={"metric": "f1"})),
+    Mistake("no-template", "chat, and the model has no template.", "data.chat", _no_template),
+    Mistake("packing", "packing with OPT.", "data.packing", lambda world: world.decoder("opt", data={"packing": True})),
+    Mistake(
+        "long-answer",
+        "An answer is too long, and is to be refused.",
+        "model.max_length",
+        lambda world: world.decoder(model={"max_length": 4}, data={"long_answers": "refuse"}),
+    ),
+]
+STARTS = [
+    Mistake("adapter-missing", "The folder is not there.", "model.adapter", _model(adapter="no/such"), WEIGHTS + " ("),
+    Mistake(
+        "adapter-user",
+        "The home of a user that there is none of.",
+        "model.adapter",
+        _model(adapter="~nobodyx/a"),
+        WEIGHTS + " (",
+    ),
+    Mistake(
+        "adapter-cut",
+        "The weights were cut.",
+        "model.adapter",
+        _adapter(lambda folder: cut(folder / WEIGHTS)),
+        WEIGHTS + " (",
+    ),
+    Mistake(
+        "adapter-config",
+        "Its config is cut.",
+        "model.adapter",
+        _adapter(lambda folder: cut(folder / ADAPTER)),
+        WEIGHTS + " (",
+    ),
+    Mistake(
+        "adapter-kind",
+        "It is no LoRA.",
+        "model.adapter",
+        _adapter(lambda folder: (folder / ADAPTER).write_text('{"peft_type": "IA3"}')),
+    ),
+    Mistake(
+        "adapter-dora",
+        "It is DoRA.",
+        "model.adapter",
+        _adapter(lambda folder: edit_json(folder / ADAPTER, use_dora=True)),
+    ),
+    Mistake(
+        "adapter-zero",
+        "Its rank is 0.",
+        "model.adapter",
+        _adapter(lambda folder: edit_json(folder / ADAPTER, rank_pattern={".*": 0})),
+        "lora_alpha (",
+    ),
+    Mistake(
+        "adapter-alpha",
+        "Its alpha is a word.",
+        "model.adapter",
+        _adapter(lambda folder: edit_json(folder / ADAPTER, lora_alpha="x")),
+        "lora_alpha (",
+    ),
+    Mistake("adapter-layer", "It adapts a layer that is no target.", "model.adapter", _other_targets),
+    Mistake("adapter-labels", "Its head has other labels.", "model.adapter", _other_labels),
+    Mistake(
+        "adapter-shape",
+        "Its factors are of another model.",
+        "model.adapter",
+        _tensors(lambda name, value: {name: value[:, :1].clone() if "lora_A" in name else value}),
+    ),
+    Mistake(
+        "adapter-ranks",
+        "A and B are of different ranks.",
+        "model.adapter",
+        _tensors(lambda name, value: {name: value[:1].clone() if "lora_A" in name else value}),
+    ),
+    Mistake(
+        "adapter-half",
+        "It has A without B.",
+        "model.adapter",
+        _tensors(lambda name, value: {} if "lora_B" in name else {name: value}),
+    ),
+    Mistake(
+        "adapter-extra",
+        "It saves a module that is not to train.",
+        "model.adapter",
+        _tensors(lambda name, value: {name: value, "base_model.model.bert.pooler.x": value.clone()}),
+    ),
+]

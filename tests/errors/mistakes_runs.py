@@ -1,0 +1,242 @@
+"""Mistakes with run folders, and what disks and networks do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from world import Mistake, World, cut, edit_json, flip
+
+from fedspan import api
+from fedspan.runs.folder import RunFolder
+
+CHECKPOINT = Path("checkpoints") / "round-00001"
+
+
+def _resume(change: Callable[[RunFolder], object]) -> Callable[[World], object]:
+    return lambda world: world.resume(change)
+
+
+def _config(old: str, new: str) -> Callable[[World], object]:
+    def change(run: RunFolder) -> None:
+        text = run.config.read_text()
+        assert old in text
+        run.config.write_text(text.replace(old, new))
+
+    return _resume(change)
+
+
+def _run_into(name: str) -> Callable[[World], object]:
+    return lambda world: api.run(world.values(), name)
+
+
+def _taken(world: World) -> None:
+    world.file("taken/thesis.tex", "x")
+    api.run(world.values(), world.folder / "taken")
+
+
+def _locked(world: World) -> None:
+    folder = world.run("stopped")
+    with RunFolder.resume(folder):
+        api.resume(folder)
+
+
+def _holds_run(world: World) -> None:
+    api.run(world.values(), world.run())
+
+
+def _other_config(world: World) -> None:
+    api.run(world.values(federation={"rounds": 9}), world.run("stopped"), resume=True)
+
+
+def _other_data(world: World) -> None:
+    folder = world.run("stopped")
+    corpus = world.tiny / "corpus.csv"
+    shorter = world.file("corpus.csv", "".join(corpus.read_text().splitlines(keepends=True)[:-20]))
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace(str(corpus), str(world.folder / shorter)))
+    api.resume(folder)
+
+
+def refusing(code: int, after: int = 0) -> Callable[..., object]:
+    """os.write or os.open of a disk that refuses; the first few calls go through."""
+    calls = [0]
+
+    def refuse(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            calls[0] += 1
+            if calls[0] > after:
+                raise OSError(code, os.strerror(code))
+            return real(*arguments, **options)
+
+        return call
+
+    return refuse
+
+
+def _full(after: int) -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        values = world.values(federation={"rounds": 1})
+        with mock.patch("os.write", refusing(errno.ENOSPC, after)(os.write)):
+            api.run(values, world.folder / "run")
+
+    return provoke
+
+
+def _full_at_export(world: World) -> None:
+    folder = world.run("stopped")
+    with mock.patch.object(Path, "write_bytes", refusing(errno.ENOSPC)(Path.write_bytes)):
+        api.resume(folder)
+
+
+def _full_copy(world: World) -> None:
+    folder = world.run()
+    with mock.patch("shutil.copytree", refusing(errno.ENOSPC)(os.write)):
+        api.export(folder, world.folder / "out")
+
+
+def _full_merge(world: World) -> None:
+    folder = world.export()
+    out = world.folder / "merged"
+    with mock.patch("transformers.PreTrainedModel.save_pretrained", refusing(errno.ENOSPC)(os.write)):
+        api.export(folder, out, "merged")
+
+
+def _read_only(world: World) -> None:
+    values = world.values()
+    with mock.patch.object(Path, "mkdir", refusing(errno.EROFS)(Path.mkdir)):
+        api.run(values, world.folder / "run")
+
+
+def _below_file(world: World) -> None:
+    world.file("notes", "x")
+    api.run(world.values(), world.folder / "notes" / "run")
+
+
+def _picture(world: World) -> None:
+    from fedspan.cli.show import partition
+
+    partition(
+        Path(world.file("my.yaml", "data: {train: train.csv}\npartition: {clients: 2}\n")),
+        world.folder / "no" / "p.png",
+    )
+
+
+def _offline_data(world: World) -> None:
+    world.load(train="nobody/nothing")
+
+
+FOLDERS = [
+    Mistake("taken", "The folder holds other things.", "run folder", _taken),
+    Mistake("is-file", "The folder is a file.", "run folder", _run_into("train.csv")),
+    Mistake("holds-run", "The folder holds a run.", "run folder", _holds_run),
+    Mistake("name-too-long", "The name is too long for the disk.", "run folder", _run_into("x" * 300)),
+    Mistake("no-run", "Nothing to go on with.", "run folder", lambda world: api.resume("nothing")),
+    Mistake("long-resume", "Nothing can have such a name.", "run folder", lambda world: api.resume("x" * 300)),
+    Mistake("locked", "Another process works on the run.", "run folder", _locked),
+    Mistake("other-config", "Another config than the run's.", "config", _other_config),
+    Mistake("config-yaml", "config.yaml is no YAML any more.", "config", _config("seed: 3", "seed: ["), "valid YAML ("),
+    Mistake("config-list", "config.yaml was emptied.", "config", _resume(lambda run: run.config.write_text(""))),
+    Mistake("config-nonsense", "config.yaml got nonsense.", "seed", _config("seed: 3", "seed: three")),
+    Mistake(
+        "config-latin-1",
+        "config.yaml is not UTF-8.",
+        "FOLDER/stopped/config.yaml",
+        _resume(lambda run: run.config.write_bytes(b"\xff")),
+    ),
+    Mistake("config-method", "config.yaml got another method.", "config", _config("name: fedit", "name: rolora")),
+    Mistake("config-rank", "config.yaml got another rank.", "config", _config("r: 2", "r: 4")),
+    Mistake(
+        "damaged",
+        "A bit of a checkpoint turned around.",
+        "FOLDER/stopped/checkpoints/round-00001/state.safetensors",
+        _resume(lambda run: flip(run.path / CHECKPOINT / "state.safetensors")),
+    ),
+    Mistake(
+        "index-cut",
+        "checkpoint.json is cut.",
+        "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
+        _resume(lambda run: cut(run.path / CHECKPOINT / "checkpoint.json")),
+        "checkpoint.json: '",
+    ),
+    Mistake(
+        "index-edited",
+        "checkpoint.json was edited.",
+        "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
+        _resume(lambda run: edit_json(run.path / CHECKPOINT / "checkpoint.json", round=7)),
+    ),
+    Mistake(
+        "metrics-cut",
+        "metrics.jsonl was shortened.",
+        "FOLDER/stopped/metrics.jsonl",
+        _resume(lambda run: run.metrics.write_bytes(b"")),
+        "ended at byte ",
+    ),
+    Mistake(
+        "ledger-line",
+        "A line of ledger.jsonl was edited.",
+        "FOLDER/stopped/ledger.jsonl, line 1",
+        _resume(lambda run: run.ledger.write_bytes(b"x" + run.ledger.read_bytes()[1:])),
+        "line 1: ",
+    ),
+    Mistake(
+        "partition-edited",
+        "partition.json was edited.",
+        "FOLDER/stopped/partition.json",
+        _resume(lambda run: edit_json(run.partition, examples=7)),
+        "stopped/partition.json: ",
+    ),
+    Mistake(
+        "partition-cut",
+        "partition.json is cut.",
+        "FOLDER/stopped/partition.json",
+        _resume(lambda run: cut(run.partition)),
+        "stopped/partition.json: ",
+    ),
+    Mistake(
+        "partition-latin-1",
+        "partition.json is not UTF-8.",
+        "FOLDER/stopped/partition.json",
+        _resume(lambda run: run.partition.write_bytes(b"\xff")),
+    ),
+    Mistake(
+        "partition-huge",
+        "partition.json holds a number beyond 64 bits.",
+        "FOLDER/stopped/partition.json",
+        _resume(
+            lambda run: edit_json(run.partition, clients=[{"id": "a", "train": [10**30], "validation": [], "test": []}])
+        ),
+        "stopped/partition.json: ",
+    ),
+    Mistake("data-changed", "The data file lost rows.", "data.train", _other_data),
+    Mistake(
+        "environment",
+        "environment.json is cut.",
+        "FOLDER/stopped/environment.json",
+        _resume(lambda run: cut(run.environment)),
+        "environment.json: ",
+    ),
+]
+DISK = [
+    Mistake("full-at-once", "The disk is full at the start.", "run folder", _full(0)),
+    Mistake("full-later", "The disk is full after the first files.", "run folder", _full(3)),
+    Mistake("full-at-export", "The disk is full when the adapter is written.", "run folder", _full_at_export),
+    Mistake("full-copy", "The disk is full in `fedspan export`.", "out", _full_copy),
+    Mistake("full-merge", "The disk is full when weights are merged.", "out", _full_merge),
+    Mistake("read-only", "The disk is read-only.", "run folder", _read_only),
+    Mistake("below-file", "The folder would lie in a file.", "run folder", _below_file),
+    Mistake("picture", "A picture into a folder that is not there.", "--png", _picture),
+]
+NETWORK = [
+    Mistake("data-offline", "A data set of the hub, without a network.", "data.train", _offline_data, "the hub said: "),
+    Mistake(
+        "dataset-offline",
+        "data.dataset, without a network.",
+        "data.train",
+        lambda world: world.load(train=None, dataset="sst2"),
+        "the hub said: ",
+    ),
+]

@@ -1,0 +1,170 @@
+"""Mistakes in using what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from world import Mistake, World, cut, edit_json
+
+from fedspan import api
+
+
+def _predict(client: str | None = None, kind: str = "finished") -> Callable[[World], object]:
+    return lambda world: api.predict(world.run(kind), ["word1"], client)
+
+
+def _exported(change: Callable[[Path], object]) -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        folder = world.export()
+        change(folder)
+        api.predict(folder, ["word1"])
+
+    return provoke
+
+
+def _notes(**changes: Any) -> Callable[[World], object]:
+    return _exported(lambda folder: edit_json(folder / "fedspan.json", **changes))
+
+
+def _report(**changes: Any) -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        folder = world.run()
+        edit_json(folder / "report.json", **changes)
+        api.predict(folder, ["word1"])
+
+    return provoke
+
+
+def _export(kind: str = "finished", out: str = "out", **options: Any) -> Callable[[World], object]:
+    return lambda world: api.export(world.run(kind), out, **options)
+
+
+def _evaluate(content: str | None = None, kind: str = "finished", **options: Any) -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        if content is not None:
+            options["data"] = world.file("new.csv", content)
+        api.evaluate(world.run(kind), **options)
+
+    return provoke
+
+
+def _cli(*texts: str, **options: Any) -> Callable[[World], object]:
+    from fedspan.cli.use import predict
+
+    return lambda world: predict(Path("run"), list(texts), **options)
+
+
+def _file(content: str | bytes) -> Callable[[World], object]:
+    from fedspan.cli.use import predict
+
+    return lambda world: predict(Path("run"), file=Path(world.file("texts.txt", content)))
+
+
+def _other_labels(world: World) -> None:
+    folder = world.run()
+    config, corpus = folder / "config.yaml", str(world.tiny / "corpus.csv")
+    world.file("two.csv", "text,label\n" + "word1,a\nword2,b\n" * 9)
+    config.write_text(config.read_text().replace(corpus, "two.csv"))
+    api.evaluate(folder)
+
+
+def _merged_adapter(world: World) -> None:
+    merged = api.export(world.run(), world.folder / "merged", "merged")
+    api.export(merged, world.folder / "out")
+
+
+FEDSPAN = "FOLDER/adapter/fedspan.json"
+USING = [
+    Mistake("nothing", "No such folder.", "folder", lambda world: api.predict("nothing", ["word1"])),
+    Mistake("too-long", "Nothing can have such a name.", "folder", lambda world: api.predict("x" * 300, ["word1"])),
+    Mistake("no-model", "A folder without a model.", "folder", lambda world: api.predict(world.folder, ["word1"])),
+    Mistake("unfinished", "The run is not finished.", "run folder", _predict(kind="stopped")),
+    Mistake("report-without-run", "A report of no run.", "run folder", lambda world: api.read_report("nothing")),
+    Mistake("client", "A client is misspelt.", "client", _predict("weast")),
+    Mistake("whose", "Every client has a model, and none is named.", "client", _predict(kind="personal")),
+    Mistake(
+        "report-edited",
+        "report.json lacks what it should hold.",
+        "FOLDER/finished/report.json, adapters",
+        _report(adapters=7),
+    ),
+    Mistake(
+        "report-examples",
+        "report.json holds nonsense.",
+        "FOLDER/finished/report.json, examples",
+        _report(examples=None),
+    ),
+    Mistake(
+        "notes-cut", "fedspan.json is cut.", FEDSPAN, _exported(lambda f: cut(f / "fedspan.json")), "fedspan.json: "
+    ),
+    Mistake(
+        "notes-list",
+        "fedspan.json is a list.",
+        FEDSPAN,
+        _exported(lambda f: (f / "fedspan.json").write_text("[1, {}]")),
+    ),
+    Mistake("notes-base", "fedspan.json names no model.", f"{FEDSPAN}.base_model", _notes(base_model=7)),
+    Mistake("notes-kept", "fedspan.json's kept is a number.", f"{FEDSPAN}.kept", _notes(kept=7)),
+    Mistake("notes-length", "fedspan.json's max_length is negative.", f"{FEDSPAN}.max_length", _notes(max_length=-1)),
+    Mistake("notes-task", "fedspan.json's task is unknown.", f"{FEDSPAN}.task", _notes(task="chess")),
+    Mistake(
+        "notes-metric", "fedspan.json's metric is another task's.", f"{FEDSPAN}.metric", _notes(metric="perplexity")
+    ),
+    Mistake(
+        "notes-pattern", "fedspan.json's pattern is none.", f"{FEDSPAN}.answer_pattern", _notes(answer_pattern="(")
+    ),
+    Mistake(
+        "notes-labels", "fedspan.json's labels are of another model.", "folder", _notes(labels=["a", "b"]), "can read ("
+    ),
+    Mistake(
+        "adapter-cut",
+        "The adapter was cut.",
+        "folder",
+        _exported(lambda folder: cut(folder / "adapter_model.safetensors")),
+        "can read (",
+    ),
+    Mistake(
+        "adapter-config",
+        "The adapter's config is a list.",
+        "folder",
+        _exported(lambda folder: (folder / "adapter_config.json").write_text("[]")),
+        "can read (",
+    ),
+    Mistake(
+        "base-gone",
+        "The base model is gone.",
+        "model.name",
+        _notes(base_model="nobody/nothing"),
+        "NAME (",
+    ),
+    Mistake("no-texts", "`fedspan predict RUN` without texts.", "TEXT", _cli()),
+    Mistake("no-pair", "`--pairs` with a text without a tab.", "--pairs", _cli("one text", pairs=True)),
+    Mistake("no-file", "`--file` that is not there.", "--file", _cli(file=Path("no.txt"))),
+    Mistake("file-latin-1", "`--file` in Latin-1.", "--file", _file(b"\xe9"), "in UTF-8 ("),
+    Mistake("file-empty", "`--file` without a text.", "--file", _file("\n\n")),
+]
+EXPORT = [
+    Mistake("form", "An unknown form.", "form", _export(form="onnx")),
+    Mistake("out-taken", "The folder is not empty.", "out", _export(out=".")),
+    Mistake("out-below-file", "The folder would lie in a file.", "out", _export(out="train.csv/out")),
+    Mistake("out-too-long", "The name is too long for the disk.", "out", _export(out="x" * 300)),
+    Mistake("round", "A round that was not kept.", "round", _export(round=7)),
+    Mistake("round-word", "A round that is a word.", "round", _export(round="first")),
+    Mistake("export-whose", "Every client has a model, and none is named.", "client", _export("personal")),
+    Mistake("merged", "An adapter out of merged weights.", "form", _merged_adapter),
+]
+EVALUATE = [
+    Mistake("no-data", "An exported model, without data.", "data", lambda world: api.evaluate(world.export())),
+    Mistake("data-missing", "The file is not there.", "data", _evaluate(data="no.csv")),
+    Mistake("data-empty", "The file has no name.", "data", _evaluate(data="")),
+    Mistake("data-text", "There is no column of texts.", "text", _evaluate("message,label\nword1,lab\n")),
+    Mistake("data-label", "There is no column of labels.", "label", _evaluate("text,intent\nword1,lab\n")),
+    Mistake(
+        "data-same", "Text and label are one column.", "data", _evaluate("text,label\nword1,lab\n", text="a", label="a")
+    ),
+    Mistake("data-unknown", "A label that the model does not know.", "data", _evaluate("text,label\nword1,gossip\n")),
+    Mistake("data-answer", "There is no column of answers.", "answer", _evaluate("question\na1\n", "answering")),
+    Mistake("data-labels", "The run's data got other labels.", "data.train", _other_labels),
+]

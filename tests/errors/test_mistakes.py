@@ -1,0 +1,59 @@
+"""Every mistake of the catalogue is answered with one line, and docs/errors.md says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mistakes import SECTIONS
+from typer.testing import CliRunner
+from world import Mistake, World
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROWS = [(title, mistake) for title, mistakes in SECTIONS.items() for mistake in mistakes]
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, list[str]]:
+    """The rows of the page, by section."""
+    found: dict[str, list[str]] = {}
+    for part in (DOCS / "errors.md").read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, *lines = part.splitlines()
+        found[title] = [line for line in lines if line.startswith("| ")][1:]
+    return found
+
+
+@pytest.mark.parametrize(("title", "mistake"), ROWS, ids=[mistake.id for _, mistake in ROWS])
+def test_a_mistake_is_answered_as_the_page_says(
+    world: World, tables: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, title: str, mistake: Mistake
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    from generate_errors import row
+
+    field, message = world.said(mistake)
+    assert field == mistake.field
+    assert message.splitlines() == [message]
+    assert message.startswith(f"{field}: ")
+    assert row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page anew"
+
+
+def test_the_page_has_these_rows_and_no_others(tables: dict[str, list[str]]) -> None:
+    assert {title: len(rows) for title, rows in tables.items()} == {
+        title: len(mistakes) for title, mistakes in SECTIONS.items()
+    }
+    for title, mistakes in SECTIONS.items():
+        assert [line.split(" | ")[0] for line in tables[title]] == [f"| {mistake.what}" for mistake in mistakes]
+
+
+def test_no_two_mistakes_of_a_section_have_one_name() -> None:
+    for mistakes in SECTIONS.values():
+        assert len({mistake.id for mistake in mistakes}) == len(mistakes)
+
+
+def test_the_command_line_says_it_behind_error_and_exits_with_2(tmp_path: Path) -> None:
+    from fedspan.cli import app
+
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "no.yaml")])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("error: config: ")
+    assert "Traceback" not in result.output
