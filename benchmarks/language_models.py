@@ -46,8 +46,8 @@ def config_of(data: str, method: str, lr: float, rounds: int, args: argparse.Nam
         "partition": {"partitioner": "quantity", "clients": 10, "validation": 0.1, "test": 0.1},
         "method": {"name": method, "r": 8, "lora_alpha": 16} | ({"tau": 2} if method == "fedloru" else {}),
         "federation": {"rounds": rounds},
-        "training": {"lr": lr, "batch_size": 8},
-        "evaluation": {"generate": True, "max_new_tokens": 32},
+        "training": {"lr": lr, "batch_size": args.batch},
+        "evaluation": {"generate": True, "max_new_tokens": args.max_new_tokens},
     }
 
 
@@ -118,10 +118,12 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--out", type=Path, default=Path("runs/language-models"))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2])
-    parser.add_argument("--examples", type=int, default=400, help="of the training set, and of the test set")
-    parser.add_argument("--max-length", type=int, default=160)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2, 3e-2])
+    parser.add_argument("--examples", type=int, default=300, help="of the training set, and of the test set")
+    parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
@@ -129,8 +131,8 @@ def main() -> None:
     page = (
         f"Command: `python benchmarks/language_models.py --model PATH/{args.model.name} "
         f"--alpaca PATH/{args.alpaca.name} --gsm8k PATH/{args.gsm8k.name} "
-        f"--rates {rates} --examples {args.examples} --max-length {args.max_length} "
-        f"--rounds {args.rounds} --seed {args.seed}`  \n"
+        f"--rates {rates} --examples {args.examples} --max-length {args.max_length} --batch {args.batch} "
+        f"--rounds {args.rounds} --max-new-tokens {args.max_new_tokens} --seed {args.seed}`  \n"
         f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores (one "
         f"thread), torch {torch.__version__}, transformers {transformers.__version__}.\n"
     )
