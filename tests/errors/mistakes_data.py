@@ -107,7 +107,7 @@ FILES = [
         "not-on-hub",
         "A data set that the hub lacks, without its file.",
         "data.train",
-        _load(train=None, dataset="mrpc"),
+        _load(train=None, dataset="blitzer_sentiment"),
     ),
 ]
 ROWS = [
