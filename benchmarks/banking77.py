@@ -174,6 +174,28 @@ def page(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
+def difference_table(args: argparse.Namespace) -> str:
+    """Test accuracy minus that of centralised training under the same seed, in points."""
+    import numpy as np
+
+    def accuracy(method: str) -> Any:
+        rate = best_rate(method, args)
+        reports = [report_of(Trial(method, rate, seed, args.rounds), args) for seed in args.seeds]
+        return 100 * np.array([report["scores"]["test"]["accuracy"] for report in reports])
+
+    lines = [
+        "| method | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " | mean ± standard error |",
+        "|---|" + "---|" * (len(args.seeds) + 1),
+    ]
+    for method in args.methods:
+        if method != "centralised":
+            apart = accuracy(method) - accuracy("centralised")
+            error = apart.std(ddof=1) / len(apart) ** 0.5
+            cells = [*(f"{value:+.1f}" for value in apart), f"{apart.mean():+.1f} ± {error:.1f}"]
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def sweep_table(args: argparse.Namespace) -> str:
     """Validation accuracy of every rate after the sweep's rounds, on the first seed."""
     lines = [
@@ -214,6 +236,8 @@ def main() -> None:
     print("learning rates:", chosen, flush=True)
     play_all([Trial(method, chosen[method], seed, args.rounds) for seed in args.seeds for method in args.methods], args)
     table = page([row(method, args) for method in args.methods], args)
+    if len(args.seeds) > 1 and "centralised" in args.methods:
+        table += f"\nTest accuracy minus centralised training's, in points:\n\n{difference_table(args)}"
     if len(args.rates) > 1:
         table += (
             f"\nValidation accuracy % after {args.sweep_rounds} rounds, seed {args.seeds[0]}:\n\n{sweep_table(args)}"
