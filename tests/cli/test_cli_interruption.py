@@ -118,7 +118,7 @@ def test_killed_at_random_moments(commands: Commands, config: Path, expected: by
 def test_ctrl_c_says_how_to_go_on(commands: Commands, config: Path, expected: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     pid = commands.start("run", config, "--out", folder)
-    wait_for(folder, 1)
+    wait_for(folder, 2)
     os.kill(pid, signal.SIGINT)
     code, said = commands.end()
     assert code == 130, said
