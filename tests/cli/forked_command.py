@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 import torch
@@ -30,6 +31,8 @@ def command(output: str, arguments: list[str]) -> None:
 def main() -> None:
     """Serve as the script."""
     torch.set_num_threads(1)
+    # Whoever starts the tests in the background of a script has Ctrl-C ignored, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A killed process loses nothing that it wrote, flushed or not; so spend the time on being killed elsewhere.
     os.fsync = lambda fd: None
     pid = 0
