@@ -18,6 +18,7 @@ from click.testing import Result
 
 import fedspan
 import tiny
+import tiny_decoders
 from fedspan.cli.train import _fresh
 from fedspan.methods.describe import describe
 from fedspan.methods.registry import METHODS
@@ -287,3 +288,18 @@ def test_import_is_quick() -> None:
 def test_configs_of_runs_are_configs(finished: Path) -> None:
     assert fedspan.load_config(finished / "config.yaml").method.name == "fedit"
     assert yaml.safe_load((finished / "config.yaml").read_text())["method"]["r"] == 2
+
+
+def test_a_language_model_closes_with_prompts_and_answers(call: Call, decoders: Path, tmp_path: Path) -> None:
+    """A line each, and the snippet loads a causal language model."""
+    config = tmp_path / "lm.yaml"
+    config.write_text(yaml.safe_dump(tiny_decoders.settings(decoders, federation={"rounds": 1})))
+    result = call("run", config, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    for row in report["examples"]:
+        for name, key in (("prompt", "text"), ("answer", "label"), ("model", "prediction")):
+            assert f"{name:<8}{row[key]}".rstrip() in [line.rstrip() for line in result.stdout.splitlines()]
+    assert "AutoModelForCausalLM" in result.stdout
+    for shown in ("perplexity", "match", "measured by loss"):
+        assert shown in " ".join(result.stdout.split())

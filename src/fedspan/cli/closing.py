@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +29,7 @@ _CLASSES = {  # with a head of so many labels, or the model's own
     "regression": ("AutoModelForSequenceClassification", True),
     "causal-lm": ("AutoModelForCausalLM", False),
 }
-_TRUTH = {"sequence-classification": "label", "regression": "number", "causal-lm": "answer"}
+_TRUTH = {"sequence-classification": "label", "regression": "number"}
 
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
@@ -130,7 +130,9 @@ def peft_snippet(adapter: Path) -> list[str]:
     ]
 
 
-def _examples(report: RunReport, width: int) -> Table:
+def _examples(report: RunReport, width: int) -> RenderableType:
+    if report.task == "causal-lm":
+        return _dialogues(report, width)
     table = plain_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
@@ -138,10 +140,22 @@ def _examples(report: RunReport, width: int) -> Table:
     table.add_column(_TRUTH[report.task], no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
-        # A number is right or wrong by degrees, and so is a text.
-        colour = (
-            "" if report.task != "sequence-classification" else "green" if row["label"] == row["prediction"] else "red"
-        )
+        colour = ""  # a number is right or wrong by degrees
+        if report.task == "sequence-classification":
+            colour = "green" if row["label"] == row["prediction"] else "red"
         cells = [one_line(row[key], 400) for key in ("text", "label", "prediction")]
         table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))
     return table
+
+
+def _dialogues(report: RunReport, width: int) -> Text:
+    """Held-out prompts with the data's answer and the model's, a line each: the end of a prompt, as it asks."""
+    shown, room = Text("\n"), max(20, width - 10)
+    for row in report.examples:
+        asked = " ".join(row["text"].split())
+        asked = asked if len(asked) <= room else "…" + asked[1 - room :]
+        for name, text in (("prompt", asked), ("answer", row["label"]), ("model", row["prediction"])):
+            shown.append(f"{name:<8}", "dim")
+            shown.append(f"{one_line(text, room)}\n", "bold" if name == "model" else "")
+        shown.append("\n")
+    return shown
