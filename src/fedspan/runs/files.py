@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -11,11 +12,13 @@ import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from fedspan.errors import FedspanError
 
 __all__ = [
     "disk_errors",
+    "folder_name",
     "from_json",
     "fsync_folder",
     "read_bytes",
@@ -160,3 +163,11 @@ def from_json(data: bytes) -> object:
         return json.loads(data.decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def folder_name(client: str) -> str:
+    """A client's id, any text, as the name of one folder; different for different ids."""
+    name = quote(client, safe=" ,;+@=()")
+    if not name.strip(" ."):  # "..", to the file system, is somewhere else
+        name = name.replace(".", "%2E").replace(" ", "%20")
+    return name if len(name) <= 120 else f"{name[:80]}-{hashlib.sha256(client.encode()).hexdigest()[:16]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -10,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -25,7 +23,7 @@ from fedspan.runs.baselines import train_baseline
 from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.environment import record_environment
-from fedspan.runs.files import disk_errors, read_bytes
+from fedspan.runs.files import disk_errors, folder_name, read_bytes
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
@@ -269,14 +267,6 @@ def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tupl
     )
 
 
-def _folder_name(client: str) -> str:
-    """A client's id, any text, as the name of one folder; different for different ids."""
-    name = quote(client, safe=" ,;+@=()")
-    if not name.strip(" ."):  # "..", to the file system, is somewhere else
-        name = name.replace(".", "%2E").replace(" ", "%20")
-    return name if len(name) <= 120 else f"{name[:80]}-{hashlib.sha256(client.encode()).hexdigest()[:16]}"
-
-
 def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> dict[str, Path]:
     """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
 
@@ -288,7 +278,7 @@ def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> 
     folders: dict[str, Path] = {}
     for ids, job in prepared.evaluator.models(progress):
         key = ids[0] if personal else "global"
-        folder = place.adapter / _folder_name(key) if personal else place.adapter
+        folder = place.adapter / folder_name(key) if personal else place.adapter
         updates = layer_updates(job, progress.state.base, adapted, prepared.adopted)
         notes = {
             **asdict(prepared.facts),
