@@ -33,7 +33,7 @@ from fedspan.runs.problems import PROBLEMS, Facts
 from fedspan.tasks.metrics import shown
 from fedspan.tasks.task import Examples, TextTask
 
-__all__ = ["ADAPTER", "Served", "adapter_folder", "evaluate", "load_served", "predict", "predict_with"]
+__all__ = ["ADAPTER", "Served", "adapter_folder", "evaluate", "load_served", "predict"]
 
 ADAPTER = "adapter_config.json"
 _BATCH = 64
@@ -179,11 +179,7 @@ def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: 
     Raises:
         FedspanError: as `load_served`.
     """
-    return predict_with(load_served(folder, client), texts)
-
-
-def predict_with(served: Served, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
-    """As `predict`, with a model that is loaded already."""
+    served = load_served(folder, client)
     if not texts:
         return []
     columns: dict[str, list[Any]] = {"text": [text if isinstance(text, str) else text[0] for text in texts]}
