@@ -38,7 +38,17 @@ def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         checked = model(**given).model_dump()
     except pydantic.ValidationError as error:
         raise first_mistake(error, "method") from None
-    for option, value in checked.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
-            raise FedspanError(f"method.{option}", value, "a finite number above 0")
+    for option in dataclasses.fields(cls):
+        _require_range(f"method.{option.name}", checked.get(option.name), option.metadata)
     return checked
+
+
+def _require_range(field: str, value: object, bounds: Mapping[str, float]) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if not bounds:
+        if not 0 < value < math.inf:
+            raise FedspanError(field, value, "a finite number above 0")
+    elif not bounds["least"] <= value <= bounds["most"] or not math.isfinite(value):
+        upper = f" and at most {bounds['most']:g}" if math.isfinite(bounds["most"]) else ""
+        raise FedspanError(field, value, f"a finite number of at least {bounds['least']:g}{upper}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import (
@@ -27,7 +27,7 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "scaling_of"]
+__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "bounded", "scaling_of"]
 
 Memory = Tensors
 """What stays on a client between rounds, by tensor name. It never travels."""
@@ -69,6 +69,11 @@ class Traffic:
 
     down: int
     up: int
+
+
+def bounded(default: float, least: float, most: float = math.inf) -> Any:
+    """A method's numeric option whose range includes its ends; without it an option must be above 0."""
+    return field(default=default, metadata={"least": least, "most": most})
 
 
 def scaling_of(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:

@@ -13,11 +13,22 @@ __all__ = ["LayerSpec", "Spec", "Weights"]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A target layer: its module path and its weight's shape as (O, I), whatever way round the module stores it."""
+    """A target layer: its module path and its weight's shape as (O, I), whatever way round the module stores it.
+
+    A convolution is its unfolded matrix, as in PEFT's LoRA: I = channels * k1 * k2, in the order of its weight
+    (O, channels, k1, k2). An embedding is (dimension, vocabulary), the matrix that a one-hot input meets.
+
+    Args:
+        name: module path.
+        out_features: O.
+        in_features: I.
+        kernel: (k1, k2) of a convolution.
+    """
 
     name: str
     out_features: int
     in_features: int
+    kernel: tuple[int, int] = (1, 1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -27,10 +38,17 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """What every party knows of the model: target layers, and the extras' shapes by parameter path."""
+    """What every party knows of the model and the federation.
+
+    Args:
+        layers: target layers.
+        extras: shapes of what trains beside them, by parameter path.
+        clients: how many the federation has, asked or not; 0 where nobody said.
+    """
 
     layers: tuple[LayerSpec, ...]
     extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    clients: int = 0
 
 
 class Weights(Protocol):

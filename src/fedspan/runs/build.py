@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from peft import LoraConfig
@@ -172,7 +172,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         raise FedspanError("evaluation.metric", "f1", expected)
     facts = Facts.of(config, data.labels, _max_length(config, loaded.tokenizer, model))
     task = problem.task(loaded.tokenizer, facts, config)
-    method = config.build_method(adapted.spec)
+    method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
     engine = LoopEngine(adapted, task, config.training_settings(), config.seed)
     train = task.encode(data.train)
     federation = Federation(
