@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from transformers import AutoModel, AutoTokenizer
 
 from fedspan.data.builtin import corpus_file
-from fedspan.models.loading import resolve
+from fedspan.models.names import resolve
 
 
 def read(split: str) -> tuple[list[str], list[str]]:

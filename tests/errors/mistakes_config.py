@@ -119,7 +119,18 @@ FIELDS = [
     Mistake("baseline", "An unknown baseline.", "baselines.0", _parse(baselines=["central"])),
     Mistake("dataset", "An unknown data set.", "data.dataset", _parse(data={"dataset": "sst"})),
     Mistake("dataset-shown", "`fedspan data sst`", "KEY", _unknown_dataset),
-    Mistake("dataset-images", "A data set of images.", "data.dataset", _parse(data={"dataset": "cifar10"})),
+    Mistake(
+        "dataset-images",
+        "A data set of images for a task on texts.",
+        "task",
+        _parse(task="regression", data={"dataset": "cifar10"}),
+    ),
+    Mistake(
+        "scratch-quantised",
+        "Weights drawn anew, to be quantised.",
+        "model",
+        _parse(model={"name": "builtin:resnet-8", "quantization": "nf4"}),
+    ),
     Mistake(
         "dataset-task", "A data set for another task.", "task", _parse(task="regression", data={"dataset": "sst2"})
     ),

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from world import Mistake, World, cut, edit_json
 
-from fedspan.models.loading import resolve
+from fedspan.models.names import resolve
 
 WEIGHTS, ADAPTER = "adapter_model.safetensors", "adapter_config.json"
 

@@ -72,7 +72,7 @@ def with_weights(kind: str, folder: Path, change: Callable[[str, Tensor], Tensor
     for name, layer in adapt(tiny.fresh_classifier(folder / kind), kind).layers.items():
         parameter = model.get_parameter(f"{name}.weight")
         weight = layer.original()
-        parameter.data.copy_(change(name, weight).T if layer.transposed else change(name, weight))
+        parameter.data.copy_(layer.operator.stored(change(name, weight)))
     return model
 
 
@@ -166,7 +166,7 @@ def test_captured_gradients_are_those_of_the_whole_weight(kind: str, tiny_folder
     for name, layer in adapted.layers.items():
         gradient = plain.get_parameter(f"{name}.weight").grad
         assert gradient is not None
-        expected = gradient.T if layer.transposed else gradient
+        expected = layer.operator.matrix(gradient)
         assert distance(layer.take_gradient(), expected) < 1e-5 * float(expected.abs().max())
 
 

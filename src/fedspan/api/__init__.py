@@ -1,9 +1,10 @@
 """fedspan from Python: run federations, go on with them, compare them, export what they trained, and use that."""
 
 from fedspan.api.comparing import compare, resume_compare
+from fedspan.api.evaluating import evaluate
 from fedspan.api.exporting import export
 from fedspan.api.reports import read_report
-from fedspan.api.serving import evaluate, predict
+from fedspan.api.serving import predict
 from fedspan.api.sweeping import resume_sweep, sweep
 from fedspan.api.training import resume, run
 from fedspan.config import load_config

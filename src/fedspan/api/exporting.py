@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
-from transformers import AutoConfig
-from transformers.utils import logging as transformers_logging
 
 from fedspan.api.notes import NOTES
 from fedspan.api.reports import is_run, read_config, read_partition, read_report, require_client
 from fedspan.api.serving import ADAPTER, adapter_folder, load_served
 from fedspan.errors import FedspanError
-from fedspan.models.loading import resolve
+from fedspan.models.merging import save_model
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import prepare
+from fedspan.runs.exports import write_adapters
 from fedspan.runs.files import remove, temporary
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.session import require_same_run, write_adapters
+from fedspan.runs.session import require_same_run
 
 __all__ = ["Form", "export"]
 
@@ -120,15 +119,5 @@ def _checkpoint(place: RunFolder, round: int | str) -> Path:
 def _merge(adapter: Path, out: Path) -> None:
     served = load_served(adapter, device="cpu", quantized=False)  # plain weights, whatever it was trained on
     model = served.model.merge_and_unload() if hasattr(served.model, "merge_and_unload") else served.model
-    # Training and serving run without the model's dropout; who trains the merged model on wants it back.
-    original = AutoConfig.from_pretrained(resolve(served.notes["base_model"]), revision=served.revision).to_dict()
-    for key, value in original.items():
-        if "drop" in key and isinstance(value, float):
-            setattr(model.config, key, value)
-    transformers_logging.disable_progress_bar()
-    try:
-        model.save_pretrained(str(out))
-    finally:
-        transformers_logging.enable_progress_bar()
-    served.tokenizer.save_pretrained(str(out))
+    save_model(out, model, served.processor, served.notes["base_model"], served.revision)
     shutil.copyfile(served.folder / NOTES, out / NOTES)

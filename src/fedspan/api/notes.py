@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedspan.config.mistakes import first_mistake
 from fedspan.errors import FedspanError
-from fedspan.runs.problems import Facts
+from fedspan.runs.problems import PROBLEMS, Facts
 from fedspan.tasks.metrics import METRICS_OF
 
 __all__ = ["NOTES", "facts_of", "read_notes"]
@@ -65,7 +65,7 @@ def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
     except (re.error, OverflowError, RecursionError):
         pattern = False
     right = {
-        "labels": facts.task != "sequence-classification" or len(set(facts.labels)) == len(facts.labels) >= 2,
+        "labels": not PROBLEMS[facts.task].classifies or len(set(facts.labels)) == len(facts.labels) >= 2,
         "max_length": facts.max_length >= 1,
         "max_new_tokens": facts.max_new_tokens >= 1,
         "metric": facts.metric in METRICS_OF[facts.task],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,26 +13,19 @@ import datasets
 import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
-from pydantic import ValidationError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from fedspan.api.notes import NOTES, facts_of, read_notes
-from fedspan.api.reports import is_run, read_config, read_report, require_client
-from fedspan.config.mistakes import first_mistake
-from fedspan.data.columns import TaskName
-from fedspan.data.config import DataConfig
-from fedspan.data.loading import load
+from fedspan.api.reports import is_run, read_report, require_client
 from fedspan.data.templates import template_of
 from fedspan.engines.batching import evaluation_batches
 from fedspan.errors import FedspanError, nearest
-from fedspan.models.loading import load_pretrained
+from fedspan.models.loading import Processor, load_pretrained
 from fedspan.runs.build import choose_device
 from fedspan.runs.problems import PROBLEMS, Facts
-from fedspan.tasks.metrics import shown
-from fedspan.tasks.task import Examples, TextTask
+from fedspan.tasks.task import Examples, RunTask
 
-__all__ = ["ADAPTER", "Served", "adapter_folder", "evaluate", "load_served", "predict"]
+__all__ = ["ADAPTER", "Served", "adapter_folder", "load_served", "predict"]
 
 ADAPTER = "adapter_config.json"
 _BATCH = 64
@@ -48,7 +40,7 @@ class Served:
         notes: the content of its fedspan.json.
         facts: of these, what the model must be told of its task.
         model: base and adapter (a ``PeftModel``), or merged; in eval mode, on ``device``.
-        tokenizer: the model's.
+        processor: the model's tokenizer or image processor.
         task: with tokenizer, labels, maximal length.
         device: where it computes.
         revision: of a base from the hub.
@@ -58,8 +50,8 @@ class Served:
     notes: dict[str, Any]
     facts: Facts
     model: Any
-    tokenizer: PreTrainedTokenizerBase
-    task: TextTask
+    processor: Processor
+    task: RunTask
     device: torch.device
     revision: str | None
 
@@ -146,6 +138,7 @@ def load_served(
             revision=revision,
             quantization=facts.quantization if quantized else None,
             keep=notes["kept"],
+            image_size=facts.image_size,
             device=target,
         )
         try:
@@ -159,8 +152,8 @@ def load_served(
         if loaded.new_modules:
             raise FedspanError("folder", str(place), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
-    task = problem.task(loaded.tokenizer, facts, None)
-    return Served(place, notes, facts, model.eval(), loaded.tokenizer, task, target, revision)
+    task = problem.task(loaded.processor, facts, None)
+    return Served(place, notes, facts, model.eval(), loaded.processor, task, target, revision)
 
 
 def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: str | None = None) -> list[Any]:
@@ -168,8 +161,9 @@ def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: 
 
     Args:
         folder: a run folder or an exported model.
-        texts: what to label or to answer; pairs of texts if it was trained on pairs. A language model gets its prompt
-            template around a text if that has one column (``Question: {question}``), else the text as it is.
+        texts: what to label or to answer; pairs of texts if it was trained on pairs, paths of images if on images. A
+            language model gets its prompt template around a text if that has one column (``Question: {question}``),
+            else the text as it is.
         client: whose model, if every client has its own.
 
     Returns:
@@ -182,15 +176,7 @@ def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: 
     served = load_served(folder, client)
     if not texts:
         return []
-    columns: dict[str, list[Any]] = {"text": [text if isinstance(text, str) else text[0] for text in texts]}
-    if not all(isinstance(text, str) for text in texts):
-        columns["text_pair"] = ["" if isinstance(text, str) else text[1] for text in texts]
-    if served.facts.prompt is not None:
-        template = template_of(served.facts.prompt, "data.prompt")
-        if len(template.required) == 1:
-            columns["text"] = [template.render({template.required[0]: text}) for text in columns["text"]]
-    columns |= {"label": [0] * len(texts), "target": [0.0] * len(texts), "answer": [""] * len(texts)}
-    predictions = served.predictions(served.task.encode(datasets.Dataset.from_dict(columns)))
+    predictions = served.predictions(served.task.encode(_rows(served.facts, texts)))
     if served.facts.task == "regression":
         return predictions[:, 0].tolist()
     answers = served.task.answers(predictions)
@@ -199,87 +185,20 @@ def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: 
     return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
 
 
-def evaluate(
-    folder: str | Path,
-    client: str | None = None,
-    *,
-    data: str | Path | None = None,
-    text: str | None = None,
-    label: str | None = None,
-    text_pair: str | None = None,
-    answer: str | None = None,
-    generate: bool = True,
-) -> dict[str, float]:
-    """Measure a trained model.
-
-    Args:
-        folder: a run folder or an exported model.
-        client: whose model, if every client has its own.
-        data: a file of examples; left out, the held-out test set of the run in ``folder``.
-        text: the file's column of texts; left out: ``text``.
-        label: its column of labels or numbers; left out: ``label``.
-        text_pair: its column of second texts, for a model of pairs.
-        answer: its column of answers, for a language model, whose prompt template names the others; left out:
-            ``answer``.
-        generate: let a language model answer, and count exact matches; the slow part.
-
-    Returns:
-        The task's metrics and the number of ``examples``.
-
-    Raises:
-        FedspanError: as `load_served`; no test set; or a file that does not fit the model.
-    """
-    served_from = adapter_folder(folder, client)  # cheap mistakes before slow loading
-    if data is not None:
-        facts = facts_of(served_from, read_notes(served_from))
-        rows = _labelled(_file_config(data, facts, text, label, text_pair, answer), facts.task)
-    else:
-        rows = _held_out(folder, served_from)
-    served = load_served(folder, client)
-    examples = served.task.encode(rows)
-    metrics = served.task.metrics(served.predictions(examples, thorough=generate), examples, range(len(examples)))
-    return {**{name: metrics[name] for name in shown(metrics)}, "examples": float(len(examples))}
-
-
-def _file_config(
-    data: str | Path, facts: Facts, text: str | None, label: str | None, text_pair: str | None, answer: str | None
-) -> DataConfig:
-    causal = facts.task == "causal-lm"
-    try:
-        return DataConfig(
-            train=str(data),
-            text=text or "text",
-            label=None if causal else label,
-            text_pair=text_pair,
-            prompt=(facts.prompt or "{text}") if causal else None,
-            answer=answer or "answer",
-            labels=list(facts.labels) or None,
-            test_split=None,
-            test_fraction=0,
-        )
-    except ValidationError as error:
-        mistake = first_mistake(error)
-        field = "data" if mistake.field in ("config", "train") else mistake.field
-        raise FedspanError(field, str(data), mistake.expected) from None
-
-
-def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
-    if not is_run(folder):
-        raise FedspanError("data", None, "a file to measure on: only a run folder knows a test set of its own")
-    config = read_config(folder)
-    loaded = load(config.data, seed=config.data_seed, task=config.task)
-    if loaded.test is None:
-        raise FedspanError("data", None, "a file to measure on: this run has no held-out test set")
-    if config.task == "sequence-classification" and list(loaded.labels) != read_notes(adapter)["labels"]:
-        raise FedspanError("data.train", config.data.train, "the labels that the run was trained on; the file changed")
-    return loaded.test
-
-
-def _labelled(config: DataConfig, task: TaskName) -> datasets.Dataset:
-    """The rows of a file; what is wrong with it is said of ``data``, ``text``, ``label``, not of a config."""
-    try:
-        return load(config, "data", task=task).train
-    except FedspanError as error:
-        field = error.field.removeprefix("data.")
-        said = re.sub(r"data\.labels has (.*) \(data\.keep_only.*\)", r"the model knows \1", error.expected)
-        raise FedspanError("data" if field == "train" else field, error.value, said) from None
+def _rows(facts: Facts, given: Sequence[str | tuple[str, str]]) -> datasets.Dataset:
+    """What was given to predict on, in the columns that the task encodes; answers that nobody knows are blank."""
+    blank = {"label": [0] * len(given), "target": [0.0] * len(given), "answer": [""] * len(given)}
+    if facts.task == "image-classification":
+        paths = [os.path.expanduser(path) if isinstance(path, str) else None for path in given]
+        if None in paths:
+            raise FedspanError("texts", given[paths.index(None)], "paths of images; this model takes no pairs")
+        images = datasets.Dataset.from_dict({"image": paths, **blank})
+        return images.cast_column("image", datasets.Image())
+    columns: dict[str, list[Any]] = {"text": [text if isinstance(text, str) else text[0] for text in given]}
+    if not all(isinstance(text, str) for text in given):
+        columns["text_pair"] = ["" if isinstance(text, str) else text[1] for text in given]
+    if facts.prompt is not None:
+        template = template_of(facts.prompt, "data.prompt")
+        if len(template.required) == 1:
+            columns["text"] = [template.render({template.required[0]: text}) for text in columns["text"]]
+    return datasets.Dataset.from_dict({**columns, **blank})

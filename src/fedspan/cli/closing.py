@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.cli.text import duration, one_line, plain_table, score, size, titles
-from fedspan.models.loading import resolve
+from fedspan.models.names import architecture_of, resolve
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS
 
@@ -21,15 +21,17 @@ __all__ = ["peft_snippet", "show_report"]
 
 _BESIDE = {
     "sequence-classification": ("macro_f1",),
+    "image-classification": ("macro_f1",),
     "regression": ("pearson", "spearman"),
     "causal-lm": ("perplexity", "exact_match"),
 }
 _CLASSES = {  # with a head of so many labels, or the model's own
     "sequence-classification": ("AutoModelForSequenceClassification", True),
+    "image-classification": ("AutoModelForImageClassification", True),
     "regression": ("AutoModelForSequenceClassification", True),
     "causal-lm": ("AutoModelForCausalLM", False),
 }
-_TRUTH = {"sequence-classification": "label", "regression": "number"}
+_TRUTH = {"sequence-classification": "label", "image-classification": "label", "regression": "number"}
 
 
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
@@ -115,8 +117,12 @@ def _apart(difference: float, percent: bool) -> str:
 
 
 def peft_snippet(adapter: Path) -> list[str]:
-    """Three lines of Python that load an adapter without fedspan."""
+    """A few lines of Python that load an adapter, or a model that was written whole."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
+    if not (adapter / "adapter_config.json").is_file():
+        own = ["import fedspan.models.resnet"] if architecture_of(notes["base_model"]) else []
+        auto, _ = _CLASSES[notes["task"]]
+        return ["import transformers", *own, f'model = transformers.{auto}.from_pretrained("{adapter}")']
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
     auto, labels = _CLASSES[notes["task"]]
     options = [f"num_labels={len(notes['labels']) or 1}"] if labels else []
@@ -136,12 +142,13 @@ def _examples(report: RunReport, width: int) -> RenderableType:
     table = plain_table()
     labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
     labels = min(labels, (width - 30) // 2)
-    table.add_column("a held-out text", width=min(90, width - 2 * labels - 6))
+    what = "a held-out image" if report.task == "image-classification" else "a held-out text"
+    table.add_column(what, width=min(90, width - 2 * labels - 6))
     table.add_column(_TRUTH[report.task], no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
         colour = ""  # a number is right or wrong by degrees
-        if report.task == "sequence-classification":
+        if _TRUTH[report.task] == "label":
             colour = "green" if row["label"] == row["prediction"] else "red"
         cells = [one_line(row[key], 400) for key in ("text", "label", "prediction")]
         table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))

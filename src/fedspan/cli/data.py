@@ -52,9 +52,8 @@ def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
                 table.add_row(entry.key, entry.metric, entry.licence, where)
         out.print(table)
     notes = (
-        "image-classification: listed for reference; no task of this version takes images. exact_match needs "
-        "evaluation.generate. licence: as the publisher states it; other: the source tells more; unknown: no "
-        "statement was found.\nAll about one, with a config to paste: fedspan data sst2"
+        "exact_match needs evaluation.generate. licence: as the publisher states it; other: the source tells more; "
+        "unknown: no statement was found.\nAll about one, with a config to paste: fedspan data sst2"
     )
     out.print(notes, style="dim")
 

@@ -28,7 +28,9 @@ class Form(StrEnum):
 
 def predict(
     model: Model,
-    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT...", help="Texts to label.")] = None,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT...", help="Texts to label, or files of images.")
+    ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help="A file with one text a line; - reads standard input.")
     ] = None,
@@ -103,6 +105,9 @@ def evaluate(
     text: Annotated[
         str | None, typer.Option("--text", metavar="COLUMN", help="The file's column of texts; left out: text.")
     ] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="COLUMN", help="Its column of images; left out: image.")
+    ] = None,
     label: Annotated[
         str | None, typer.Option("--label", metavar="COLUMN", help="Its column of labels or numbers; left out: label.")
     ] = None,
@@ -123,7 +128,15 @@ def evaluate(
     from fedspan.tasks.metrics import METRICS
 
     metrics = api.evaluate(
-        model, client, data=data, text=text, label=label, text_pair=text_pair, answer=answer, generate=generate
+        model,
+        client,
+        data=data,
+        text=text,
+        image=image,
+        label=label,
+        text_pair=text_pair,
+        answer=answer,
+        generate=generate,
     )
     if as_json:
         typer.echo(json.dumps(metrics))

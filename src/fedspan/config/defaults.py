@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from fedspan.data.catalogue import DatasetEntry, list_datasets
 from fedspan.data.columns import TaskName
-from fedspan.data.filling import refuse_images
 from fedspan.errors import FedspanError
 from fedspan.tasks.metrics import METRICS_OF
 
@@ -23,7 +22,7 @@ def with_dataset(values: object) -> object:
         values: not validated yet; whatever is wrong with them is for others to say.
 
     Raises:
-        FedspanError: a data set of images, or one for another task than the run's.
+        FedspanError: a data set for another task than the run's.
     """
     if not isinstance(values, Mapping):
         return values
@@ -33,7 +32,6 @@ def with_dataset(values: object) -> object:
     entry = next((entry for entry in list_datasets() if entry.key == key), None)
     if entry is None:
         return values
-    refuse_images(entry, "data.dataset")
     task = values.get("task", entry.task)
     if task != entry.task and task in get_args(TaskName):
         raise FedspanError("task", task, f"{entry.task}, which is what data.dataset {entry.key} is for")
@@ -46,7 +44,7 @@ def with_dataset(values: object) -> object:
 
 def _evaluation(section: Any, entry: DatasetEntry) -> Any:
     defaults = {"answer_pattern": entry.answer_pattern, "max_new_tokens": entry.max_new_tokens}
-    if entry.task != "image-classification" and entry.metric in METRICS_OF[entry.task]:
+    if entry.metric in METRICS_OF[entry.task]:
         defaults["metric"] = entry.metric  # exact_match is measured at the end only
     return _with(section, {name: value for name, value in defaults.items() if value is not None})
 

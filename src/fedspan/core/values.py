@@ -184,6 +184,7 @@ class Job:
         want_gradient: also return the mean raw gradient over the steps.
         phase: name of the phase, part of the key of every draw.
         extras: whether the extras train in this phase (where their policy lets them train at all).
+        buffers: names of tensors that forward passes move in training (running statistics of norms).
         decay_base: AdamW's decay acts on the target layers' whole weights, the frozen part included (GaLore).
         scalars: small values of the message that ``finish`` needs; engines pass over them.
     """
@@ -203,6 +204,7 @@ class Job:
     want_gradient: bool = False
     phase: str = "train"
     extras: bool = True
+    buffers: frozenset[str] = frozenset()
     decay_base: bool = False
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
 

@@ -47,5 +47,7 @@ def _needed(config: DataConfig, task: TaskName, field: str) -> list[tuple[str, .
             return []
         groups = [template_of(config.prompt, f"{field}.prompt").columns, (config.answer,)]
         return groups if config.label is None else [*groups, (config.label,)]
+    if task == "image-classification":
+        return [(config.image,), (config.label or "label",)]
     columns = (config.text, config.text_pair, config.label or "label")
     return [(column,) for column in columns if column is not None]

@@ -80,7 +80,7 @@ class DatasetEntry(_Record):
         key: what ``data.dataset`` calls it.
         title: what people call it.
         summary: what is in it, in one line.
-        task: what it is for; on images this version trains nothing.
+        task: what it is for.
         metric: by which it is usually measured; ``exact_match`` needs ``evaluation.generate``.
         hub: where it is on the hub; None if only files can be used.
         columns: on the hub.
@@ -152,8 +152,6 @@ def dataset_of(key: str, field: str) -> DatasetEntry:
 
 def snippet(entry: DatasetEntry, where: Literal["hub", "files"]) -> str | None:
     """A part of a config to paste, YAML; None where the data set can't be used so."""
-    if entry.task == "image-classification":
-        return None
     data: dict[str, Any] = {"dataset": entry.key}
     if where == "files":
         if entry.files is None:

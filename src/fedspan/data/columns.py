@@ -1,8 +1,9 @@
-"""What a task needs of a source's rows, checked row by row: texts, classes, numbers, prompts and answers."""
+"""What a task needs of a source's rows, checked row by row: texts, images, classes, numbers, prompts and answers."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -12,14 +13,16 @@ import pyarrow as pa
 
 from fedspan.data.config import DataConfig
 from fedspan.data.files import Source
+from fedspan.data.images import IMAGES
 from fedspan.data.names import arrow_column, columns_by_likeness, names_of
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
 
 __all__ = ["Checked", "TaskName", "check"]
 
-TaskName = Literal["sequence-classification", "regression", "causal-lm"]
-_OURS = ("text", "text_pair", "label", "target", "answer", "history")
+TaskName = Literal["sequence-classification", "regression", "causal-lm", "image-classification"]
+_OURS = ("text", "text_pair", "label", "target", "answer", "history", "image")
+_FEATURES: Mapping[str, Any] = {"target": datasets.Value("float64"), "image": datasets.Image()}
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def check(source: Source, config: DataConfig, task: TaskName, field: str, part: 
     """
     reader = _Reader(source, field, part)
     columns, used, names = _READERS[task](reader, config)
-    features: dict[str, Any] = {name: datasets.Value("float64" if name == "target" else "string") for name in columns}
+    features: dict[str, Any] = {name: _FEATURES.get(name, datasets.Value("string")) for name in columns}
     # A further column that happens to be called "text" or "label" gives way to the one that was asked for.
     for column in source.dataset.column_names:
         if column not in used and column not in _OURS:
@@ -125,6 +128,19 @@ class _Reader:
                 raise FedspanError(self.file, self.source.name, expected)
             numbers.append(number)
         return pa.chunked_array([pa.array(numbers, pa.float64())])
+
+    def images(self, column: str) -> pa.ChunkedArray:
+        where = self.require(column, "image")
+        images = arrow_column(self.source.dataset, column)
+        if _is_text(images.type):  # paths, seen from the file that they stand in
+            folder = os.path.dirname(os.path.expanduser(self.source.name))
+            paths = [path and os.path.join(folder, path) for path in images.to_pylist()]
+            images = pa.chunked_array([pa.array([{"bytes": None, "path": path} for path in paths], IMAGES)])
+        elif not pa.types.is_struct(images.type) or {field.name for field in images.type} != {"bytes", "path"}:
+            expected = f"a column of images or of paths to them; in {self.source.name} it holds {images.type}"
+            raise FedspanError(where, column, expected)
+        self._full(column, [image is not None and any(image.values()) for image in images.to_pylist()], "an image")
+        return images.cast(IMAGES)
 
     def prompts(self, prompt: str) -> pa.ChunkedArray:
         template = template_of(prompt, f"{self.field}.prompt")
@@ -201,8 +217,14 @@ def _causal(reader: _Reader, config: DataConfig) -> _Read:
     return columns, set(), None if config.label is None else reader.classes(config.label)
 
 
+def _images(reader: _Reader, config: DataConfig) -> _Read:
+    columns = {"image": reader.images(config.image)}
+    return columns, {config.image, config.label or "label"}, reader.classes(config.label or "label")
+
+
 _READERS: Mapping[TaskName, Callable[[_Reader, DataConfig], _Read]] = {
     "sequence-classification": _classification,
     "regression": _regression,
     "causal-lm": _causal,
+    "image-classification": _images,
 }

@@ -22,7 +22,7 @@ __all__ = ["DataConfig", "PartitionConfig"]
 
 
 class DataConfig(BaseModel):
-    """Labelled text to fine-tune on.
+    """Labelled texts or images to fine-tune on.
 
     Raises:
         pydantic.ValidationError: a value out of range, an unknown field, or fields that contradict each other.
@@ -43,7 +43,9 @@ class DataConfig(BaseModel):
         min_length=1,
         description="Training examples: a .csv, .tsv, .jsonl, .json (a list of objects) or .parquet file, the text "
         "formats also as .gz; or the id of a data set on the Hugging Face hub, such as PolyAI/banking77; or "
-        "builtin:patient-messages, a small corpus that comes with fedspan. Required unless there is a `dataset`.",
+        "builtin:patient-messages, a small corpus that comes with fedspan. image-classification also takes a folder "
+        "with one folder of images for each class (or domain/class), MNIST's idx files (train-images-idx3-ubyte.gz, "
+        "the labels beside it) and CIFAR's binary batches. Required unless there is a `dataset`.",
     )
     test: str | None = Field(
         default=None,
@@ -59,6 +61,11 @@ class DataConfig(BaseModel):
         min_length=1,
         description="The column with a second text, where a label belongs to a pair: question and answer, premise "
         "and hypothesis.",
+    )
+    image: str = Field(
+        default="image",
+        min_length=1,
+        description="image-classification: the column with the images, or with paths to them as seen from the file.",
     )
     label: str | None = Field(
         default=None,

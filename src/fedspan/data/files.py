@@ -20,6 +20,7 @@ import pyarrow.parquet
 
 from fedspan.data.builtin import PREFIX, corpus_file
 from fedspan.data.config import DataConfig
+from fedspan.data.images import holds_images, read_images
 from fedspan.errors import FedspanError, nearest
 
 __all__ = ["Source", "column_names", "has_own_splits", "read_source"]
@@ -72,6 +73,8 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str) 
             source = _read_file(path, where, config, field, option)
     elif _is_hub_id(where):
         source = Source(_read_hub(where, config.hub_config, split, option), f"{where} ({split})")
+    elif holds_images(_path(where)):
+        source = Source(read_images(_path(where), where, option), where)
     else:
         source = _read_file(_path(where), where, config, field, option)
     if len(source.dataset) == 0:
@@ -125,7 +128,8 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
     if not os.path.isfile(path):
         raise FedspanError(option, where, _what_is_there(path))
     if not suffix:
-        raise FedspanError(option, where, f"a file that ends in one of {', '.join(SUFFIXES)}")
+        expected = f"a file that ends in one of {', '.join(SUFFIXES)}; images: an idx file, or a folder of classes"
+        raise FedspanError(option, where, expected)
     kind = suffix.removesuffix(".gz").removeprefix(".")
     if config.columns is not None and kind not in ("csv", "tsv"):
         raise FedspanError(
@@ -183,7 +187,7 @@ def _what_is_there(path: Path) -> str:
     except OSError as error:
         return f"a file; the folder {folder} cannot be read ({error.strerror})"
     if not files:
-        return f"a file; {folder} holds no csv, tsv, json, jsonl or parquet file"
+        return f"a file; {folder} holds no csv, tsv, json, jsonl or parquet file and no images"
     return f"a file; in {folder} there is {nearest(path.name, files)}"
 
 

@@ -12,7 +12,7 @@ from fedspan.data.config import DataConfig
 from fedspan.data.files import column_names, has_own_splits
 from fedspan.errors import FedspanError
 
-__all__ = ["filled", "refuse_images"]
+__all__ = ["filled"]
 
 _DELIMITED = re.compile(r"\.[ct]sv(\.gz)?$")
 
@@ -27,13 +27,12 @@ def filled(config: DataConfig, field: str = "data") -> DataConfig:
         field: what the user calls it.
 
     Raises:
-        FedspanError: a data set of images, one that is not on the hub and has no `train`, or settings that contradict
+        FedspanError: a data set that is not on the hub and has no `train`, or settings that contradict
             each other once they are written out.
     """
     if config.dataset is None:
         return config
     entry = dataset_of(config.dataset, f"{field}.dataset")
-    refuse_images(entry, f"{field}.dataset")
     known = _of_train(entry, config, field)
     if config.messages is None:
         known["prompt"] = entry.prompt
@@ -46,12 +45,6 @@ def filled(config: DataConfig, field: str = "data") -> DataConfig:
     except pydantic.ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise FedspanError(f"{field}.dataset", config.dataset, f"settings that fit it: {message}") from None
-
-
-def refuse_images(entry: DatasetEntry, field: str) -> None:
-    """Raises a FedspanError if the data set holds images."""
-    if entry.task == "image-classification":
-        raise FedspanError(field, entry.key, "a data set of texts; this version has no task for images")
 
 
 def _of_train(entry: DatasetEntry, config: DataConfig, field: str) -> dict[str, Any]:

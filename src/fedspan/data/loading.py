@@ -28,10 +28,10 @@ class LoadedData:
     """The examples of a run.
 
     Attributes:
-        train: column ``text`` (str); of a classification ``text_pair`` (str, if asked for) and ``label`` (int64, an
-            index into `labels`); of a regression ``target`` (float64) in place of the label; for a language model
-            ``answer`` (str), of conversations ``history`` (JSON), and ``label`` if asked for. Then the file's other
-            columns as they were, for natural partitions.
+        train: column ``image``, or ``text`` (str); of a classification ``text_pair`` (str, if asked for) and ``label``
+            (int64, an index into `labels`); of a regression ``target`` (float64) in place of the label; for a language
+            model ``answer`` (str), of conversations ``history`` (JSON), and ``label`` if asked for. Then the file's
+            other columns as they were, for natural partitions.
         test: the same columns as far as its file has them; None where none was given and none was to be set aside.
         labels: the names of the labels, in the order of the classifier's outputs; none without classes.
         dropped: how many rows of the files were left out because they lack something (``drop_empty``).
@@ -145,7 +145,7 @@ def _index(
             f"{field}.{part}", checked.source.name, f"rows with one of the labels {', '.join(labels[:6])}"
         )
     table = pa.table(checked.columns).take(keep)
-    position = 2 if "text_pair" in checked.columns else 1
+    position = 2 if "text_pair" in checked.columns else 1  # behind what is to be labelled
     table = table.add_column(position, "label", pa.array(ids, pa.int64()))
     features = datasets.Features({**checked.features, "label": datasets.Value("int64")})
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features))

@@ -68,7 +68,7 @@ class LoopEngine:
             FedspanError: if the loss stops being finite.
         """
         settings, adapted = self.settings, self.adapted
-        adapted.model.train()
+        adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         spec = replace(settings.optimizer, lr=lr, **job.optimizer)
         optimizer = LocalOptimizer(spec, job.trainable, live, _joined(kept, job.optimizer_state), job.masks)

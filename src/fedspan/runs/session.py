@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
 from fedspan.engines.federation import Progress, RoundResult
 from fedspan.errors import FedspanError
-from fedspan.models.export import export_adapter, job_extras, layer_updates
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.environment import record_environment
-from fedspan.runs.files import disk_errors, folder_name, read_bytes
+from fedspan.runs.exports import write_adapters
+from fedspan.runs.files import disk_errors, read_bytes
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
@@ -262,32 +262,6 @@ def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tupl
     answers = prepared.task.answers(predictions)
     truths = prepared.task.truths(prepared.test, indices.tolist())
     return tuple(
-        {"text": prepared.test_texts[index], "label": truth, "prediction": answer}
+        {"text": prepared.test_names[index], "label": truth, "prediction": answer}
         for index, truth, answer in zip(indices.tolist(), truths, answers, strict=True)
     )
-
-
-def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> dict[str, Path]:
-    """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
-
-    Returns:
-        Folders by client id, or under ``global``.
-    """
-    adapted = prepared.engine.adapted
-    personal = prepared.federation.method.declared().personal
-    folders: dict[str, Path] = {}
-    for ids, job in prepared.evaluator.models(progress):
-        key = ids[0] if personal else "global"
-        folder = place.adapter / folder_name(key) if personal else place.adapter
-        updates = layer_updates(job, progress.state.base, adapted, prepared.adopted)
-        notes = {
-            **asdict(prepared.facts),
-            "method": prepared.config.method.name,
-            "round": progress.state.round,
-            "base_model": prepared.config.model.name,
-            "kept": prepared.config.model.modules_to_save,
-            "client": ids[0] if personal else None,
-        }
-        export_adapter(folder, updates, job_extras(job, adapted, adapted.extras), prepared.lora_config, notes)
-        folders[key] = folder
-    return folders

@@ -46,6 +46,7 @@ METRICS_OF: Mapping[TaskName, tuple[str, ...]] = {
     "sequence-classification": ("accuracy", "macro_f1", "f1", "matthews", "loss"),
     "regression": ("pearson", "spearman", "loss"),
     "causal-lm": ("loss", "perplexity", "token_accuracy"),
+    "image-classification": ("accuracy", "macro_f1", "f1", "matthews", "loss"),
 }
 """What each task measures in every round; by the first it is judged unless ``evaluation.metric`` says else."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Examples", "Task", "TextTask"]
+__all__ = ["Examples", "RunTask", "Task"]
 
 
 class Examples(Protocol):
@@ -44,17 +44,12 @@ class Task(Protocol):
         ...
 
 
-class TextTask(Task, Protocol):
-    """What a run asks beside that: from texts to examples, and from predictions to what people read."""
+class RunTask(Task, Protocol):
+    """What a run asks beside that: from rows to examples, and from predictions to what people read."""
 
     @property
     def metric(self) -> str:
         """The metric (of `fedspan.tasks.metrics`) by which rounds and settings are compared."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of an example beyond this are cut."""
         ...
 
     def encode(self, dataset: datasets.Dataset) -> Any:

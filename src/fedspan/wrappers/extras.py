@@ -4,12 +4,17 @@
 ``local``: every client trains its own; the server's initial values reach it once.
 ``frozen``: nobody trains them; the server's initial values reach every client once, so a random head is the same random
 head everywhere.
+
+Buffers (running statistics of norms) follow their modules: they move where the extras train, and are averaged, kept or
+frozen with them; of integer ones, which count batches, the largest wins.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal, final
+
+import torch
 
 from fedspan.core.method import Claims, Memory
 from fedspan.core.tensors import Tensors, extra_name, is_extra, split_extras
@@ -74,20 +79,28 @@ class WithExtras(Wrapper):
     def contribute(self, message: Message, client: Client) -> Contribution:
         inner, extras = split_extras(message.tensors)
         contribution = self.inner.contribute(replace(message, tensors=inner), client)
-        return replace(contribution, sum={**contribution.sum, **extras})
+        counts = {name: value for name, value in extras.items() if not value.is_floating_point()}
+        values = {name: value for name, value in extras.items() if name not in counts}
+        return replace(contribution, sum={**contribution.sum, **values}, stack={**contribution.stack, **counts})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         inner_tensors, extras = split_extras(state.tensors)
         inner_mean, extras_mean = split_extras(reduced.mean)
-        after = self.inner.update(replace(state, tensors=inner_tensors), replace(reduced, mean=inner_mean))
-        return replace(after, tensors={**after.tensors, **extras, **extras_mean})
+        counts = [split_extras(item.tensors)[1] for item in reduced.stack]
+        largest = {name: torch.stack([own[name] for own in counts]).amax(0) for name in (counts or [{}])[0]}
+        items = [replace(item, tensors=split_extras(item.tensors)[0]) for item in reduced.stack]
+        inner_reduced = replace(reduced, mean=inner_mean, stack=tuple(item for item in items if item.tensors))
+        after = self.inner.update(replace(state, tensors=inner_tensors), inner_reduced)
+        return replace(after, tensors={**after.tensors, **extras, **extras_mean, **largest})
 
     def _with(self, job: Job, extras: Tensors) -> Job:
         if not extras:
             return job
         groups = job.trainable
         if self.policy != "frozen" and job.extras:
-            groups = (*groups, Group(tuple(extras), lr_scale=self.lr_scale))
+            buffers = frozenset(extra_name(path) for path in self.spec.buffers)
+            groups = (*groups, Group(tuple(name for name in extras if name not in buffers), lr_scale=self.lr_scale))
+            job = replace(job, buffers=buffers)
         return replace(job, tensors={**job.tensors, **extras}, trainable=groups)
 
 

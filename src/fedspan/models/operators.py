@@ -1,0 +1,229 @@
+"""The kinds of layers that can be targets, each as the matrix that a parametrization changes.
+
+Shapes: O output features, I input features of the matrix, R rank; of a convolution C channels and a kernel (k1, k2),
+I = C k1 k2 as in PEFT; of an embedding V words, I = V.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from fedspan.core.base import Delta
+from fedspan.core.lowrank import LowRank
+
+__all__ = ["TARGET_TYPES", "Convolution", "Linear", "Lookup", "Operator", "operator_of", "unfit"]
+
+
+class Operator(ABC):
+    """A module as a matrix (O, I) that meets an input.
+
+    Args:
+        module: the target layer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        """(k1, k2) of a convolution."""
+        return 1, 1
+
+    @abstractmethod
+    def matrix(self, stored: Tensor) -> Tensor:
+        """The weight as stored -> (O, I); a view."""
+
+    @abstractmethod
+    def stored(self, matrix: Tensor) -> Tensor:
+        """(O, I) -> the weight as the module stores it; a view."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """What the layer computes of its input with another matrix in place of its weight."""
+
+    @abstractmethod
+    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+        """(O, R) applied to what ``apply`` made of an (R, I): the features of an output become O from R."""
+
+    def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
+        """A change of weight applied to an input, through the factors where there are any.
+
+        Args:
+            delta: (O, I), in whose dtype it is computed.
+            x: the layer's input.
+            like: dtype of the result.
+        """
+        if isinstance(delta, LowRank):
+            h_R = self.apply(self._cast(x, delta.A.dtype), delta.A)
+            return (self.spread(h_R, delta.B) * delta.scale).to(like)
+        return self.apply(self._cast(x, delta.dtype), delta).to(like)
+
+    def bias_like(self, bias: Tensor) -> Tensor:
+        """The bias, shaped so that it adds to an output."""
+        return bias
+
+    @abstractmethod
+    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The loss's gradient by the matrix, (O, I) float32, from those by the output and the input."""
+
+    def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
+        """Factors as PEFT stores them, by the last part of their names."""
+        return {"lora_A.weight": A_RI, "lora_B.weight": B_OR}
+
+    def from_peft(self, B: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+        """``(B_OR, A_RI)`` of factors that PEFT stored."""
+        return B, A
+
+    @staticmethod
+    def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+
+class Linear(Operator):
+    """``nn.Linear`` (4- and 8-bit ones too), and GPT-2's ``Conv1D``, which stores (I, O)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._transposed = isinstance(module, Conv1D)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        module = self.module
+        if isinstance(module, nn.Linear):  # 4-bit weights are packed
+            return module.out_features, module.in_features
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return weight.shape[1], weight.shape[0]
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        return stored.T if self._transposed else stored
+
+    def stored(self, matrix: Tensor) -> Tensor:
+        return matrix.T if self._transposed else matrix
+
+    def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, matrix, bias)
+
+    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+        return F.linear(h, up)
+
+    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return dy.flatten(0, -2).T.float() @ x.flatten(0, -2).float()
+
+
+class Convolution(Operator):
+    """``nn.Conv2d`` in one group: (O, C k1 k2), its weight unfolded; of rank R, one to R features, then a 1 x 1."""
+
+    def __init__(self, module: nn.Conv2d) -> None:
+        super().__init__(module)
+        self._conv = module
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        k1, k2 = self.kernel
+        return self._conv.out_channels, self._conv.in_channels * k1 * k2
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        k1, k2 = self._conv.kernel_size
+        return k1, k2
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        return stored.flatten(1)
+
+    def stored(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(-1, self._conv.in_channels, *self.kernel)
+
+    def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        conv = self._conv
+        return F.conv2d(x, self.stored(matrix), bias, conv.stride, conv.padding, conv.dilation)
+
+    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+        return F.conv2d(h, up[:, :, None, None])
+
+    def bias_like(self, bias: Tensor) -> Tensor:
+        return bias[:, None, None]
+
+    def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
+        return super().to_peft(B_OR[:, :, None, None], self.stored(A_RI))
+
+    def from_peft(self, B: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+        return B.flatten(1), A.flatten(1)
+
+    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        conv = self._conv
+        if isinstance(conv.padding, str):  # "same" may pad one side more; autograd knows how
+            with torch.enable_grad():
+                weight = torch.zeros(self.shape, device=x.device, requires_grad=True)
+                return torch.autograd.grad(self.apply(x.float(), weight), weight, dy.float())[0]
+        columns = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding, conv.stride)
+        return torch.einsum("nol,nil->oi", dy.float().flatten(2), columns)
+
+
+class Lookup(Operator):
+    """``nn.Embedding``: (O, V), its weight (V, O) transposed, meeting one-hot words."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        module = self.module
+        assert isinstance(module, nn.Embedding)
+        return module.embedding_dim, module.num_embeddings
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        return stored.T
+
+    def stored(self, matrix: Tensor) -> Tensor:
+        return matrix.T
+
+    def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.embedding(x, matrix.T)
+
+    def spread(self, h: Tensor, up: Tensor) -> Tensor:
+        return F.linear(h, up)
+
+    def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
+        return {"lora_embedding_A": A_RI, "lora_embedding_B": B_OR}
+
+    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        rows = torch.zeros(self.shape[::-1], device=dy.device)
+        return rows.index_add_(0, x.flatten(), dy.flatten(0, -2).float()).T
+
+    @staticmethod
+    def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x  # words
+
+
+TARGET_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D, nn.Conv2d, nn.Embedding)
+"""What can be a target layer, as far as `unfit` has nothing to say."""
+
+
+def unfit(module: nn.Module) -> str | None:
+    """Why a module can't be a target layer; None if it can."""
+    if isinstance(module, nn.Conv2d):
+        if module.groups != 1:
+            return f"is a convolution in {module.groups} groups; only those in one group can be targets"
+        if module.padding_mode != "zeros":
+            return f"pads with {module.padding_mode}; only convolutions that pad with zeros can be targets"
+    elif isinstance(module, nn.Embedding):
+        if type(module) is not nn.Embedding or module.max_norm is not None:
+            return "is an embedding that scales what it looks up; only plain nn.Embedding can be a target"
+    elif not isinstance(module, TARGET_TYPES):
+        return f"is a {type(module).__name__}; target nn.Linear, Conv1D, nn.Conv2d or nn.Embedding layers"
+    return None
+
+
+def operator_of(module: nn.Module) -> Operator:
+    """The operator of a module that `unfit` has nothing against."""
+    if isinstance(module, nn.Conv2d):
+        return Convolution(module)
+    return Lookup(module) if isinstance(module, nn.Embedding) else Linear(module)

@@ -1,0 +1,47 @@
+"""The trained models of a progress, written as adapters or, where no adapter expresses them, whole."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from fedspan.engines.federation import Progress
+from fedspan.models.export import export_adapter, job_extras, layer_updates
+from fedspan.models.merging import export_merged, needs_merging
+from fedspan.runs.build import Prepared
+from fedspan.runs.files import folder_name
+from fedspan.runs.folder import RunFolder
+
+__all__ = ["write_adapters"]
+
+
+def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> dict[str, Path]:
+    """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
+
+    A model that is no change of pretrained weights (from scratch, or of other factors) is written whole.
+
+    Returns:
+        Folders by client id, or under ``global``.
+    """
+    adapted = prepared.engine.adapted
+    personal = prepared.federation.method.declared().personal
+    folders: dict[str, Path] = {}
+    for ids, job in prepared.evaluator.models(progress):
+        key = ids[0] if personal else "global"
+        folder = place.adapter / folder_name(key) if personal else place.adapter
+        notes = {
+            **asdict(prepared.facts),
+            "method": prepared.config.method.name,
+            "round": progress.state.round,
+            "base_model": prepared.config.model.name,
+            "kept": prepared.config.model.modules_to_save,
+            "client": ids[0] if personal else None,
+        }
+        base, built, wanted = progress.state.base, prepared.model, prepared.config.model
+        if wanted.scratch or needs_merging(job, base):
+            export_merged(folder, adapted, job, base, built.processor, notes, wanted.revision)
+        else:
+            updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
+            export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes)
+        folders[key] = folder
+    return folders

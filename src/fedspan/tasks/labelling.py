@@ -1,0 +1,63 @@
+"""What all classifiers share, whatever they look at: cross-entropy; accuracy, F1 and Matthews correlation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.metrics import f1_score, matthews_corrcoef
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Labelling"]
+
+
+class Labelling(ABC):
+    """One of several labels for an example.
+
+    Args:
+        labels: names by index.
+        metric: by which rounds are compared.
+    """
+
+    def __init__(self, labels: Sequence[str], metric: str = "accuracy") -> None:
+        self.labels = tuple(labels)
+        self.metric = metric
+
+    @abstractmethod
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+        """Logits, (examples, labels)."""
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean cross-entropy, in float32."""
+        return F.cross_entropy(self.predict(model, batch).float(), batch["labels"])
+
+    def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
+        """``loss``, ``accuracy``, ``macro_f1`` (over the labels that occur, as predicted or as true), ``matthews``.
+
+        With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 where all
+        predictions or all labels are the same, as in scikit-learn.
+        """
+        truth = examples.labels[np.asarray(indices, dtype=np.int64)]
+        guess = predictions.argmax(1).numpy()
+        scores = {
+            "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(truth))),
+            "accuracy": float((guess == truth).mean()),
+            "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
+            # scikit-learn's 0 of a single label comes with a warning
+            "matthews": float(matthews_corrcoef(truth, guess)) if len({*truth, *guess}) > 1 else 0.0,
+        }
+        if len(self.labels) == 2:
+            scores["f1"] = float(f1_score(truth, guess, average="binary", zero_division=0))  # pyright: ignore
+        return scores
+
+    def answers(self, predictions: Tensor) -> list[str]:
+        """The most probable label of each."""
+        return [self.labels[index] for index in predictions.argmax(1).tolist()]
+
+    def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
+        """The label of each."""
+        return [self.labels[index] for index in examples.labels[list(indices)].tolist()]
