@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 import fedspan
 import tiny
@@ -151,3 +152,28 @@ def test_export_leaves_nothing_behind_when_it_fails(run: tuple[Path, RunReport],
     assert json.loads((merged / "fedspan.json").read_text())["labels"] == list(tiny.LABELS)
     with pytest.raises(FedspanError, match="holds a merged model"):
         fedspan.export(merged, tmp_path / "again", "adapter")
+
+
+def test_an_adapter_is_cut_to_its_best_approximation_of_a_rank(
+    run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path
+) -> None:
+    whole = fedspan.export(run[0], tmp_path / "whole")
+    with pytest.raises(FedspanError, match="at most 2, the rank of this adapter"):
+        fedspan.export(run[0], tmp_path / "cut", rank=3)
+    for rank, form in ((0, "adapter"), (1, "merged")):
+        with pytest.raises(FedspanError, match="rank"):
+            fedspan.export(run[0], tmp_path / "cut", form, rank=rank)  # pyright: ignore[reportArgumentType]
+    cut = fedspan.export(run[0], tmp_path / "cut", rank=1)
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (whole, cut))
+    losses = json.loads((cut / "fedspan.json").read_text())["relative_error"]
+    config = json.loads((cut / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (1, 1)
+    assert "relative_error" not in json.loads((whole / "fedspan.json").read_text())
+    assert any(loss > 0.01 for loss in losses.values())
+    for layer, loss in losses.items():
+        name = f"base_model.model.{layer}.lora_"
+        W, W1 = (t[f"{name}B.weight"].double() @ t[f"{name}A.weight"].double() for t in (before, after))
+        S = torch.linalg.svdvals(W)
+        assert float((W - W1).norm()) == pytest.approx(float(S[1:].norm()), rel=1e-4, abs=1e-9)
+        assert loss == pytest.approx(float((W - W1).norm() / W.norm()), rel=1e-4, abs=1e-6)
+    assert fedspan.evaluate(cut, data=tiny_folder / "corpus.csv")["examples"] == 120

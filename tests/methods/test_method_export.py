@@ -11,14 +11,15 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 from watching import method_config
 
 import tiny
 from fedspan.engines.federation import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.exports import write_adapters
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.session import write_adapters
 
 MODELS: Mapping[str, Mapping[str, object]] = {
     "bert": {},
@@ -37,7 +38,10 @@ def case(request: pytest.FixtureRequest, tiny_folder: Path, prepared: Prepared) 
 
 
 def logits_by_peft(prepared: Prepared, adapter: Path) -> Tensor:
-    model = PeftModel.from_pretrained(tiny.fresh_classifier(prepared.config.model.name), str(adapter)).eval()
+    if (adapter / "adapter_config.json").is_file():
+        model = PeftModel.from_pretrained(tiny.fresh_classifier(prepared.config.model.name), str(adapter)).eval()
+    else:  # written whole
+        model = AutoModelForSequenceClassification.from_pretrained(adapter).eval()
     examples = prepared.test
     assert examples is not None
     with torch.no_grad():

@@ -17,8 +17,8 @@ from fedspan import api
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.exports import write_adapters
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.session import write_adapters
 
 families = pytest.mark.parametrize("family", tiny_decoders.FAMILIES)
 

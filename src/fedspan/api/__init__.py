@@ -3,6 +3,7 @@
 from fedspan.api.comparing import compare, resume_compare
 from fedspan.api.evaluating import evaluate
 from fedspan.api.exporting import export
+from fedspan.api.notes import read_notes
 from fedspan.api.reports import read_report
 from fedspan.api.serving import predict
 from fedspan.api.sweeping import resume_sweep, sweep
@@ -15,6 +16,7 @@ __all__ = [
     "export",
     "load_config",
     "predict",
+    "read_notes",
     "read_report",
     "resume",
     "resume_compare",

@@ -15,6 +15,7 @@ from fedspan.api.notes import NOTES
 from fedspan.api.reports import is_run, read_config, read_partition, read_report, require_client
 from fedspan.api.serving import ADAPTER, adapter_folder, load_served
 from fedspan.errors import FedspanError
+from fedspan.models.export import truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import prepare
@@ -34,6 +35,7 @@ def export(
     form: Form = "adapter",
     client: str | None = None,
     round: int | Literal["best", "last"] = "best",
+    rank: int | None = None,
 ) -> Path:
     """Write a trained model to a folder of its own.
 
@@ -44,16 +46,21 @@ def export(
         client: whose model, if every client has its own.
         round: ``best`` (by validation), ``last``, or a number; a run keeps the checkpoints of its last two rounds and
             of the best one.
+        rank: cut the adapter's update to its best approximation of this rank; its fedspan.json says under
+            ``relative_error`` what each layer lost. None: exact, of whatever rank it has.
 
     Returns:
         ``out``.
 
     Raises:
-        FedspanError: unknown form, client or round, a run without a finished round, or a folder that is not empty.
+        FedspanError: unknown form, client or round, a rank that the adapter does not have, a run without a finished
+            round, or a folder that is not empty.
     """
     out = Path(out)
     if form not in ("adapter", "merged"):
         raise FedspanError("form", form, "adapter or merged")
+    if rank is not None and (form != "adapter" or rank < 1):
+        raise FedspanError("rank", rank, "a number from 1 for form adapter; a merged model has no rank")
     if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise FedspanError("out", str(out), "an empty folder, or one that does not exist")
     with tempfile.TemporaryDirectory(prefix="fedspan-") as scratch:
@@ -66,6 +73,8 @@ def export(
                 if not (source / ADAPTER).is_file():
                     raise FedspanError("form", form, f"merged: {source} holds a merged model")
                 shutil.copytree(source, partial)
+                if rank is not None:
+                    truncate_adapter(partial, rank)
             else:
                 _merge(source, partial)
             if out.exists():

@@ -12,12 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedspan.config.mistakes import first_mistake
 from fedspan.errors import FedspanError
+from fedspan.models.export import NOTES
 from fedspan.runs.problems import PROBLEMS, Facts
 from fedspan.tasks.metrics import METRICS_OF
 
 __all__ = ["NOTES", "facts_of", "read_notes"]
 
-NOTES = "fedspan.json"
 _FACTS = {field.name for field in dataclasses.fields(Facts)}
 _NOTED = {*_FACTS, "base_model", "client", "kept"}
 

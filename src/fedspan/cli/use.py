@@ -157,10 +157,20 @@ def export(
     round: Annotated[
         str, typer.Option("--round", metavar="N", help="best (by validation), last, or a round that was kept.")
     ] = "best",
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="R", help="Cut the adapter to this rank, as well as that can be done."),
+    ] = None,
 ) -> None:
     """Copy a trained model out of a run, as a PEFT adapter or merged into its base."""
     from fedspan import api
 
     wanted = int(round) if round.isdecimal() else round
-    path = api.export(run, out, form.value, client, wanted)  # pyright: ignore[reportArgumentType]
+    path = api.export(run, out, form.value, client, wanted, rank)  # pyright: ignore[reportArgumentType]
+    if rank is not None:
+        errors = api.read_notes(path)["relative_error"]
+        width = max(map(len, errors))
+        typer.echo(f"{'layer':<{width}}  relative error")
+        for layer, error in errors.items():
+            typer.echo(f"{layer:<{width}}  {100 * error:12.4f} %")
     typer.echo(f"wrote {path}")

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, Delta
-from fedspan.core.lowrank import LowRank, concatenate
+from fedspan.core.lowrank import LowRank, concatenate, svd
 from fedspan.core.method import scaling_of
 from fedspan.core.parametrization import dense_change
 from fedspan.core.tensors import by_layer, extra_name
@@ -30,10 +30,20 @@ from fedspan.errors import FedspanError, nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.operators import Operator
 
-__all__ = ["StartingAdapter", "export_adapter", "job_extras", "layer_updates", "read_adapter"]
+__all__ = [
+    "NOTES",
+    "StartingAdapter",
+    "export_adapter",
+    "job_extras",
+    "layer_updates",
+    "read_adapter",
+    "truncate_adapter",
+]
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+NOTES = "fedspan.json"
+"""What fedspan writes beside a model that it trained."""
 _WEIGHTS = "adapter_model.safetensors"
 
 
@@ -134,6 +144,18 @@ def export_adapter(
             tensors[f"{_PREFIX}{layer}.{name}"] = value.contiguous()
     for path, value in extras.items():
         tensors[_PREFIX + path] = value.detach().clone().contiguous()
+    _write(folder, tensors, config, rank)
+    _write_notes(folder, notes)
+    return rank
+
+
+def _write_notes(folder: Path, notes: Mapping[str, object]) -> None:
+    (folder / NOTES).write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], config: PeftConfig, rank: int) -> None:
+    """An adapter's two files, of one rank and with scaling 1."""
+    assert isinstance(config, LoraConfig)
     config = copy.copy(config)
     config.r, config.lora_alpha, config.inference_mode = rank, rank, True
     for name in ("target_modules", "exclude_modules"):  # PEFT writes a set in whatever order the process has
@@ -142,9 +164,44 @@ def export_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     # Not save_file: what the disk refuses is an OSError here, as everywhere else.
-    (folder / _WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
-    (folder / "fedspan.json").write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return rank
+    (folder / _WEIGHTS).write_bytes(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
+
+
+def truncate_adapter(folder: Path, rank: int) -> None:
+    """Replace an adapter that fedspan wrote by its best approximation of a rank, layer by layer (Eckart and Young).
+
+    Args:
+        folder: the adapter's; its files are replaced.
+        rank: at least 1.
+
+    Its fedspan.json then holds, under ``relative_error``, ``||W - W_rank||_F / ||W||_F`` of each layer's update.
+
+    Raises:
+        FedspanError: the adapter's rank is smaller.
+    """
+    config = PeftConfig.from_pretrained(str(folder))
+    assert isinstance(config, LoraConfig)
+    if rank > config.r:
+        raise FedspanError("rank", rank, f"at most {config.r}, the rank of this adapter")
+    tensors = safetensors.torch.load_file(str(folder / _WEIGHTS))
+    names: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        if factor := _FACTOR.fullmatch(name):
+            names.setdefault(factor[1], {})[factor[2]] = name
+    errors: dict[str, float] = {}
+    for layer, own in names.items():
+        A, B = tensors[own["A"]], tensors[own["B"]]
+        U, S, Vt = svd(LowRank(B.flatten(1), A.flatten(1)))  # of a convolution the unfolded matrix
+        root, least = S[:rank].sqrt(), min(rank, len(S))
+        cut_B, cut_A = B.new_zeros(len(B), rank), A.new_zeros(rank, A[0].numel())
+        cut_B[:, :least], cut_A[:least] = (U[:, :rank] * root).to(B.dtype), (root[:, None] * Vt[:rank]).to(A.dtype)
+        tensors[own["B"]] = cut_B.reshape(len(B), rank, *B.shape[2:])
+        tensors[own["A"]] = cut_A.reshape(rank, *A.shape[1:])
+        norm = float(S.norm())
+        errors[layer.removeprefix(_PREFIX)] = float(S[rank:].norm()) / norm if norm else 0.0
+    _write(folder, tensors, config, rank)
+    notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+    _write_notes(folder, {**notes, "relative_error": errors})
 
 
 def job_extras(job: Job, model: AdaptedModel) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from fedspan.core.parametrization import dense_change
 from fedspan.core.tensors import by_layer
 from fedspan.core.values import Job
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.export import NOTES
 from fedspan.models.loading import Processor
 from fedspan.models.names import architecture_of, resolve
 
@@ -73,7 +74,7 @@ def export_merged(
     folder.mkdir(parents=True, exist_ok=True)
     weights = merged_weights(adapted, job, base)
     save_model(folder, adapted.model, processor, str(notes["base_model"]), revision, weights)
-    (folder / "fedspan.json").write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / NOTES).write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_model(
