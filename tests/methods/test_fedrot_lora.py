@@ -82,6 +82,14 @@ def test_what_is_sent_is_what_was_trained_rotated_towards_the_global_factor(play
         assert (moved > 1e-3) == (number > 0)
 
 
+def test_moments_of_another_frame_are_dropped(played: Play) -> None:
+    """Two steps a round are all that a factor's moments have seen, though moments are kept."""
+    run = played("fedrot-lora")
+    name = tensor_name(run.layers[0].name, "A")
+    for round in run.rounds:
+        assert {local.trained.optimizer_state.steps[name] for local in round.trained} == {2}
+
+
 def test_strength_0_is_fedit(played: Play) -> None:
     """Weights to rounding; the first round bit for bit. FedIT keeps its moments, so both runs reset them."""
     reset = {"optimizer_state": "reset"}

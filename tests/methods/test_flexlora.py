@@ -56,7 +56,7 @@ def test_rounds_match_dense_averages(ranks: dict[str, int] | None, split: str) -
     problem = Problem()
     method = FlexLoRA(spec=problem.adapted().spec, r=2, lora_alpha=4, split=split)
     oracle = _Oracle(method, problem.dense(*LAYERS), ranks or dict.fromkeys(problem.client_ids, 2))
-    cohorts = [EVERYBODY, EVERYBODY, (1, 3)] if ranks is None else [(0, 1, 2), (1, 2, 3), EVERYBODY, (0, 2)]
+    cohorts = [EVERYBODY, EVERYBODY, (1, 3)] if ranks is None else [(0, 1, 2), (1, 2, 3), EVERYBODY, (0, 2), EVERYBODY]
     follow(federation(method, ranks), oracle, cohorts=cohorts, ranks=ranks)
 
 
