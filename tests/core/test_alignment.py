@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.alignment import ajive_joint_basis, procrustes
+from fedspan.core.alignment import ajive_joint_basis, nearest_rotation, procrustes
 
 few = settings(max_examples=25, deadline=None)
 
@@ -18,6 +18,27 @@ def _randn(rng: torch.Generator, *shape: int) -> Tensor:
 
 def _orthonormal_rows(rng: torch.Generator, rows: int, columns: int) -> Tensor:
     return torch.linalg.qr(_randn(rng, columns, rows))[0].T
+
+
+@few
+@given(st.integers(1, 5), st.integers(0, 1000), st.booleans())
+def test_the_nearest_rotation_is_one_and_none_is_nearer(rank: int, seed: int, reflected: bool) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    matrix = _randn(rng, rank, rank)
+    if reflected:
+        matrix[0] *= -1
+    found = nearest_rotation(matrix)
+    assert torch.allclose(found @ found.T, torch.eye(rank, dtype=torch.float64), atol=1e-9)
+    assert torch.isclose(torch.linalg.det(found), torch.ones((), dtype=torch.float64))
+    for _ in range(20):
+        other = torch.linalg.qr(_randn(rng, rank, rank))[0]
+        other[:, 0] *= torch.linalg.det(other)
+        assert (found * matrix).sum() >= (other * matrix).sum() - 1e-9
+        # and close by: along the geodesics through the found one, a stationary point
+        skew = 1e-3 * (_randn(rng, rank, rank) - _randn(rng, rank, rank).T)
+        near = found @ torch.linalg.matrix_exp(skew - skew.T)
+        assert (found * matrix).sum() >= (near * matrix).sum() - 1e-12
+    assert torch.equal(nearest_rotation(torch.eye(rank)), torch.eye(rank, dtype=torch.float64))
 
 
 @few

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from watching import Play, Played, Round, differences, method_config
 
-from fedspan.core.tensors import layer_of, split_extras, tensor_name
+from fedspan.core.tensors import is_extra, layer_of, split_extras, tensor_name
 from fedspan.engines.reduction import Reducer
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
@@ -74,6 +74,16 @@ def test_frozen_tensors_never_move(key: str, training: dict[str, object], played
         assert changed <= set(local.job.trainable_names)
         moved |= changed
     assert moved == {name for round in run.rounds for local in round.trained for name in local.job.trainable_names}
+
+
+@pytest.mark.parametrize("key", [key for key, cls in METHODS.items() if cls.claims.reinitialises])
+def test_moments_do_not_outlive_the_factors_that_they_belong_to(key: str, played: Play) -> None:
+    """Where factors start anew or are turned, two steps a round are all that a target layer's moments have seen."""
+    run = played(key)  # with moments kept
+    for round in run.rounds:
+        for local in round.trained:
+            steps = {name: count for name, count in local.trained.optimizer_state.steps.items() if not is_extra(name)}
+            assert set(steps.values()) == {2}
 
 
 @pytest.mark.parametrize("key", METHODS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import fix_signs
 
-__all__ = ["ajive_joint_basis", "procrustes"]
+__all__ = ["ajive_joint_basis", "nearest_rotation", "procrustes"]
 
 
 def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
@@ -22,6 +22,16 @@ def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
     For R = R' that also minimises ``||S source - target||_F``; for R < R' it need not (FLoRG's ``paper`` variant).
     """
     U, _, Vt = torch.linalg.svd(target_RI @ source_RI.T, full_matrices=False)
+    return U @ Vt
+
+
+def nearest_rotation(matrix_RR: Tensor) -> Tensor:
+    """The rotation (orthogonal, determinant 1) nearest to a matrix in the Frobenius norm, which maximises ``<R, M>``.
+
+    ``U diag(1, ..., 1, det(U V^T)) V^T`` for ``M = U Sigma V^T`` (Kabsch). In float64.
+    """
+    U, _, Vt = torch.linalg.svd(matrix_RR.double())
+    U[:, -1] *= torch.sign(torch.linalg.det(U @ Vt))
     return U @ Vt
 
 

@@ -9,14 +9,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedspan.core.aggregation import map_layers, smaller
+from fedspan.core.base import Increment
+from fedspan.core.lowrank import LowRank, balanced, leading
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, generator, tensor_name
-from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Spec, Trained
+from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Spec, Trained, Weights
 
-__all__ = ["Init", "a_factors", "b_factors", "initial_A", "lora_job", "names", "reply", "require_rank"]
+__all__ = [
+    "Init",
+    "Singular",
+    "a_factors",
+    "b_factors",
+    "by_slot",
+    "initial_A",
+    "lora_job",
+    "names",
+    "principal",
+    "reply",
+    "require_rank",
+    "resized",
+]
 
 Init = Literal["kaiming", "gaussian", "orthonormal"]
+
+Singular = Literal["full", "randomized"]
 
 
 def initial_A(layer: LayerSpec, rank: int, rng: torch.Generator, init: Init = "kaiming") -> Tensor:
@@ -48,6 +66,57 @@ def a_factors(method: RegisteredMethod, rank: int, *key: int | str, init: Init =
 def b_factors(spec: Spec, rank: int) -> dict[str, Tensor]:
     """B = 0 for every target layer, (O, R) float32."""
     return {tensor_name(layer.name, "B"): torch.zeros(layer.out_features, rank) for layer in spec.layers}
+
+
+def by_slot(pairs: Mapping[str, LowRank]) -> dict[str, Tensor]:
+    """Pairs by layer as the tensors ``layer/A`` and ``layer/B``, any scale folded into B."""
+    folded = {layer: pair.folded() for layer, pair in pairs.items()}
+    return {
+        **{tensor_name(layer, "A"): pair.A.contiguous() for layer, pair in folded.items()},
+        **{tensor_name(layer, "B"): pair.B.contiguous() for layer, pair in folded.items()},
+    }
+
+
+def resized(method: RegisteredMethod, tensors: Tensors, rank: int) -> dict[str, Tensor]:
+    """A and B with the first ``rank`` components of those given, by layer.
+
+    Components that are not there are as at the beginning, A random and B = 0: they add nothing, but they can be
+    trained. Without any tensors these are all.
+    """
+    fresh = {**a_factors(method, rank), **b_factors(method.spec, rank)}
+    for layer in method.spec.layers:
+        a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+        if a in tensors:
+            A, B = tensors[a][:rank], tensors[b][:, :rank]
+            fresh[a] = torch.cat([A, fresh[a][len(A) :].to(A.dtype)])
+            fresh[b] = torch.cat([B, fresh[b][:, len(A) :].to(B.dtype)], 1)
+    return fresh
+
+
+def principal(method: RegisteredMethod, weights: Weights, singular: Singular) -> tuple[dict[str, Tensor], Increment]:
+    """LoRA factors that begin as the principal part of the pretrained weights, which the base gives up in return.
+
+    ``W0 = U S V^T``:  ``B0 = U_r (S_r / s)^(1/2)``, ``A0 = (S_r / s)^(1/2) V_r^T``, and the base moves by ``-s B0 A0``,
+    so that the model begins as the pretrained one.
+
+    Args:
+        method: its rank, scaling s and seed.
+        weights: the pretrained model.
+        singular: ``full`` SVD of every weight, or ``randomized`` (``lowrank.leading``) for large layers.
+
+    Returns:
+        ``layer/A`` and ``layer/B`` in float32, and the increment of round 0.
+    """
+    scaling = method.scaling(None)
+
+    def of(layer: LayerSpec) -> LowRank:
+        rng = generator(method.seed, "principal", layer.name) if singular == "randomized" else None
+        U, S, Vt = leading(weights.weight(layer.name), method.r, rng)
+        return balanced(U, S / scaling, Vt).to(torch.float32)
+
+    pairs = map_layers(of, method.spec.layers)
+    deltas = {layer: smaller(LowRank(-pair.B, pair.A, scaling)) for layer, pair in pairs.items()}
+    return by_slot(pairs), Increment(0, deltas)
 
 
 def names(spec: Spec, *slots: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "concatenate", "fix_signs", "inner", "svd"]
+__all__ = ["LowRank", "balanced", "concatenate", "fix_signs", "inner", "leading", "svd", "upward"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def fix_signs(U_OQ: Tensor, Vt_QI: Tensor) -> tuple[Tensor, Tensor]:
 def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The SVD of a pair from its factors, in float64, with deterministic signs.
 
-    QR of both factors, then an SVD of a Q x Q core: 4 (O + I) Q^2 + O(Q^3) operations, never an O x I matrix.
+    Householder QR of both factors, then an SVD of a Q x Q core: about 4 (O + I) Q^2 + O(Q^3) operations, never an O x I
+    matrix. The orthogonal factors are kept as reflectors and applied only to the k vectors asked for.
     Beyond Q = min(O, I) the dense matrix is the cheaper and equally exact route, and is taken.
 
     Args:
@@ -97,11 +98,63 @@ def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]
     double = pair.to(torch.float64)
     if pair.rank >= min(pair.shape):
         U, S, Vt = torch.linalg.svd(double.dense(), full_matrices=False)
+        keep = S.numel() if rank is None else min(rank, S.numel())
+        U, Vt = U[:, :keep], Vt[:keep]
     else:
-        QB, RB = torch.linalg.qr(double.B)
-        QA, RA = torch.linalg.qr(double.A.T)
-        u, S, vt = torch.linalg.svd(RB @ RA.T * pair.scale, full_matrices=False)
-        U, Vt = QB @ u, vt @ QA.T
+        B, A = torch.geqrf(double.B), torch.geqrf(double.A.T)
+        R_B, R_A = B[0][: pair.rank].triu(), A[0][: pair.rank].triu()
+        u, S, vt = torch.linalg.svd(R_B @ R_A.T * pair.scale)
+        keep = S.numel() if rank is None else min(rank, S.numel())
+        U, Vt = _reflected(*B, u[:, :keep]), _reflected(*A, vt[:keep].T).T
     U, Vt = fix_signs(U, Vt)
-    keep = S.numel() if rank is None else min(rank, S.numel())
-    return U[:, :keep], S[:keep], Vt[:keep]
+    return U, S[:keep], Vt
+
+
+def _reflected(reflectors: Tensor, scales: Tensor, core: Tensor) -> Tensor:
+    """``Q @ core`` for the thin Q of ``torch.geqrf``, which is never formed."""
+    padded = core.new_zeros(reflectors.shape[0], core.shape[1])
+    padded[: core.shape[0]] = core
+    return torch.ormqr(reflectors, scales, padded)
+
+
+def leading(matrix_OI: Tensor, rank: int, rng: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest singular triples of a dense matrix, in float64, with deterministic signs.
+
+    Args:
+        matrix_OI: any dense matrix, a pretrained weight for one.
+        rank: how many triples, at most min(O, I).
+        rng: None for the full SVD, O(O I min(O, I)); else randomised subspace iteration from this generator (Halko,
+            Martinsson and Tropp, arXiv:0909.4061; 10 vectors more than asked for, 8 iterations), O(O I (rank + 10)).
+
+    Returns:
+        ``U`` (O, rank), ``S`` (rank,) descending, ``Vt`` (rank, I).
+    """
+    matrix = matrix_OI.double()
+    wide = rank + 10
+    if rng is None or wide >= min(matrix.shape):
+        U, S, Vt = torch.linalg.svd(matrix, full_matrices=False)
+    else:
+        Q = torch.linalg.qr(matrix @ torch.randn((matrix.shape[1], wide), generator=rng, dtype=torch.float64))[0]
+        for _ in range(8):
+            Q = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ Q)[0])[0]
+        u, S, Vt = torch.linalg.svd(Q.T @ matrix, full_matrices=False)
+        U = Q @ u
+    U, Vt = fix_signs(U[:, :rank], Vt[:rank])
+    return U, S[:rank], Vt
+
+
+def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
+    """``U S V^T`` as a pair whose factors share the singular values: ``U S^(1/2)``, ``S^(1/2) V^T``.
+
+    Where a singular value is 0 to rounding, B is 0 but A keeps the unit vector: with both at 0 no gradient would ever
+    reach either of them again.
+    """
+    size = max(U.shape[0], Vt.shape[1])
+    null = torch.finfo(S.dtype).eps * size * S[:1] >= S
+    root = S.sqrt().masked_fill(null, 0.0)
+    return LowRank(U * root, root.masked_fill(null, 1.0)[:, None] * Vt)
+
+
+def upward(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
+    """``U S V^T`` as a pair with the singular values in B: ``U S``, ``V^T``."""
+    return LowRank(U * S, Vt)

@@ -17,11 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.base import Delta, Increment
+from fedspan.core.aggregation import map_layers, products, smaller
+from fedspan.core.base import Increment
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
-from fedspan.core.tensors import tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -70,20 +69,9 @@ class FLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        deltas = {layer.name: self._stacked(layer.name, reduced) for layer in self.spec.layers}
+        deltas = map_layers(lambda layer: smaller(products(layer.name, reduced)), self.spec.layers)
         base = state.base.add(Increment(state.round + 1, deltas))
         return state.next(base=base, generation=state.generation + 1)
-
-    def _stacked(self, layer: str, reduced: Reduced) -> Delta:
-        a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
-        pair = concatenate(
-            [
-                LowRank(item.tensors[b], item.tensors[a], item.weight * self.scaling(item.client))
-                for item in reduced.stack
-            ]
-        )
-        rows, columns = pair.shape
-        return pair if pair.numel() <= rows * columns else pair.dense()  # whichever is fewer bytes
 
     def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
         one = rank * (layer.out_features + layer.in_features)

@@ -8,12 +8,20 @@ from types import MappingProxyType
 from fedspan.core.method import RegisteredMethod
 from fedspan.errors import FedspanError, nearest
 from fedspan.methods.fedavg import FedAvg
+from fedspan.methods.federa import FeDeRA
+from fedspan.methods.fedex_lora import FedExLoRA
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
+from fedspan.methods.fedmomentum import FedMomentum
+from fedspan.methods.fedrot_lora import FedRotLoRA
 from fedspan.methods.fedsa_lora import FedSALoRA
+from fedspan.methods.fedsvd import FedSVD
 from fedspan.methods.ffa_lora import FFALoRA
+from fedspan.methods.flexlora import FlexLoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.fr_lora import FRLoRA
 from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.lora_fair import LoRAFAIR
 from fedspan.methods.rolora import RoLoRA
 
 __all__ = ["METHODS", "method_class"]
@@ -21,12 +29,20 @@ __all__ = ["METHODS", "method_class"]
 METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
     {
         "fedavg": FedAvg,
+        "federa": FeDeRA,
+        "fedex-lora": FedExLoRA,
         "fedit": FedIT,
         "fedloru": FedLoRU,
+        "fedmomentum": FedMomentum,
+        "fedrot-lora": FedRotLoRA,
         "fedsa-lora": FedSALoRA,
+        "fedsvd": FedSVD,
         "ffa-lora": FFALoRA,
+        "flexlora": FlexLoRA,
         "flora": FLoRA,
+        "fr-lora": FRLoRA,
         "local-only": LocalOnly,
+        "lora-fair": LoRAFAIR,
         "rolora": RoLoRA,
     }
 )

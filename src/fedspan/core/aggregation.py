@@ -1,0 +1,86 @@
+"""What servers make of a stack of replies: weighted sums of products as pairs of factors, means, residuals.
+
+Shapes: O output features, I input features, R rank, K clients, Q the sum of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedspan.core.base import Delta
+from fedspan.core.lowrank import LowRank, concatenate, svd, upward
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import LayerSpec, Reduced
+
+__all__ = ["map_layers", "mean_of_stack", "products", "residual", "smaller"]
+
+T = TypeVar("T")
+
+
+def map_layers(function: Callable[[LayerSpec], T], layers: Iterable[LayerSpec]) -> dict[str, T]:
+    """``{layer.name: function(layer)}``, several layers at a time, as many as torch has threads.
+
+    Each layer is computed on one thread: the QR and SVD of a few hundred columns are slower on several, and so the
+    result does not depend on their number.
+    """
+    chosen, threads = list(layers), torch.get_num_threads()
+    torch.set_num_threads(1)  # what the pool's threads begin with
+    try:
+        with ThreadPoolExecutor(max(1, min(threads, len(chosen)))) as pool:
+            return dict(zip((layer.name for layer in chosen), pool.map(function, chosen), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def products(layer: str, reduced: Reduced) -> LowRank:
+    """``sum_i p_i s_i B_i A_i`` of a stack of LoRA factors as one pair of rank Q; exact for any ranks and scalings.
+
+    Weight p_i and scaling s_i stand on B alone.
+    """
+    a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
+    pairs = [LowRank(one.tensors[b], one.tensors[a], one.weight * one.client.scaling) for one in reduced.stack]
+    return concatenate(pairs)
+
+
+def mean_of_stack(reduced: Reduced) -> dict[str, Tensor]:
+    """The weighted mean of stacked tensors that have one shape for all clients, summed in float64."""
+    means: dict[str, Tensor] = {}
+    for name, like in reduced.stack[0].tensors.items():
+        total = torch.zeros_like(like, dtype=torch.float64)
+        for one in reduced.stack:
+            total.add_(one.tensors[name], alpha=one.weight)
+        means[name] = total.to(like.dtype)
+    return means
+
+
+def residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank: int | None = None) -> LowRank:
+    """What averaging loses, ``s (sum_i p_i B_i A_i - B A)`` with B and A the means, as a pair of rank (K - 1) R.
+
+    With ``sum_i p_i (B_i - B) = 0`` it is ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)``: factors without an SVD.
+
+    Args:
+        layer: its name.
+        reduced: K replies of one rank and scaling s.
+        mean_B: B, (O, R).
+        scaling: s.
+        rank: the best approximation of at most this rank instead, by an SVD of the factors.
+    """
+    a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
+    *others, last = reduced.stack
+    empty = LowRank(mean_B[:, :0], last.tensors[a][:0])
+    pairs = [LowRank(one.tensors[b] - mean_B, one.tensors[a] - last.tensors[a], one.weight * scaling) for one in others]
+    exact = concatenate([empty, *pairs])
+    if rank is None or rank >= min(exact.rank, *exact.shape):
+        return exact
+    return upward(*svd(exact, rank)).to(mean_B.dtype)
+
+
+def smaller(pair: LowRank) -> Delta:
+    """The pair, or the dense matrix where that is fewer elements."""
+    rows, columns = pair.shape
+    return pair if pair.numel() <= rows * columns else pair.dense()

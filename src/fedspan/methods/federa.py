@@ -1,0 +1,90 @@
+"""FeDeRA: FedIT whose factors begin as the principal singular vectors of the pretrained weights.
+
+Yan et al., "FeDeRA: Efficient Fine-tuning of Language Models in Federated Learning Leveraging Weight Decomposition",
+arXiv:2404.18848.
+
+    once:      W0 = U S V^T;  B = U_r (S_r / s)^(1/2),  A = (S_r / s)^(1/2) V_r^T,  W <- W0 - s B A
+    client i:  trains A_i, B_i from the global A, B
+    server:    A <- sum_i p_i A_i,  B <- sum_i p_i B_i
+
+Not exact, for FedIT's reason. Both factors have gradients from the first step, because B is not 0.
+
+Deviations: the server decomposes once and everybody is sent the same A, B and the change of the base (clients that each
+ran an SVD would not have the same bits). Other authors describe the server as averaging products and decomposing them
+again; that is ``aggregation: product_svd``, where what lies beyond rank r is lost and moments are dropped every round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+from fedspan.core.aggregation import map_layers, products
+from fedspan.core.base import BaseUpdate
+from fedspan.core.factors import Singular, by_slot, lora_job, principal, reply
+from fedspan.core.lowrank import LowRank, balanced, svd
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+
+__all__ = ["FeDeRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FeDeRA(RegisteredMethod):
+    """Average factors that begin as the weights' principal part.
+
+    Args:
+        aggregation: ``factors`` (paper) averages A and B; ``product_svd`` averages s B A and keeps its best rank r.
+        singular: ``full`` SVD of every weight, or ``randomized`` for large layers.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="FeDeRA: Efficient Fine-tuning of Language Models in Federated Learning Leveraging Weight Decomposition "
+        "(arXiv:2404.18848)",
+        exact=False,
+    )
+
+    aggregation: Literal["factors", "product_svd"] = "factors"
+    singular: Singular = "full"
+
+    def declared(self) -> Claims:
+        if self.aggregation == "factors":
+            return self.claims
+        return replace(self.claims, reduction="stack", reinitialises=True)
+
+    def init(self, weights: Weights) -> ServerState:
+        tensors, increment = principal(self, weights, self.singular)
+        return ServerState(tensors=tensors, base=BaseUpdate().add(increment))
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        held = None if client is None else client.held
+        return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        if self.aggregation == "factors":
+            return Contribution(sum=message.tensors)
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        if self.aggregation == "factors":
+            return state.next(tensors=reduced.mean)
+
+        def decomposed(layer: LayerSpec) -> LowRank:
+            stacked = products(layer.name, reduced)
+            U, S, Vt = svd(stacked, self.r)
+            return balanced(U, S / self.scaling(None), Vt).to(stacked.B.dtype)
+
+        tensors = by_slot(map_layers(decomposed, self.spec.layers))
+        return state.next(tensors=tensors, generation=state.generation + 1)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        both = rank * (layer.out_features + layer.in_features)
+        given_up = 0 if round else min(both, layer.out_features * layer.in_features)
+        return Traffic(down=both + given_up, up=both)

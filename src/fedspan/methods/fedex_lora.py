@@ -1,0 +1,79 @@
+"""FedEx-LoRA: FedAvg of LoRA's two factors, and what the average loses goes into the base.
+
+Singhal et al., "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation Models", ACL 2025,
+arXiv:2410.09432.
+
+    client i:  trains A_i, B_i from the global A, B
+    server:    A <- sum_i p_i A_i,  B <- sum_i p_i B_i,  W <- W + s (sum_i p_i B_i A_i - B A)
+
+Exact. The residual equals ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)`` and travels as these factors of rank (K - 1) r, or
+densely where that is fewer elements.
+
+Deviations: the paper averages uniformly; here the run's weights count (``federation.weights``). It sends the residual
+densely; its truncated residual is the option ``residual_rank``. Different ranks are refused: the mean of their factors
+is not defined. Absent clients (the paper has none) are sent every residual that they missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from fedspan.core.aggregation import map_layers, mean_of_stack, residual, smaller
+from fedspan.core.base import Delta, Increment
+from fedspan.core.factors import a_factors, b_factors, lora_job, reply
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+
+__all__ = ["FedExLoRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedExLoRA(RegisteredMethod):
+    """Average factors; add the residual to the base.
+
+    Args:
+        residual_rank: send the best approximation of this rank instead of the whole residual (then not exact).
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning (ACL 2025, arXiv:2410.09432)",
+        exact=True,
+        reduction="stack",
+    )
+
+    residual_rank: int | None = None
+
+    def declared(self) -> Claims:
+        return self.claims if self.residual_rank is None else replace(self.claims, exact=False)
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message(state.tensors, base=state.base.since(None if client is None else client.held))
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return lora_job(self, message.tensors, client, train=("A", "B"))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        means, s = mean_of_stack(reduced), self.scaling(None)
+
+        def lost(layer: LayerSpec) -> Delta:
+            return smaller(residual(layer.name, reduced, means[tensor_name(layer.name, "B")], s, self.residual_rank))
+
+        deltas = {name: delta for name, delta in map_layers(lost, self.spec.layers).items() if delta.numel()}
+        return state.next(tensors=means, base=state.base.add(Increment(state.round + 1, deltas)))
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        (rows, columns), both = layer.shape, rank * sum(layer.shape)
+        lost = min((clients - 1) * rank, self.residual_rank or rows * columns)
+        return Traffic(down=both + (min(lost * (rows + columns), rows * columns) if round else 0), up=both)

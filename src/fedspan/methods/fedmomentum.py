@@ -1,0 +1,103 @@
+"""FedMomentum: keep the strongest directions of the exact average as the new factors, put the rest into the base.
+
+Yan et al., "FedMomentum: Preserving LoRA Training Momentum in Federated Fine-Tuning", arXiv:2603.08014.
+
+    client i:  trains A_i, B_i from the global A, B
+    server:    D = sum_i p_i s_i B_i A_i = U S V^T
+               B <- U_r (S_r / s)^(1/2),  A <- (S_r / s)^(1/2) V_r^T
+               W <- W + U_rest S_rest V_rest^T
+
+Exact: s B A and the rest are D. Unlike FLoRA, training goes on from the directions in which it moved.
+
+Deviations: the paper takes a randomised SVD and drops the components beyond 99.99 % of the energy; here the SVD is
+exact, from the stacked factors, and nothing is dropped. A client of a smaller rank r_i trains the first r_i components
+while the others ride along frozen (as the pair L, U), so that it starts from the global model too; one of a larger rank
+has further directions with A random and B = 0. D counts what rode along. Moments are dropped every round, because the
+factors are new ones; what the paper calls momentum is in the factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+
+from fedspan.core.aggregation import map_layers, products, smaller
+from fedspan.core.base import Delta, Increment
+from fedspan.core.factors import a_factors, b_factors, by_slot, lora_job, reply, resized
+from fedspan.core.lowrank import LowRank, balanced, concatenate, svd, upward
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.parametrization import PairSum
+from fedspan.core.tensors import map_tensors, tensor_name
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+
+__all__ = ["FedMomentum"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedMomentum(RegisteredMethod):
+    """Top components become the factors, the rest moves the base."""
+
+    claims: ClassVar[Claims] = Claims(
+        paper="FedMomentum: Preserving LoRA Training Momentum in Federated Fine-Tuning (arXiv:2603.08014)",
+        exact=True,
+        heterogeneous_ranks=True,
+        reduction="stack",
+        reinitialises=True,
+    )
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        held = None if client is None else client.held
+        return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        rank, scaling = self.rank(client), self.scaling(client)
+        share = (self.scaling(None) / scaling) ** 0.5
+        tensors = map_tensors(lambda factor: factor * share, resized(self, message.tensors, rank))
+        job = lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
+        if rank >= self.r:
+            return job
+        for layer in self.spec.layers:
+            tensors[tensor_name(layer.name, "L")] = message.tensors[tensor_name(layer.name, "B")][:, rank:]
+            tensors[tensor_name(layer.name, "U")] = message.tensors[tensor_name(layer.name, "A")][rank:]
+        both = PairSum(scaling, self.scaling(None))
+        return replace(job, parametrization=dict.fromkeys(job.parametrization, both), tensors=tensors)
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        def parted(layer: LayerSpec) -> tuple[LowRank, Delta]:
+            stacked = concatenate([products(layer.name, reduced), self._frozen(layer.name, state, reduced)])
+            U, S, Vt = svd(stacked)
+            kept = balanced(U[:, : self.r], S[: self.r] / self.scaling(None), Vt[: self.r])
+            rest = upward(U[:, self.r :], S[self.r :], Vt[self.r :])
+            return kept.to(stacked.B.dtype), smaller(rest).to(stacked.B.dtype)
+
+        parts = map_layers(parted, self.spec.layers)
+        increment = Increment(state.round + 1, {name: rest for name, (_, rest) in parts.items() if rest.numel()})
+        return state.next(
+            tensors=by_slot({name: kept for name, (kept, _) in parts.items()}),
+            base=state.base.add(increment),
+            generation=state.generation + 1,
+        )
+
+    def _frozen(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
+        """``sum_i p_i`` of what rode along: component j counts for the clients of rank j or less."""
+        B, A = state.tensors[tensor_name(layer, "B")], state.tensors[tensor_name(layer, "A")]
+        least = min(self.r, *(one.client.rank for one in reduced.stack))
+        shares = [sum(one.weight for one in reduced.stack if one.client.rank <= j) for j in range(least, self.r)]
+        return LowRank(B[:, least:] * torch.tensor(shares, dtype=B.dtype), A[least:], self.scaling(None))
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        (rows, columns), ends = layer.shape, sum(layer.shape)
+        rest = min((min(clients * rank, rows, columns) - self.r) * ends, rows * columns) if round else 0
+        return Traffic(down=self.r * ends + max(0, rest), up=rank * ends)

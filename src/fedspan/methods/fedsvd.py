@@ -1,0 +1,73 @@
+"""FedSVD: FFA-LoRA whose frozen A is renewed every round from the SVD of the product.
+
+Lee et al., "FedSVD: Adaptive Orthogonalization for Private Federated Learning with LoRA", NeurIPS 2025,
+arXiv:2505.12805.
+
+    client i:  trains B_i from the global B under the frozen A
+    server:    B <- sum_i p_i B_i;   B A = U S V^T;   A <- V_r^T,  B <- U_r S_r
+
+Exact: the product does not change. The SVD is that of the factors, never of an O x I matrix. A keeps its row space, so
+under plain SGD this is FFA-LoRA with an orthonormal A, weight for weight; under Adam, momentum or decay it is not.
+
+Deviations: the paper freezes the head; here it follows ``model.extras``. The first A is ``init_A`` as in FFA-LoRA.
+Momentum and moments are dropped every round, because B's columns have turned. Without the paper's private training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fedspan.core.aggregation import map_layers
+from fedspan.core.factors import Init, a_factors, b_factors, by_slot, lora_job, reply
+from fedspan.core.lowrank import LowRank, svd, upward
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+
+__all__ = ["FedSVD"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedSVD(RegisteredMethod):
+    """Average B under an A that the server renews.
+
+    Args:
+        init_A: distribution of A in the first round.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="FedSVD: Adaptive Orthogonalization for Private Federated Learning with LoRA "
+        "(NeurIPS 2025, arXiv:2505.12805)",
+        exact=True,
+        reinitialises=True,
+    )
+
+    init_A: Init = "kaiming"
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors={**a_factors(self, self.r, init=self.init_A), **b_factors(self.spec, self.r)})
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message(state.tensors, {"generation": state.generation})
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return lora_job(self, message.tensors, client, ("B",), int(message.scalars["generation"]))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        def renewed(layer: LayerSpec) -> LowRank:
+            B, A = reduced.mean[tensor_name(layer.name, "B")], state.tensors[tensor_name(layer.name, "A")]
+            return upward(*svd(LowRank(B, A))).to(B.dtype)
+
+        pairs = map_layers(renewed, self.spec.layers)
+        return state.next(tensors=by_slot(pairs), generation=state.generation + 1)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        return Traffic(down=rank * (layer.out_features + layer.in_features), up=rank * layer.out_features)

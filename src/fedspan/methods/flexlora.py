@@ -1,0 +1,92 @@
+"""FlexLoRA: average the clients' products, then give every client the best approximation of its rank.
+
+Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources",
+NeurIPS 2024, arXiv:2402.11505.
+
+    client i:  trains A_i, B_i of its own rank r_i
+    server:    D = sum_i p_i s_i B_i A_i = U S V^T
+    client i:  starts from B_i = U_{r_i} S_{r_i} / s_i,  A_i = V_{r_i}^T
+
+The base never moves, so what lies beyond a client's rank is lost to it in every round: not exact.
+
+Deviations: the SVD is that of the stacked factors, never of an O x I matrix. The scalings are the clients' own (the
+published code has one numerator built in). It puts S into B; ports share it between both factors: the option ``split``.
+The server keeps as many components as the largest rank that has replied so far, at least r. A client of a larger rank,
+or of one that D does not reach, has the rest of its directions as at the beginning: A random, B = 0. Moments are
+dropped every round, because the factors are new ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+from torch import Tensor
+
+from fedspan.core.aggregation import map_layers, products
+from fedspan.core.factors import by_slot, lora_job, reply, resized
+from fedspan.core.lowrank import LowRank, balanced, svd, upward
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+
+__all__ = ["FlexLoRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FlexLoRA(RegisteredMethod):
+    """Average products, truncate to each client's rank.
+
+    Args:
+        split: which factor the singular values go to: ``B`` (published code), or half to each (``balanced``).
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources "
+        "(NeurIPS 2024, arXiv:2402.11505)",
+        exact=False,
+        heterogeneous_ranks=True,
+        reduction="stack",
+        reinitialises=True,
+    )
+
+    split: Literal["B", "balanced"] = "B"
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState()
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        rank, share = self.rank(client), self.scaling(client) ** (1.0 if self.split == "B" else 0.5)
+        cut: dict[str, Tensor] = {}
+        for layer in self.spec.layers if state.tensors else ():
+            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            A, B = state.tensors[a][:rank], state.tensors[b][:, :rank]
+            cut |= {a: A if self.split == "B" else A / share, b: B / share}
+        return Message(cut, {"generation": state.generation})
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        tensors = resized(self, message.tensors, self.rank(client))
+        return lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        """Keeps the SVD itself, scaling 1; ``sync`` cuts it to a client's rank and scaling."""
+        largest = max(self.r, int(state.scalars.get("rank", 0)), *(one.client.rank for one in reduced.stack))
+        share = upward if self.split == "B" else balanced
+
+        def decomposed(layer: LayerSpec) -> LowRank:
+            stacked = products(layer.name, reduced)
+            return share(*svd(stacked, largest)).to(stacked.B.dtype)
+
+        tensors = by_slot(map_layers(decomposed, self.spec.layers))
+        return state.next(tensors=tensors, scalars={"rank": largest}, generation=state.generation + 1)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        both = rank * (layer.out_features + layer.in_features)
+        return Traffic(down=both if round else 0, up=both)

@@ -1,0 +1,96 @@
+"""FR-LoRA: every round starts from the weights' principal factors, and what was learnt moves into the base.
+
+Yan et al., "Federated Residual Low-Rank Adaption of Large Language Models", ICLR 2025,
+https://openreview.net/forum?id=e0rQRMUhs7.
+
+    once:      W0 = U S V^T;  B0 = U_r (S_r / s)^(1/2),  A0 = (S_r / s)^(1/2) V_r^T,  W <- W0 - s B0 A0
+    client i:  trains A_i, B_i from A0, B0 on top of W
+    server:    A = sum_i p_i A_i,  B = sum_i p_i B_i,  W <- W + s (B A - B0 A0)
+
+The update's rank grows by up to 2 r a round. Exact only where B alone trains: then A = A0 for everybody.
+
+Deviations: the paper trains both factors, the published code freezes A: the option ``train``. The code weighs clients
+alike; here the run's weights count. It keeps Adam's moments although the factors start anew; here they are dropped.
+The change travels as the factors [B - B0, B0] and [A; A - A0], 2 r (m + n) elements, where the paper's clients work it
+out from A and B: a client that was away can then be sent what it missed, whatever that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+
+from fedspan.core.aggregation import smaller
+from fedspan.core.base import BaseUpdate, Delta, Increment
+from fedspan.core.factors import Singular, lora_job, names, principal, reply
+from fedspan.core.lowrank import LowRank
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.tensors import select, tensor_name
+from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+
+__all__ = ["FRLoRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FRLoRA(RegisteredMethod):
+    """Average factors, lift their change into the base, start again.
+
+    Args:
+        train: ``both`` factors (paper), or ``B`` under the frozen A0 (published code).
+        singular: ``full`` SVD of every weight, or ``randomized`` for large layers.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Federated Residual Low-Rank Adaption of Large Language Models (ICLR 2025)",
+        exact=False,
+        reinitialises=True,
+    )
+
+    train: Literal["both", "B"] = "both"
+    singular: Singular = "full"
+
+    def declared(self) -> Claims:
+        return self.claims if self.train == "both" else replace(self.claims, exact=True)
+
+    def init(self, weights: Weights) -> ServerState:
+        tensors, increment = principal(self, weights, self.singular)
+        return ServerState(tensors=tensors, base=BaseUpdate().add(increment))
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        held = None if client is None else client.held
+        tensors = state.tensors if held is None else {}  # A0 and B0 never change
+        return Message(tensors, {"generation": state.generation}, state.base.since(held))
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        slots = ("A", "B") if self.train == "both" else ("B",)
+        return lora_job(self, {**memory, **message.tensors}, client, slots, int(message.scalars["generation"]))
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        deltas = {layer.name: self._learnt(layer.name, state, reduced) for layer in self.spec.layers}
+        base = state.base.add(Increment(state.round + 1, deltas))
+        return state.next(base=base, generation=state.generation + 1)
+
+    def _learnt(self, layer: str, state: ServerState, reduced: Reduced) -> Delta:
+        """``s (B A - B0 A0)`` out of differences, so that nothing large cancels."""
+        a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
+        A0, B0, B = state.tensors[a], state.tensors[b], reduced.mean[b]
+        if self.train == "B":
+            return smaller(LowRank(B - B0, A0, self.scaling(None)))
+        A = reduced.mean[a]
+        return smaller(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        rows, columns = layer.shape
+        one = rank * (rows + columns)
+        learnt = 2 * one if self.train == "both" else one
+        down = min(learnt, rows * columns) if round else one + min(one, rows * columns)
+        return Traffic(down=down, up=one if self.train == "both" else rank * rows)

@@ -1,0 +1,131 @@
+"""LoRA-FAIR against the dense objective: its value and gradient by autograd, its minimum by least squares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
+from torch import Tensor
+
+from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
+from fedspan.methods.lora_fair import LoRAFAIR
+from toys.problem import LAYERS, Problem
+from toys.rounds import close
+
+
+def objective(B: Tensor, mean: Tensor, A: Tensor, D: Tensor, lam: float, exponent: int) -> Tensor:
+    """On O x I matrices."""
+    product = B @ A
+    cosine = (D * product).sum() / (D.norm() * product.norm())
+    away = (B - mean).square().sum()
+    return 1 - cosine + lam * (away if exponent == 2 else (away + 1e-300).sqrt())
+
+
+def descended(mean: Tensor, A: Tensor, D: Tensor, method: LoRAFAIR) -> Tensor:
+    """Gradient descent with halving, gradients by autograd."""
+    exponent = 1 if method.penalty == "norm" else 2
+    B, rate = mean.clone(), method.server_lr * mean.norm() ** 2
+    for _ in range(method.server_steps):
+        leaf = B.clone().requires_grad_()
+        value = objective(leaf, mean, A, D, method.lam, exponent)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        while objective(B - rate * gradient, mean, A, D, method.lam, exponent) > value:
+            rate = rate / 2
+        B = B - rate * gradient
+    return B
+
+
+class _Oracle:
+    def __init__(self, W: Weights, pairs: Pairs, method: LoRAFAIR) -> None:
+        self.W, self.pairs, self.method = W, pairs, method
+
+    def start(self, id: str) -> tuple[Weights, Pairs]:
+        return self.W, self.pairs
+
+    def finish(self, trained: Mapping[str, Pairs], shares: Mapping[str, float]) -> None:
+        self.pairs = factor_mean(trained, shares)
+        for one, D in product_mean(trained, shares, None).items():
+            mean, A = self.pairs[one]["B"], self.pairs[one]["A"]
+            if self.method.objective == "cosine":
+                self.pairs[one]["B"] = descended(mean, A, D / 2.0, self.method)
+                continue
+            # least squares for every row of dB: [A^T; sqrt(lambda) I] dB^T = [(D - B A)^T; 0]
+            left = torch.cat([A.T, self.method.lam**0.5 * torch.eye(2, dtype=A.dtype)])
+            right = torch.cat([(D / 2.0 - mean @ A).T, torch.zeros(2, len(mean), dtype=A.dtype)])
+            self.pairs[one]["B"] = mean + torch.linalg.lstsq(left, right).solution.T
+
+    def model(self) -> Weights:
+        return {one: self.W[one] + 2.0 * self.pairs[one]["B"] @ self.pairs[one]["A"] for one in LAYERS}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "frobenius", "lam": 0.01},
+        {"objective": "frobenius", "lam": 3.0},
+        {"penalty": "norm", "server_steps": 8},
+        {"penalty": "squared", "server_steps": 8, "lam": 0.5},
+    ],
+    ids=str,
+)
+def test_rounds_match_the_dense_objective(options: dict[str, object]) -> None:
+    problem = Problem()
+    method = LoRAFAIR(spec=problem.adapted().spec, r=2, lora_alpha=4, **options)  # type: ignore[arg-type]
+    made = federation(method)
+    follow(made, _Oracle(problem.dense(*LAYERS), given(made), method), tolerance=1e-8)
+
+
+def replies(seed: int, zero: bool = False) -> tuple[Reduced, Tensor]:
+    """Three replies that differ by as much as they agree, and their exact average without the scaling."""
+    rng = generator(seed, "test")
+    common = torch.randn((9, 2), generator=rng, dtype=torch.float64), torch.randn((2, 5), generator=rng).double()
+    items, D = [], torch.zeros(9, 5, dtype=torch.float64)
+    for k, weight in enumerate((0.2, 0.3, 0.5)):
+        B = common[0] + torch.randn((9, 2), generator=rng) * 0.7
+        A = common[1] + torch.randn((2, 5), generator=rng) * 0.7
+        B = torch.zeros_like(B) if zero else B
+        items.append(StackItem(Client(f"c{k}", 2, 2.0, 1, 1.0), weight, {"one/A": A, "one/B": B}))
+        D += weight * B @ A
+    return Reduced(stack=tuple(items), count=3), D
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("penalty", ["norm", "squared"])
+def test_the_correction_turns_the_product_towards_the_exact_average(penalty: str, seed: int) -> None:
+    """The cosine rises, whatever the first step's length; without the penalty it reaches the best there is."""
+    reduced, D = replies(seed)
+    spec = Spec((LayerSpec("one", 9, 5),))
+
+    def cosine(**options: object) -> float:
+        after = LoRAFAIR(spec=spec, r=2, lora_alpha=4, penalty=penalty, **options).update(ServerState(), reduced)  # type: ignore[arg-type]
+        product = after.tensors["one/B"] @ after.tensors["one/A"]
+        return float((product * D).sum() / product.norm() / D.norm())
+
+    plain = cosine(lam=1e9)  # leaves B where the average put it
+    assert cosine() > plain + 1e-4
+    assert cosine(server_lr=100.0) > plain
+    assert cosine(lam=1e-9, server_steps=2000) == pytest.approx(best_cosine(reduced, D), abs=1e-6)
+
+
+def best_cosine(reduced: Reduced, D: Tensor) -> float:
+    """What any B reaches with the averaged A: the share of D in A's row space."""
+    A = torch.stack([one.weight * one.tensors["one/A"] for one in reduced.stack]).sum(0)
+    return float((D @ torch.linalg.pinv(A) @ A).norm() / D.norm())
+
+
+@pytest.mark.parametrize("objective", ["cosine", "frobenius"])
+def test_replies_of_zeros_need_no_correction(objective: str) -> None:
+    reduced, _ = replies(0, zero=True)
+    method = LoRAFAIR(spec=Spec((LayerSpec("one", 9, 5),)), r=2, lora_alpha=4, objective=objective)
+    assert not method.update(ServerState(), reduced).tensors[tensor_name("one", "B")].any()
+
+
+def test_the_averages_themselves_are_fedit_s() -> None:
+    made = federation(LoRAFAIR(spec=Problem().adapted().spec, r=2, lora_alpha=4))
+    made.round()
+    sent = [made.replies[id].tensors["fc1/A"] for id in made.replies]
+    shares = made.problem.shares(list(made.replies)).values()
+    assert close(made.state.tensors["fc1/A"], sum(s * A for s, A in zip(shares, sent, strict=True)))
