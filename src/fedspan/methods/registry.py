@@ -13,7 +13,9 @@ from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.ffa_lora import FFALoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.hetlora import HetLoRA
 from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.rolora import RoLoRA
 
 __all__ = ["METHODS", "method_class"]
@@ -26,7 +28,9 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "fedsa-lora": FedSALoRA,
         "ffa-lora": FFALoRA,
         "flora": FLoRA,
+        "hetlora": HetLoRA,
         "local-only": LocalOnly,
+        "lora-a2": LoRAA2,
         "rolora": RoLoRA,
     }
 )
