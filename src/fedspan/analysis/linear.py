@@ -1,7 +1,8 @@
 """Rank-1 federated linear regression, on which RoLoRA, FFA-LoRA and FedAvg of LoRA can be computed exactly.
 
 Chen et al., "Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA", NeurIPS 2025,
-arXiv:2502.01755, sections 5.1 and A.5, in the paper's letters: a (down-projection) is a unit vector, b the other factor.
+arXiv:2502.01755, sections 5.1 and A.5, in the paper's letters: a (down-projection) is a unit vector, b is the other
+factor.
 
     client i:  Y_i = X_i a* b_i*^T,  X_i (m, d) standard Gaussian;   l_i(a, b) = ||X_i (a* b_i*^T - a b^T)||_F^2 / m
 
@@ -94,7 +95,7 @@ def rolora_round(problem: LinearFederation, a_D: Tensor, eta: float) -> tuple[Te
 
 
 def ffa_solution(problem: LinearFederation, a_D: Tensor) -> Tensor:
-    """FFA-LoRA's b under the frozen a: the mean of the clients' minimisers. One round is all; it never changes after."""
+    """FFA-LoRA's b under the frozen a: the mean of the clients' minimisers. It is found in one round and stays."""
     return minimise_b(problem, a_D).mean(0)
 
 
