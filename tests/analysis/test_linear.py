@@ -134,12 +134,13 @@ def test_proposition_5_5_is_the_mean_over_draws(clients: int, samples: int) -> N
     rng = torch.Generator().manual_seed(clients)
     a = torch.tensor([1.0, 0.0], dtype=torch.float64)  # two inputs are enough: only X a and X a* matter
     a_star, b_star = torch.tensor([0.6, 0.8], dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)
-    found = []
-    for _ in range(10_000):
-        X = torch.randn((clients, samples, 2), generator=rng, dtype=torch.float64)
-        problem = from_samples(X, a_star, b_star.expand(clients, 1))
-        found.append(float(losses(problem, a, ffa_solution(problem, a)).mean()))
-    values = torch.tensor(found)
+    X = torch.randn((10_000, clients, samples, 2), generator=rng, dtype=torch.float64)
+
+    def loss(drawn: Tensor) -> Tensor:
+        problem = from_samples(drawn, a_star, b_star.expand(clients, 1))
+        return losses(problem, a, ffa_solution(problem, a)).mean()
+
+    values = torch.vmap(loss)(X)
     error = float(values.std() / len(values) ** 0.5)
     assert abs(float(values.mean()) - ffa_loss(0.8, 2.0, clients, samples)) < 4 * error
     assert abs(float(values.mean()) - 4 * 0.64) > 4 * error
