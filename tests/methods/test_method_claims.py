@@ -19,6 +19,7 @@ from fedspan.runs.build import Prepared, prepare
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 PERSONAL = [key for key, cls in METHODS.items() if cls.claims.personal]
 HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous_ranks]
+BUDGETS = [key for key, cls in METHODS.items() if cls.claims.budgets]
 RANKS = {"east": 1, "north": 2, "south": 3, "west": 5}
 SGD = {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}
 
@@ -109,7 +110,7 @@ def test_nobody_writes_to_what_it_is_given(key: str, played: Play) -> None:
     assert run.written == ()
 
 
-@pytest.mark.parametrize("key", HETEROGENEOUS)
+@pytest.mark.parametrize("key", [key for key in HETEROGENEOUS if key not in BUDGETS])
 def test_clients_of_different_ranks_train_together(key: str, played: Play) -> None:
     """Each its own rank and so its own scaling; exact where the method is."""
     run = played(key, federation={"ranks": RANKS, "clients_per_round": 4, "rounds": 3})
@@ -123,6 +124,20 @@ def test_clients_of_different_ranks_train_together(key: str, played: Play) -> No
     for ids, job in run.prepared.evaluator.models(run.rounds[-1].after):
         own = run.federation.members[ids[0]].client.scaling if len(ids) == 1 else 2.0
         assert job.parametrization[layer_of(name)].scaling == own
+
+
+@pytest.mark.parametrize("key", BUDGETS)
+def test_clients_of_different_budgets_train_one_model(key: str, played: Play) -> None:
+    """All of its slots are there, under one scaling; the more a client may, the more it sends."""
+    run = played(key, federation={"ranks": RANKS, "clients_per_round": 4, "rounds": 3})
+    name = tensor_name(run.layers[0].name, "A")
+    for round in run.rounds:
+        assert {len(local.trained.tensors[name]) for local in round.trained} == {3}
+        assert {local.job.parametrization[layer_of(name)].scaling for local in round.trained} == {2.0}
+        sizes = {one.client: one.payload for one in round.result.transfers if one.direction == "up"}
+        assert sizes["east"] < sizes["north"] < sizes["south"] == sizes["west"]
+        if METHODS[key].claims.exact:
+            assert max(errors(run, round).values()) < 1e-6
 
 
 @pytest.mark.parametrize("key", [key for key in METHODS if key not in HETEROGENEOUS])

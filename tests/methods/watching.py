@@ -33,8 +33,8 @@ from fedspan.engines.loop import LoopEngine
 from fedspan.runs.build import Prepared
 from fedspan.wrappers.wrapper import Wrapper
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {"fedloru": {"tau": 2}}
-"""Of methods whose claims would not show in a few rounds otherwise."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"fedloru": {"tau": 2}, "hetlora": {"gamma": 1.0}}
+"""Of methods whose claims would not show in a few rounds otherwise (a pruned rank is not the one asked for)."""
 
 
 def method_config(folder: Path, key: str, kind: str = "bert", **changes: Mapping[str, Any]) -> RunConfig:

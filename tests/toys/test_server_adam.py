@@ -9,11 +9,11 @@ from fedspan.core.tensors import tensor_name
 from fedspan.errors import FedspanError
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 
 from .florg import FLoRG
-from .lora_a2 import LoRAA2
 from .oracle import copied, descend
 from .problem import HEAD, LAYERS, Problem
 from .rounds import Double, Federation, close, sgd

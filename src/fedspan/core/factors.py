@@ -21,8 +21,11 @@ __all__ = [
     "Init",
     "Singular",
     "a_factors",
+    "alternating_factor",
+    "alternating_since",
     "b_factors",
     "by_slot",
+    "cut_slots",
     "initial_A",
     "lora_job",
     "names",
@@ -122,6 +125,30 @@ def principal(method: RegisteredMethod, weights: Weights, singular: Singular) ->
 def names(spec: Spec, *slots: str) -> tuple[str, ...]:
     """The names of the given slots over all target layers."""
     return tuple(tensor_name(layer.name, slot) for layer in spec.layers for slot in slots)
+
+
+def cut_slots(tensors: Tensors, rank: int) -> dict[str, Tensor]:
+    """The first ``rank`` slots of every pair: A (rank, I), B (O, rank); copies, so that no rest hangs on to them."""
+    return {
+        name: (value[:rank] if name.endswith("/A") else value[:, :rank]).clone(memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }
+
+
+def alternating_factor(round: int) -> str:
+    """Which factor trains where they take turns: B in round 0 (with B = 0 the gradient of A vanishes), A in round 1."""
+    return "B" if round % 2 == 0 else "A"
+
+
+def alternating_since(round: int, held: int | None) -> tuple[str, ...]:
+    """The factors of state ``round`` that a client lacks which last took part in round ``held`` (None: never).
+
+    Both sides know the initial factors from the seed. A factor that trained in round t is new in state t + 1.
+    """
+    changed = {"A": 0, "B": 0}
+    for past in range(max(0, round - 2), round):
+        changed[alternating_factor(past)] = past + 1
+    return tuple(slot for slot, since in changed.items() if since > (held or 0))
 
 
 def lora_job(

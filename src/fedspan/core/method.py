@@ -46,6 +46,7 @@ class Claims:
         extras: default policy for what trains beside the target layers.
         adapter: the update is of low rank, so that ``r`` matters.
         reinitialises: factors start anew every round (so server optimizers have nothing to act on).
+        budgets: a client's rank is no shape but a budget, of how many of the model's slots it trains and sends.
     """
 
     paper: str
@@ -56,6 +57,7 @@ class Claims:
     extras: Literal["average", "local", "frozen"] = "average"
     adapter: bool = True
     reinitialises: bool = False
+    budgets: bool = False
 
 
 @dataclass(frozen=True)

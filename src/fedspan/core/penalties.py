@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import Tensors
+from fedspan.core.tensors import Tensors, tensor_name
 
-__all__ = ["Penalty", "Proximal"]
+__all__ = ["Penalty", "Proximal", "SlotProduct"]
 
 
 class Penalty(Protocol):
@@ -32,3 +32,28 @@ class Proximal:
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         terms = [(tensors[name] - value.to(tensors[name])).square().sum() for name, value in self.reference.items()]
         return 0.5 * self.mu * torch.stack(terms).sum()
+
+
+@dataclass(frozen=True)
+class SlotProduct:
+    """``strength * sum over layers of ||B[:, first:]||_F ||A[first:, :]||_F``, the weight of the last slots of LoRA.
+
+    HetLoRA, arXiv:2401.06432. Where one of the two norms is 0, the gradient by its factor is 0.
+
+    Args:
+        strength: lambda.
+        first: the first slot that counts.
+        layers: by name; each has an A (R, I) and a B (O, R).
+    """
+
+    strength: float
+    first: int
+    layers: tuple[str, ...]
+
+    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        products = [
+            torch.linalg.norm(tensors[tensor_name(layer, "B")][:, self.first :])
+            * torch.linalg.norm(tensors[tensor_name(layer, "A")][self.first :])
+            for layer in self.layers
+        ]
+        return self.strength * torch.stack(products).sum()

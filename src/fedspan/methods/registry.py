@@ -20,7 +20,9 @@ from fedspan.methods.ffa_lora import FFALoRA
 from fedspan.methods.flexlora import FlexLoRA
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.fr_lora import FRLoRA
+from fedspan.methods.hetlora import HetLoRA
 from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.lora_fair import LoRAFAIR
 from fedspan.methods.rolora import RoLoRA
 
@@ -41,7 +43,9 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "flexlora": FlexLoRA,
         "flora": FLoRA,
         "fr-lora": FRLoRA,
+        "hetlora": HetLoRA,
         "local-only": LocalOnly,
+        "lora-a2": LoRAA2,
         "lora-fair": LoRAFAIR,
         "rolora": RoLoRA,
     }

@@ -20,7 +20,15 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from fedspan.core.factors import a_factors, b_factors, lora_job, names, reply
+from fedspan.core.factors import (
+    a_factors,
+    alternating_factor,
+    alternating_since,
+    b_factors,
+    lora_job,
+    names,
+    reply,
+)
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
 from fedspan.core.tensors import select
 from fedspan.core.values import (
@@ -36,18 +44,6 @@ from fedspan.core.values import (
 )
 
 __all__ = ["RoLoRA"]
-
-
-def _active(round: int) -> str:
-    return "B" if round % 2 == 0 else "A"
-
-
-def _changed(slot: str, round: int) -> int:
-    """Round of the first state that holds the factor as it is in state ``round`` (0: as initialised)."""
-    last = round - 1
-    if last >= 0 and _active(last) != slot:
-        last -= 1
-    return last + 1
 
 
 @final
@@ -68,13 +64,12 @@ class RoLoRA(RegisteredMethod):
         return {**a_factors(self, self.r), **b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = 0 if client is None or client.held is None else client.held
-        slots = [slot for slot in ("A", "B") if _changed(slot, state.round) > held]
+        slots = alternating_since(state.round, None if client is None else client.held)
         return Message(select(state.tensors, names(self.spec, *slots)), {"round": state.round})
 
     def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
         tensors = {**(memory or self._initial()), **message.tensors}
-        return lora_job(self, tensors, client, train=(_active(int(message.scalars["round"])),))
+        return lora_job(self, tensors, client, train=(alternating_factor(int(message.scalars["round"])),))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
         return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
@@ -87,4 +82,4 @@ class RoLoRA(RegisteredMethod):
 
     def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
         sizes = {"A": rank * layer.in_features, "B": rank * layer.out_features}
-        return Traffic(down=sizes[_active(round - 1)] if round else 0, up=sizes[_active(round)])
+        return Traffic(down=sizes[alternating_factor(round - 1)] if round else 0, up=sizes[alternating_factor(round)])

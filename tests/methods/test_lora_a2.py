@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import tensor_name
-
-from .lora_a2 import LoRAA2
-from .oracle import Pairs, copied, descend, pair_gradients
-from .problem import HEAD, LAYERS, Problem
-from .rounds import Federation, close, sgd, with_extras
+from fedspan.methods.lora_a2 import LoRAA2
+from toys.oracle import Pairs, copied, descend, pair_gradients
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Federation, close, sgd, with_extras
 
 LR, SCALING, R, STEPS = 0.1, 2.0, 4, 3
 RANKS = {"client-0": 1, "client-1": 2, "client-2": 3, "client-3": 1}
@@ -130,3 +129,35 @@ def test_the_head_does_not_train_in_a_probe() -> None:
         head = {name: head[name] - LR * by_head[name] for name in HEAD}
     for name in HEAD:
         assert close(federation.state.tensors[f"extras/{name}"], head[name])
+
+
+def test_a_client_sends_as_many_slots_as_its_budget_and_never_more_than_there_are() -> None:
+    """Elements up: budget * layers columns of B, and where they stand; down: the factor that changed last."""
+    problem = Problem()
+    ranks = {"client-0": 1, "client-1": 3, "client-2": 4, "client-3": 9}
+    method = LoRAA2(spec=problem.adapted().spec, r=R)
+    federation = Federation(with_extras(method, "frozen"), problem, sgd(LR, epochs=1), ranks=ranks)
+    for number in range(3):
+        federation.round()
+        for id, rank in ranks.items():
+            down, up = federation.elements[id]
+            slots = sum(len(federation.replies[id].tensors[tensor_name(one, "slots")]) for one in LAYERS)
+            assert slots == min(rank, R) * len(LAYERS)
+            if rank >= R:  # all are chosen, so that it does not matter which
+                assert (down, up) == federation.declared(id, number)
+
+
+def test_a_slot_that_nobody_chose_stays_where_it_was() -> None:
+    problem = Problem()
+    federation = _federation(problem)
+    for number in range(4):
+        before = dict(federation.state.tensors)
+        federation.round()
+        slot = "B" if number % 2 == 0 else "A"
+        for one in LAYERS:
+            chosen: set[int] = set()
+            for reply in federation.replies.values():
+                chosen |= set(reply.tensors[tensor_name(one, "slots")].tolist())
+            name = tensor_name(one, slot)
+            moved = (federation.state.tensors[name] != before[name]).any(0 if slot == "B" else 1)
+            assert set(moved.nonzero()[:, 0].tolist()) == chosen

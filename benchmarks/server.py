@@ -1,0 +1,286 @@
+"""What a server's round costs, for every method, on replies of the shape of Llama-2-7B's attention adapters.
+
+    python benchmarks/server.py --page docs/results/server.md
+    python benchmarks/server.py --layers 8 --size 512 --clients 10      (no limits are judged at other sizes)
+
+32 decoder layers x q, k, v, o of 4096 x 4096 at rank 8, 50 clients, one process. Counted: ``contribute`` of every
+reply, the reduction and ``update``; the slower of two rounds, on random replies made by the method's own ``start`` and
+``finish``. Methods are those of the registry that train an adapter and whose ``init`` does not read W0.
+Beside that: the SVD of one layer's aggregate from its factors, against LAPACK on the dense float64 matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedspan.core.lowrank import LowRank, concatenate, svd
+from fedspan.core.method import Memory, Method
+from fedspan.core.tensors import generator
+from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerState, Spec, Trained
+from fedspan.engines.reduction import Reducer
+from fedspan.methods.registry import METHODS
+
+FULL = {"layers": 128, "size": 4096, "rank": 8, "clients": 50}
+AVERAGING, DECOMPOSING, MEMORY, SPEEDUP, ERROR = 2.0, 60.0, 2.0, 100.0, 1e-5
+"""Limits: seconds, seconds, GiB beside the replies, times faster than dense, relative error."""
+DECOMPOSITIONS = ("svd", "qr", "eigh", "eig", "cholesky", "solve", "lstsq", "inv", "pinv", "svdvals")
+GIB = 2**30
+
+
+class ReadsWeights(Exception):
+    """The method's ``init`` asked for W0."""
+
+
+class NoWeights:
+    """A pretrained model that may not be looked at."""
+
+    def weight(self, layer: str) -> Tensor:
+        raise ReadsWeights
+
+    def extra(self, parameter: str) -> Tensor:
+        raise ReadsWeights
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a server's round.
+
+    Args:
+        seconds: wall clock.
+        gibibytes: peak of resident memory above what was there before, replies included in the latter.
+        decomposes: whether the server called LAPACK, or needs replies one by one.
+    """
+
+    seconds: float
+    gibibytes: float
+    decomposes: bool
+
+
+def status(key: str) -> int:
+    """A size in /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def settle() -> None:
+    """Give freed memory back to the system and forget the peak."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Names of LAPACK's decompositions as they are called."""
+    calls: list[str] = []
+    originals = {name: getattr(torch.linalg, name) for name in DECOMPOSITIONS}
+
+    def watched(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return originals[name](*args, **options)
+
+        return call
+
+    for name in DECOMPOSITIONS:
+        setattr(torch.linalg, name, watched(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(torch.linalg, name, original)
+
+
+def trained(job: Job, rng: torch.Generator) -> Trained:
+    """What an engine might give back: trainable tensors moved at random, moments and gradients of the right shapes."""
+
+    def noise(names: Any) -> dict[str, Tensor]:
+        return {name: 0.01 * torch.randn(job.tensors[name].shape, generator=rng) for name in names}
+
+    moving = () if job.steps == 0 else job.trainable_names
+    tensors = {**job.tensors, **{name: job.tensors[name] + value for name, value in noise(moving).items()}}
+    moments: Mapping[str, Mapping[str, Tensor]] = {}
+    if job.optimizer_state is not None or job.refresh is not None:
+        names = job.trainable_names
+        squares = {name: value.square() for name, value in noise(names).items()}
+        moments = {"exp_avg": noise(names), "exp_avg_sq": squares}
+    return Trained(
+        tensors=tensors,
+        optimizer_state=OptimizerState(moments),
+        steps=0 if job.steps == 0 else 10,
+        lr_sum=0.01,
+        gradient=noise(job.trainable_names) if job.want_gradient or job.steps == 0 else {},
+        metrics={"loss": 1.0, "examples": 1.0},
+    )
+
+
+def answer(method: Method, message: Message, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
+    """A client's side of a round."""
+    rng = generator(0, "reply", client.id, round)
+    result: Job | Message = method.start(message, client, memory)
+    while isinstance(result, Job):
+        result, memory = method.finish(result, trained(result, rng), client, memory)
+    return result, memory
+
+
+def measure(key: str, args: argparse.Namespace) -> Cost:
+    """Two rounds of a method; the larger time and memory of the two.
+
+    Raises:
+        ReadsWeights: where ``init`` needs W0.
+    """
+    spec = Spec(
+        tuple(LayerSpec(f"layer{k:03d}", args.size, args.size) for k in range(args.layers)), clients=args.clients
+    )
+    method = METHODS[key](spec=spec, r=args.rank)
+    state = method.init(NoWeights())
+    memories: dict[str, Memory] = {}
+    seconds, peak, calls = 0.0, 0, list[str]()
+    for round in range(2):
+        held = round - 1 if round else None
+        cohort = [
+            Client(f"client-{k:03d}", args.rank, method.scaling(None), 10 + k, 10.0 + k, held)
+            for k in range(args.clients)
+        ]
+        replies: dict[str, Message] = {}
+        for client in cohort:
+            message = method.sync(state, client)
+            replies[client.id], memories[client.id] = answer(
+                method, message, client, memories.get(client.id, {}), round
+            )
+        del message
+        settle()
+        before = status("VmRSS")
+        with counted() as found:
+            start = time.perf_counter()
+            reducer = Reducer(cohort)
+            for client in cohort:
+                reducer.add(client.id, method.contribute(replies[client.id], client))
+            state = method.update(state, reducer.result())
+            seconds = max(seconds, time.perf_counter() - start)
+        peak, calls = max(peak, status("VmHWM") - before), calls + found
+    return Cost(seconds, peak / GIB, bool(calls) or method.declared().reduction == "stack")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layer's truncated SVD from factors, against the dense one."""
+
+    factored: float
+    dense: float
+    error: float
+
+
+def compare(size: int, rank: int, clients: int) -> Comparison:
+    """The rank-r truncation of ``sum p_i s_i B_i A_i``: seconds either way, and how far apart the two matrices are."""
+    rng = generator(0, "comparison")
+    pairs = [
+        LowRank(torch.randn((size, rank), generator=rng), torch.randn((rank, size), generator=rng), (k + 1) / clients)
+        for k in range(clients)
+    ]
+    svd(concatenate(pairs), rank)  # the first call loads LAPACK
+    start = time.perf_counter()
+    U, S, Vt = svd(concatenate(pairs), rank)
+    factored = time.perf_counter() - start
+    whole = torch.zeros((size, size), dtype=torch.float64)
+    for pair in pairs:
+        whole += pair.scale * (pair.B.double() @ pair.A.double())
+    start = time.perf_counter()
+    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    dense = time.perf_counter() - start
+    expected = (left[:, :rank] * values[:rank]) @ right[:rank]
+    return Comparison(factored, dense, float(((U * S) @ Vt - expected).norm() / expected.norm()))
+
+
+def verdict(kept: bool, full: bool) -> str:
+    """``pass`` or ``FAIL``, where a limit applies."""
+    return ("pass" if kept else "**FAIL**") if full else "not judged"
+
+
+def page(args: argparse.Namespace) -> str:
+    """Run everything; the tables in markdown."""
+    full = all(getattr(args, name) == value for name, value in FULL.items())
+    rows: list[list[str]] = []
+    skipped: list[str] = []
+    for key in args.methods:
+        if not METHODS[key].claims.adapter:
+            skipped.append(f"{key} (sends whole weights)")
+            continue
+        try:
+            cost = measure(key, args)
+        except ReadsWeights:
+            skipped.append(f"{key} (starts from W0)")
+            continue
+        limit = DECOMPOSING if cost.decomposes else AVERAGING
+        kind = "SVDs, Grams or stacks" if cost.decomposes else "averages"
+        kept = cost.seconds < limit and cost.gibibytes < MEMORY
+        limits = f"{limit:g} s, {MEMORY:g} GiB"
+        rows.append([key, kind, f"{cost.seconds:.2f}", f"{cost.gibibytes:.2f}", limits, verdict(kept, full)])
+        print(*rows[-1], sep=" | ", flush=True)
+    at = min(10, args.clients)
+    one = compare(args.size, args.rank, at)
+    faster = one.dense / one.factored
+    kept = faster >= SPEEDUP and one.error < ERROR
+    sizes = " ".join(f"--{name} {getattr(args, name)}" for name in FULL)
+    cells = f"{one.factored:.4f} | {one.dense:.2f} | {faster:.0f} | {one.error:.0e} | {verdict(kept, full)}"
+    return "\n".join(
+        [
+            "# What a server's round costs",
+            "",
+            f"{args.layers} layers of {args.size} x {args.size}, rank {args.rank}, {args.clients} clients, "
+            f"{args.threads} threads. `contribute` of every reply, the reduction and `update`; the slower of two "
+            "rounds. Memory is the peak beside the replies. Limits are judged at 128 layers of 4096 x 4096, rank 8, "
+            "50 clients.",
+            "",
+            f"Command: `python benchmarks/server.py {sizes} --threads {args.threads}`  ",
+            f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
+            f"torch {torch.__version__}.",
+            "",
+            "| method | server's work | seconds | GiB | limits | |",
+            "|---|---|---|---|---|---|",
+            *("| " + " | ".join(row) + " |" for row in rows),
+            "",
+            f"Left out: {', '.join(skipped) or 'none'}.",
+            "",
+            f"Truncated SVD of one layer's aggregate of {at} clients, from its factors against dense float64 (limits: "
+            f"{SPEEDUP:g} times faster, relative error {ERROR:g}):",
+            "",
+            "| factored, s | dense, s | times faster | relative error | |",
+            "|---|---|---|---|---|",
+            f"| {cells} |",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in FULL.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
+    parser.add_argument("--page", type=Path, help="write the tables to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    text = page(args)
+    print(text)
+    if args.page:
+        args.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A claim's page, and its findings as a file that the index is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import torch
+from verdict import Verdict
+
+matplotlib.use("svg")
+from matplotlib.figure import Figure
+
+__all__ = ["FOLDER", "Finding", "command_line", "save_figure", "table", "write"]
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "claims"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One statement of a paper and what became of it.
+
+    Args:
+        statement: what the paper says.
+        measured: the number that speaks for or against it.
+        verdict: by the rule of ``verdict.py``, or exact where nothing is random.
+    """
+
+    statement: str
+    measured: str
+    verdict: Verdict
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
+def save_figure(figure: Figure, folder: Path, name: str, alt: str) -> str:
+    """Write a figure beside the page; returns the markdown that shows it. The same figure gives the same bytes."""
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+    return f"![{alt}]({name}.svg)"
+
+
+def command_line() -> str:
+    """How this was started; absolute paths are shortened to their last part."""
+    words = [f"PATH/{Path(word).name}" if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python", f"claims/{Path(sys.argv[0]).name}", *map(shlex.quote, words)])
+
+
+def write(
+    folder: Path, name: str, title: str, paper: str, findings: Sequence[Finding], sections: Sequence[str]
+) -> None:
+    """Write ``<name>.md`` and ``<name>.json``.
+
+    Args:
+        folder: where to.
+        name: of the claim.
+        title: of the page.
+        paper: title, venue and arXiv id.
+        findings: the verdicts, first on the page.
+        sections: the rest of the page, in markdown.
+    """
+    run = {
+        "command": command_line(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} thread(s)",
+    }
+    facts = {"name": name, "title": title, "paper": paper, **run}
+    rows = [(finding.statement, finding.measured, f"**{finding.verdict}**") for finding in findings]
+    page = [
+        f"# {title}",
+        f"Paper: {paper}.",
+        f"Command: `{run['command']}`  \nDate: {run['date']}. Machine: {run['machine']}.",
+        table(("the paper's statement", "measured", "verdict"), rows),
+        *sections,
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+    saved = {**facts, "findings": [dataclasses.asdict(finding) for finding in findings]}
+    (folder / f"{name}.json").write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Looking at methods and their results from outside a run."""

@@ -1,0 +1,161 @@
+"""HetLoRA: clients of different ranks, zero-padded averages weighted by the size of each update, ranks that shrink.
+
+Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024,
+arXiv:2401.06432.
+
+    client i:  trains A[:r_i], B[:, :r_i] on f_i + lambda ||B[:, g:]||_F ||A[g:]||_F,  g = floor(gamma r_i);
+               if that product is smaller than at the round's start:  r_i <- g, the last slots are dropped
+    server:    pads with zeros;  A <- sum_i w_i A_i,  B <- sum_i w_i B_i,  w_i = ||s_i B_i A_i||_F / sum of these
+
+Not exact: products of means, and a slot that few clients have is averaged with the others' zeros. The norms come from
+r x r Gram matrices. Pruned ranks live on the server, so a lost reply prunes nobody.
+
+Deviations: the paper has no scaling; here s_i = alpha / r_i. B is averaged as (s_i / s) B_i, s being the scaling of
+rank ``r``, and a client is sent (s / s_i) B, so cutting slots does not rescale the rest; a pruned client keeps its
+s_i. A norm is taken over all layers together, one weight a client. A slot that nobody in the cohort has stays as it
+is: averaging only zeros would make A = B = 0 there, which never trains again. Where all updates are 0, and under
+``weighting: examples``, the round's own weights stand in. The defaults of gamma and lambda are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fedspan.core.factors import a_factors, b_factors, cut_slots, initial_A, lora_job, reply
+from fedspan.core.lowrank import LowRank, inner
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.penalties import SlotProduct
+from fedspan.core.tensors import Tensors, generator, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    StackItem,
+    Trained,
+    Weights,
+)
+
+__all__ = ["HetLoRA"]
+
+
+def _rank(tensors: Tensors) -> int:
+    return next(len(value) for name, value in tensors.items() if name.endswith("/A"))
+
+
+def _averaged(old_RX: Tensor, replies: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """``sum of share * value`` over replies padded with rows of zeros; rows that no reply has stay as they are."""
+    mean = old_RX.to(torch.float64, copy=True)
+    mean[: max(len(value) for _, value in replies)] = 0.0
+    for share, value in replies:
+        mean[: len(value)] += share * value.double()
+    return mean.to(replies[0][1].dtype)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HetLoRA(RegisteredMethod):
+    """Pad, weigh by size, prune.
+
+    Args:
+        gamma: fraction of a client's rank that outlives a pruning; 1 never prunes.
+        penalty: lambda, strength of the penalty on the slots that may go.
+        weighting: of the average: ``norm`` of each client's update, or the run's own weights (``examples``).
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models "
+        "(EMNLP 2024, arXiv:2401.06432)",
+        exact=False,
+        heterogeneous_ranks=True,
+        reduction="stack",
+    )
+
+    gamma: float = bounded(0.99, 0.0, 1.0)
+    penalty: float = bounded(1e-3, 0.0)
+    weighting: Literal["norm", "examples"] = "norm"
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        rank = self.r if client is None else int(state.scalars.get(f"rank/{client.id}", client.rank))
+        own = cut_slots(self._widened(state.tensors, rank), rank)
+        share = self.scaling(None) / self.scaling(client)
+        return Message({name: value * share if name.endswith("/B") else value for name, value in own.items()})
+
+    def _widened(self, tensors: Tensors, rank: int) -> dict[str, Tensor]:
+        """With slots that nobody has trained yet, B = 0 and A drawn by slot, up to a rank."""
+        known = _rank(tensors)
+        if known >= rank:
+            return dict(tensors)
+        wide: dict[str, Tensor] = {}
+        for layer in self.spec.layers:
+            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            rows = [initial_A(layer, 1, generator(self.seed, "A", layer.name, "slot", k)) for k in range(known, rank)]
+            wide[a] = torch.cat([tensors[a], torch.cat(rows).to(tensors[a])])
+            wide[b] = pad(tensors[b], (0, rank - known))
+        return wide
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        job = lora_job(self, message.tensors, client, train=("A", "B"))
+        rank = _rank(message.tensors)
+        first = math.floor(self.gamma * rank)
+        tail = SlotProduct(self.penalty, first, tuple(layer.name for layer in self.spec.layers))
+        return replace(job, penalties=(tail,)) if 0 < first < rank else job
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        message = reply(job, trained)
+        for tail in job.penalties:
+            assert isinstance(tail, SlotProduct)
+            measure = replace(tail, strength=1.0)
+            if measure.value(message.tensors) < measure.value(job.tensors):
+                message = Message(cut_slots(message.tensors, tail.first))
+        return message, memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        sizes = [self._norm(item) for item in reduced.stack]
+        if self.weighting == "examples" or not sum(sizes) > 0:
+            sizes = [item.weight for item in reduced.stack]
+        total, scaling = sum(sizes), self.scaling(None)
+        ranks = {item.client.id: _rank(item.tensors) for item in reduced.stack}
+        tensors = self._widened(state.tensors, max(ranks.values()))
+        for layer in self.spec.layers:
+            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            pairs = list(zip(reduced.stack, sizes, strict=True))
+            rows = [(size / total, item.tensors[a]) for item, size in pairs]
+            columns = [(size / total * self.scaling(item.client) / scaling, item.tensors[b].T) for item, size in pairs]
+            tensors[a] = _averaged(tensors[a], rows)
+            tensors[b] = _averaged(tensors[b].T, columns).T.contiguous()
+        pruned = {
+            f"rank/{item.client.id}": ranks[item.client.id]
+            for item in reduced.stack
+            if ranks[item.client.id] < item.client.rank
+        }
+        return state.next(tensors=tensors, scalars={**state.scalars, **pruned})
+
+    def _norm(self, item: StackItem) -> float:
+        """``||s_i B_i A_i||_F`` over all layers."""
+        square = 0.0
+        for layer in self.spec.layers:
+            a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
+            pair = LowRank(item.tensors[b], item.tensors[a], self.scaling(item.client))
+            square += float(inner(pair, pair))
+        return math.sqrt(max(square, 0.0))
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        both = rank * (layer.out_features + layer.in_features)  # less by the slots that a client has pruned
+        return Traffic(down=both, up=both)

@@ -1,0 +1,136 @@
+"""LoRA-A2: factors take turns, and a client trains and sends only the slots that matter most to its own data.
+
+Koo et al., "Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous Clients", ACL 2025,
+arXiv:2410.22815. B in even rounds (counted from 0), A in odd ones; N layers with r slots each; client k may have r_k N:
+
+    probe:     one epoch on the active factor, thrown away;  importance of slot j of a layer:
+               ||dB[:, j]|| ||A[j]||   (||B[:, j]|| ||dA[j]|| where A is active)
+    client k:  trains the r_k N slots of greatest importance over all layers together, and sends their change
+    server:    B <- B + sum_k p_k dB_k      (A <- A + sum_k p_k dA_k), a slot that k did not send counts as dB_k = 0
+
+Exact: the other factor is the same for everybody. A client's rank r_k is its budget; the model has rank ``r``, and one
+scaling for all. A budget above r is r.
+
+Deviations: training starts again from the round's factors after the probe (the text can be read either way); the head
+does not train in the probe. The paper freezes the head; here it follows ``model.extras`` (default ``average``), as for
+FFA-LoRA. B's learning rate is ``b_lr_scale`` times A's: the paper takes two rates, as LoRA+ does; 5 is our default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedspan.core.factors import a_factors, alternating_factor, alternating_since, b_factors, lora_job, names
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.tensors import Tensors, select, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["LoRAA2"]
+
+_SLOT_AXIS = {"A": 0, "B": 1}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LoRAA2(RegisteredMethod):
+    """Alternate; train and send selected slots.
+
+    Args:
+        b_lr_scale: multiplier on the learning rate in rounds that train B.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous Clients "
+        "(ACL 2025, arXiv:2410.22815)",
+        exact=True,
+        heterogeneous_ranks=True,
+        budgets=True,
+    )
+
+    b_lr_scale: float = 5.0
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors=self._initial())
+
+    def _initial(self) -> dict[str, Tensor]:
+        return {**a_factors(self, self.r), **b_factors(self.spec, self.r)}
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        slots = alternating_since(state.round, None if client is None else client.held)
+        return Message(select(state.tensors, names(self.spec, *slots)), {"round": state.round})
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        active = alternating_factor(int(message.scalars["round"]))
+        job = lora_job(self, {**(memory or self._initial()), **message.tensors}, None, train=(active,))
+        groups = (Group(job.trainable_names, lr_scale=self.b_lr_scale if active == "B" else 1.0),)
+        scalars = {"active": active}
+        return replace(job, trainable=groups, epochs=1, phase="probe", extras=False, scalars=scalars)
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        active = str(job.scalars["active"])
+        if job.phase == "probe":
+            masks = self._masks(job.tensors, trained.tensors, active, client.rank)
+            return replace(job, masks=masks, epochs=None, phase="train", extras=True), memory
+        axis, sent = _SLOT_AXIS[active], dict[str, Tensor]()
+        for name, mask in job.masks.items():
+            layer = name.partition("/")[0]
+            kept = mask.any(1 - axis).nonzero()[:, 0]
+            sent[tensor_name(layer, "slots")] = kept.to(torch.int32)
+            sent[tensor_name(layer, "d" + active)] = (trained.tensors[name] - job.tensors[name]).index_select(
+                axis, kept
+            )
+        return Message(sent, {"active": active}), select(job.tensors, names(self.spec, "A", "B"))
+
+    def _masks(self, before: Tensors, probed: Tensors, active: str, rank: int) -> dict[str, Tensor]:
+        """1 in the slots of greatest importance, ``rank`` a layer on average; ties go to the first."""
+        importance: list[Tensor] = []
+        for layer in self.spec.layers:
+            now = {slot: before[tensor_name(layer.name, slot)] for slot in ("A", "B")}
+            now[active] = probed[tensor_name(layer.name, active)] - now[active]
+            importance.append(now["B"].norm(dim=0) * now["A"].norm(dim=1))
+        chosen = torch.cat(importance).argsort(descending=True, stable=True)[: rank * len(importance)]
+        flags = torch.zeros(self.r * len(importance)).index_fill(0, chosen, 1.0).split(self.r)
+        masks: dict[str, Tensor] = {}
+        for layer, flag in zip(self.spec.layers, flags, strict=True):
+            name = tensor_name(layer.name, active)
+            masks[name] = (flag if active == "B" else flag[:, None]).expand_as(before[name])
+        return masks
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        active = str(message.scalars["active"])
+        axis, sums = _SLOT_AXIS[active], dict[str, Tensor]()
+        for layer in self.spec.layers:
+            name = tensor_name(layer.name, "d" + active)  # a change: not under the name of what it changes
+            change, kept = message.tensors[name], message.tensors[tensor_name(layer.name, "slots")]
+            shape = (layer.out_features, self.r) if active == "B" else (self.r, layer.in_features)
+            sums[name] = change.new_zeros(shape).index_copy(axis, kept.long(), change)
+        return Contribution(sum=sums)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        active = alternating_factor(state.round)
+        moved = {
+            name: state.tensors[name] + reduced.mean[tensor_name(name.partition("/")[0], "d" + active)]
+            for name in names(self.spec, active)
+        }
+        return state.next(tensors={**state.tensors, **moved})
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        # Slots are chosen over all layers together: ``up`` is that of the mean layer, exact where all are chosen.
+        sizes, budget = {"A": layer.in_features, "B": layer.out_features}, min(rank, self.r)
+        down = self.r * sizes[alternating_factor(round - 1)] if round else 0
+        return Traffic(down=down, up=budget * (sizes[alternating_factor(round)] + 1))

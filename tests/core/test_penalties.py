@@ -1,0 +1,33 @@
+"""Penalties against their definitions, and their gradients where a norm vanishes."""
+
+from __future__ import annotations
+
+import torch
+
+from fedspan.core.penalties import SlotProduct
+
+
+def test_slot_product_is_the_product_of_the_last_slots_norms() -> None:
+    rng = torch.Generator().manual_seed(0)
+    tensors = {
+        "one/A": torch.randn((3, 4), generator=rng),
+        "one/B": torch.randn((5, 3), generator=rng),
+        "two/A": torch.randn((3, 2), generator=rng),
+        "two/B": torch.randn((6, 3), generator=rng),
+    }
+    expected = 0.0
+    for layer in ("one", "two"):
+        last_A = sum(float(value) ** 2 for value in tensors[f"{layer}/A"][1:].flatten()) ** 0.5
+        last_B = sum(float(value) ** 2 for value in tensors[f"{layer}/B"][:, 1:].flatten()) ** 0.5
+        expected += 0.5 * last_A * last_B
+    assert abs(float(SlotProduct(0.5, 1, ("one", "two")).value(tensors)) - expected) < 1e-5
+
+
+def test_slot_product_has_no_gradient_by_a_factor_that_is_zero_and_its_norm_by_none() -> None:
+    """B = 0 at the start: the subgradient 0 by B, and A's gradient is 0 because it is weighted by ||B||. No NaN."""
+    A, B = torch.ones((3, 4), requires_grad=True), torch.zeros((5, 3), requires_grad=True)
+    SlotProduct(1.0, 1, ("one",)).value({"one/A": A, "one/B": B}).backward()
+    assert A.grad is not None
+    assert B.grad is not None
+    assert not A.grad.any()
+    assert not B.grad.any()
