@@ -33,7 +33,7 @@ from fedspan.engines.loop import LoopEngine
 from fedspan.runs.build import Prepared
 from fedspan.wrappers.wrapper import Wrapper
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {"fedloru": {"tau": 2}}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {key: {"tau": 2} for key in ("fedloru", "mfedloru", "pfedloru")}
 """Of methods whose claims would not show in a few rounds otherwise."""
 
 

@@ -14,9 +14,26 @@ from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, generator, tensor_name
 from fedspan.core.values import Client, Group, Job, LayerSpec, Message, Spec, Trained
 
-__all__ = ["Init", "a_factors", "b_factors", "initial_A", "lora_job", "names", "reply", "require_rank"]
+__all__ = [
+    "Init",
+    "a_factors",
+    "b_factors",
+    "initial_A",
+    "kaiming",
+    "lora_job",
+    "names",
+    "personal_pair",
+    "reply",
+    "require_rank",
+]
 
 Init = Literal["kaiming", "gaussian", "orthonormal"]
+
+
+def kaiming(rows: int, columns: int, rng: torch.Generator) -> Tensor:
+    """The default of PEFT and torch for a map from C = ``columns`` to ``rows`` features: U(-1/sqrt(C), 1/sqrt(C))."""
+    bound = 1.0 / math.sqrt(columns)
+    return torch.empty((rows, columns)).uniform_(-bound, bound, generator=rng)
 
 
 def initial_A(layer: LayerSpec, rank: int, rng: torch.Generator, init: Init = "kaiming") -> Tensor:
@@ -26,12 +43,10 @@ def initial_A(layer: LayerSpec, rank: int, rng: torch.Generator, init: Init = "k
     orthonormal rows (QR of a Gaussian in float64, signs fixed) scaled by 1/sqrt(3), so that its rows have kaiming's
     expected length.
     """
-    shape = (rank, layer.in_features)
     if init == "kaiming":
-        bound = 1.0 / math.sqrt(layer.in_features)
-        return torch.empty(shape).uniform_(-bound, bound, generator=rng)
+        return kaiming(rank, layer.in_features, rng)
     if init == "gaussian":
-        return torch.randn(shape, generator=rng) / rank
+        return torch.randn((rank, layer.in_features), generator=rng) / rank
     gaussian = torch.randn((layer.in_features, rank), generator=rng, dtype=torch.float64)
     Q, R = torch.linalg.qr(gaussian)
     return (Q * torch.sign(torch.diagonal(R))).T.to(torch.float32).contiguous() / math.sqrt(3.0)
@@ -48,6 +63,16 @@ def a_factors(method: RegisteredMethod, rank: int, *key: int | str, init: Init =
 def b_factors(spec: Spec, rank: int) -> dict[str, Tensor]:
     """B = 0 for every target layer, (O, R) float32."""
     return {tensor_name(layer.name, "B"): torch.zeros(layer.out_features, rank) for layer in spec.layers}
+
+
+def personal_pair(method: RegisteredMethod, rank: int, client: Client | None) -> dict[str, Tensor]:
+    """L = 0 (O, P) and U (P, I) drawn by (method seed, "U", layer, client): like LoRA's, a product of 0 at first."""
+    id = "" if client is None else client.id
+    pair: dict[str, Tensor] = {}
+    for layer in method.spec.layers:
+        pair[tensor_name(layer.name, "L")] = torch.zeros(layer.out_features, rank)
+        pair[tensor_name(layer.name, "U")] = initial_A(layer, rank, generator(method.seed, "U", layer.name, id))
+    return pair
 
 
 def names(spec: Spec, *slots: str) -> tuple[str, ...]:

@@ -21,11 +21,15 @@ __all__ = [
     "DenseLoRA",
     "Effective",
     "Factorised",
+    "FactorisedConv",
     "Gram",
     "LoRA",
+    "Nested",
     "PairSum",
     "Parametrization",
     "Projected",
+    "as_convolution",
+    "as_rectangle",
 ]
 
 Slots = Mapping[str, Tensor]
@@ -80,6 +84,25 @@ class PairSum:
 
 
 @dataclass(frozen=True)
+class Nested:
+    """``W + scaling * (B + n B_d B_u) (A + n A_d A_u)`` with n the nested scaling (mFedLoRU).
+
+    The outer A (R, I) and B (O, R) are fixed; A_d (R, P), A_u (P, I), B_d (O, P) and B_u (P, R) train.
+    """
+
+    scaling: float
+    nested_scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("A", "B", "A_d", "A_u", "B_d", "B_u")
+
+    def outer(self, slots: Slots, slot: str) -> Tensor:
+        """A or B with its nested update."""
+        return slots[slot] + self.nested_scaling * slots[f"{slot}_d"] @ slots[f"{slot}_u"]
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(self.outer(slots, "B"), self.outer(slots, "A"), self.scaling))
+
+
+@dataclass(frozen=True)
 class Gram:
     """``W + scaling * L A^T A R`` with one trainable A (R, K) and fixed L (O, K), R (K, I) (FLoRG)."""
 
@@ -122,6 +145,35 @@ class Factorised:
 
     def effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(slots["U"], slots["V"]), base=False)
+
+
+def as_rectangle(weight_OI: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """A convolution's weight (O, channels * k1 * k2) as the (O * k1) x (channels * k2) matrix that FedHM factorises.
+
+    A pair of factors of that matrix is a k2-wide convolution along one axis and a k1-wide one along the other.
+    """
+    k1, k2 = kernel
+    rows, columns = weight_OI.shape
+    channels = columns // (k1 * k2)
+    return weight_OI.reshape(rows, channels, k1, k2).permute(0, 2, 1, 3).reshape(rows * k1, channels * k2)
+
+
+def as_convolution(matrix: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """The inverse of ``as_rectangle``."""
+    k1, k2 = kernel
+    rows, channels = matrix.shape[0] // k1, matrix.shape[1] // k2
+    return matrix.reshape(rows, k1, channels, k2).permute(0, 2, 1, 3).reshape(rows, channels * k1 * k2)
+
+
+@dataclass(frozen=True)
+class FactorisedConv:
+    """``U V`` in place of a convolution's weight, no frozen base: U (O * k1, R), V (R, channels * k2) (FedHM)."""
+
+    kernel: tuple[int, int]
+    slots: ClassVar[tuple[str, ...]] = ("U", "V")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(weight=as_convolution(slots["U"] @ slots["V"], self.kernel), base=False)
 
 
 @dataclass(frozen=True)

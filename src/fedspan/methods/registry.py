@@ -14,6 +14,9 @@ from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.ffa_lora import FFALoRA
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.mfedloru import MFedLoRU
+from fedspan.methods.pfedlora import PFedLoRA
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 
 __all__ = ["METHODS", "method_class"]
@@ -27,6 +30,9 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "ffa-lora": FFALoRA,
         "flora": FLoRA,
         "local-only": LocalOnly,
+        "mfedloru": MFedLoRU,
+        "pfedlora": PFedLoRA,
+        "pfedloru": PFedLoRU,
         "rolora": RoLoRA,
     }
 )
