@@ -7,21 +7,27 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedspan.core.parametrization import (
     Dense,
     DenseLoRA,
     Effective,
     Factorised,
+    FactorisedConv,
     Gram,
     LoRA,
+    Nested,
     PairSum,
     Parametrization,
     Projected,
+    as_convolution,
+    as_rectangle,
     dense_change,
 )
 
-OUT, IN = 7, 5
+OUT, IN = 7, 6
+KERNEL = (3, 2)  # with one channel, a convolution's weight is 7 x 6 too
 SHAPES = {
     "A": (3, IN),
     "B": (OUT, 3),
@@ -38,9 +44,14 @@ Slots = dict[str, Tensor]
 CASES: dict[str, tuple[Parametrization, dict[str, tuple[int, int]], Callable[[Tensor, Slots], Tensor]]] = {
     "LoRA": (LoRA(S), {}, lambda W, x: W + S * x["B"] @ x["A"]),
     "PairSum": (PairSum(S, P), {}, lambda W, x: W + S * x["B"] @ x["A"] + P * x["L"] @ x["U"]),
+    "Nested": (
+        Nested(S, P),
+        {"A_d": (3, 2), "A_u": (2, IN), "B_d": (OUT, 2), "B_u": (2, 3)},
+        lambda W, x: W + S * (x["B"] + P * x["B_d"] @ x["B_u"]) @ (x["A"] + P * x["A_d"] @ x["A_u"]),
+    ),
     "Gram": (
         Gram(S),
-        {"A": (2, 5), "L": (OUT, 5), "R": (5, IN)},
+        {"A": (2, 6), "L": (OUT, 6), "R": (6, IN)},
         lambda W, x: W + S * x["L"] @ x["A"].T @ x["A"] @ x["R"],
     ),
     "Projected right": (
@@ -54,6 +65,12 @@ CASES: dict[str, tuple[Parametrization, dict[str, tuple[int, int]], Callable[[Te
         lambda W, x: W + x["P"] @ x["acc"] + x["done_B"] @ x["done_A"],
     ),
     "Factorised": (Factorised(), {"U": (OUT, 4)}, lambda W, x: x["U"] @ x["V"]),
+    "FactorisedConv": (
+        FactorisedConv(KERNEL),
+        {"U": (OUT * 3, 4), "V": (4, 2)},
+        # Row o k1 + a of U, column c k2 + b of V: entry (o, c, a, b) of the convolution.
+        lambda W, x: torch.einsum("oar,rcb->ocab", x["U"].view(OUT, 3, 4), x["V"].view(4, 1, 2)).reshape(OUT, IN),
+    ),
     "Dense": (Dense(), {}, lambda W, x: x["W"]),
     "DenseLoRA": (DenseLoRA(P), {}, lambda W, x: x["W"] + P * x["L"] @ x["U"]),
 }
@@ -117,3 +134,23 @@ def test_projected_without_finished_segments(side: str) -> None:
     assert pair is not None
     expected = slots["acc"] @ slots["P"] if side == "right" else slots["P"] @ slots["acc"]
     assert torch.equal(pair.dense(), expected)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (3, 2), (1, 5)])
+def test_a_pair_of_the_rectangle_is_two_convolutions(kernel: tuple[int, int]) -> None:
+    """First (1, k2) with R filters, then (k1, 1) with O: FedHM's factorised convolution, against ``conv2d`` itself."""
+    rows, channels, rank, rng = 4, 3, 2, torch.Generator().manual_seed(4)
+    k1, k2 = kernel
+    U = torch.randn((rows * k1, rank), generator=rng, dtype=torch.float64)
+    V = torch.randn((rank, channels * k2), generator=rng, dtype=torch.float64)
+    effective = FactorisedConv(kernel).effective({"U": U, "V": V})
+    assert effective.weight is not None
+    assert not effective.base
+    x = torch.randn((2, channels, 7, 8), generator=rng, dtype=torch.float64)
+    whole = F.conv2d(x, effective.weight.view(rows, channels, k1, k2))
+    halfway = F.conv2d(x, V.view(rank, channels, 1, k2))
+    both = F.conv2d(halfway, U.view(rows, k1, rank).permute(0, 2, 1).unsqueeze(3))
+    assert torch.allclose(whole, both, rtol=0, atol=1e-12)
+    assert torch.equal(as_rectangle(effective.weight, kernel), U @ V)
+    weight = torch.randn((rows, channels * k1 * k2), generator=rng)
+    assert torch.equal(as_convolution(as_rectangle(weight, kernel), kernel), weight)

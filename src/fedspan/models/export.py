@@ -53,19 +53,14 @@ def layer_updates(
     """Everything that a model adds to its pretrained weights, by target layer, as one exact pair of factors.
 
     The rank is the sum of the parts' ranks, at most min(O, I): beyond it the dense update is written as itself times an
-    identity, which is exact too and no larger.
+    identity, which is exact too and no larger. So is that of a base that was itself scaled (rho != 1).
 
     Args:
         job: the model (``start(sync(state, client), client, memory)``).
         base: the state's base update.
         weights: the model that the federation started from.
         adopted: update of the adapter that it started from, by layer.
-
-    Raises:
-        FedspanError: if the base itself was scaled (rho != 1): no low-rank update expresses that.
     """
-    if base.rho != 1.0:
-        raise FedspanError("export", f"rho={base.rho}", "a merged model: the method scales the base's own weights")
     slots = by_layer(job.tensors)
     updates: dict[str, LowRank] = {}
     for layer, parametrization in job.parametrization.items():
@@ -75,10 +70,12 @@ def layer_updates(
             parts.append(adopted[layer])
         if layer in base.total:
             parts.append(base.total[layer])
-        if effective.base and effective.pair is not None:
-            parts.append(effective.pair)
-        elif not effective.base:
+        if not effective.base:
             parts.append(dense_change(effective, weights.weight(layer)))
+        elif effective.pair is not None:
+            parts.append(effective.pair)
+        if effective.base and base.rho != 1.0:
+            parts.append((base.rho - 1.0) * weights.weight(layer))
         updates[layer] = _exact_pair([part for part in parts if not _is_zero(part)], parts[0])
     return updates
 
