@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "concatenate", "fix_signs", "inner", "svd"]
+__all__ = ["LowRank", "balanced", "concatenate", "fix_signs", "inner", "leading", "svd"]
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,26 @@ def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]
     U, Vt = fix_signs(U, Vt)
     keep = S.numel() if rank is None else min(rank, S.numel())
     return U[:, :keep], S[:keep], Vt[:keep]
+
+
+def leading(matrix_OI: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest singular triples of a dense matrix (all, where it has fewer), in float64, with deterministic signs.
+
+    Returns:
+        ``U`` (O, rank), ``S`` (rank,) descending, ``Vt`` (rank, I).
+    """
+    U, S, Vt = torch.linalg.svd(matrix_OI.double(), full_matrices=False)
+    U, Vt = fix_signs(U[:, :rank], Vt[:rank])
+    return U, S[:rank], Vt
+
+
+def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
+    """``U S V^T`` as a pair whose factors share the singular values: ``U S^(1/2)``, ``S^(1/2) V^T``.
+
+    Where a singular value is 0 to rounding, B is 0 but A keeps the unit vector: with both at 0 no gradient would ever
+    reach either of them again.
+    """
+    size = max(U.shape[0], Vt.shape[1])
+    null = torch.finfo(S.dtype).eps * size * S[:1] >= S
+    root = S.sqrt().masked_fill(null, 0.0)
+    return LowRank(U * root, root.masked_fill(null, 1.0)[:, None] * Vt)

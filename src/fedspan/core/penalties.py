@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors
 
-__all__ = ["Penalty", "Proximal"]
+__all__ = ["Penalty", "ProductDecay", "Proximal"]
 
 
 class Penalty(Protocol):
@@ -32,3 +32,22 @@ class Proximal:
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         terms = [(tensors[name] - value.to(tensors[name])).square().sum() for name, value in self.reference.items()]
         return 0.5 * self.mu * torch.stack(terms).sum()
+
+
+@dataclass(frozen=True)
+class ProductDecay:
+    """``strength / 2 * sum over pairs of ||U V||_F^2``: weight decay of the product in place of its factors (FedHM).
+
+    Through R x R Gram matrices, ``<U^T U, V V^T>``; the product is not formed.
+
+    Args:
+        strength: lambda.
+        pairs: names of U (O, R) and V (R, I).
+    """
+
+    strength: float
+    pairs: tuple[tuple[str, str], ...]
+
+    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        squares = [((tensors[u].T @ tensors[u]) * (tensors[v] @ tensors[v].T)).sum() for u, v in self.pairs]
+        return 0.5 * self.strength * torch.stack(squares).sum()

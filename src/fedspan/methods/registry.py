@@ -8,6 +8,7 @@ from types import MappingProxyType
 from fedspan.core.method import RegisteredMethod
 from fedspan.errors import FedspanError, nearest
 from fedspan.methods.fedavg import FedAvg
+from fedspan.methods.fedhm import FedHM
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
@@ -24,6 +25,7 @@ __all__ = ["METHODS", "method_class"]
 METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
     {
         "fedavg": FedAvg,
+        "fedhm": FedHM,
         "fedit": FedIT,
         "fedloru": FedLoRU,
         "fedsa-lora": FedSALoRA,
