@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import (
     Dense,
     DenseLoRA,
@@ -21,6 +22,7 @@ from fedspan.core.parametrization import (
     PairSum,
     Parametrization,
     Projected,
+    Sparse,
     as_convolution,
     as_rectangle,
     dense_change,
@@ -114,6 +116,7 @@ def test_what_a_layer_computes_is_the_weight_times_its_input(name: str) -> None:
     if effective.weight is not None:
         y = y + x @ effective.weight.T
     if effective.pair is not None:
+        assert isinstance(effective.pair, LowRank)
         y = y + (x @ effective.pair.A.T) @ effective.pair.B.T * effective.pair.scale
     assert torch.allclose(y, x @ formula(W, slots).T, rtol=0, atol=1e-12)
 
@@ -127,11 +130,28 @@ def test_gram_gradient_is_that_of_florg() -> None:
     assert torch.allclose(gradient, slots["A"] @ (H + H.T), rtol=0, atol=1e-12)
 
 
+def test_sparse_values_stand_at_their_positions() -> None:
+    """Row by row, and each value's gradient is the dense gradient's entry there."""
+    rng = torch.Generator().manual_seed(5)
+    W, G = (torch.randn((OUT, IN), generator=rng, dtype=torch.float64) for _ in range(2))
+    values = torch.randn(3, generator=rng, dtype=torch.float64, requires_grad=True)
+    places = [(0, 4), (3, 0), (6, 5)]
+    entries = torch.tensor([row * IN + column for row, column in places])
+    effective = Sparse((OUT, IN)).effective({"values": values, "entries": entries})
+    change = dense_change(effective, W)
+    expected = torch.zeros((OUT, IN), dtype=torch.float64)
+    for (row, column), value in zip(places, values.tolist(), strict=True):
+        expected[row, column] = value
+    assert torch.allclose(change, expected, rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad((change * G).sum(), [values])
+    assert torch.equal(gradient, torch.stack([G[place] for place in places]))
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_projected_without_finished_segments(side: str) -> None:
     parametrization, slots, _, _ = _case(f"Projected {side}")
     pair = parametrization.effective({"acc": slots["acc"], "P": slots["P"]}).pair
-    assert pair is not None
+    assert isinstance(pair, LowRank)
     expected = slots["acc"] @ slots["P"] if side == "right" else slots["P"] @ slots["acc"]
     assert torch.equal(pair.dense(), expected)
 

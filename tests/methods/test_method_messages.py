@@ -124,9 +124,7 @@ def test_a_client_that_was_away_catches_up_exactly(key: str, played: Play) -> No
             memory: Memory = round.before.memories.get(id, {})
             job = run.federation.method.start(message, client, memory)
             reference = everything
-            if shapes(job) != shapes(
-                everything
-            ):  # a part of the global model, cut to the client's rank: as a newcomer's
+            if shapes(job) != shapes(everything):  # cut to the client's rank: then as a newcomer's
                 newcomer = replace(client, held=None)
                 reference = run.federation.method.start(run.federation.method.sync(state, newcomer), newcomer, {})
             for layer in run.layers:

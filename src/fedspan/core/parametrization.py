@@ -1,8 +1,8 @@
 """How trainable tensors become a layer's weight: the one thing in which most low-rank methods differ on the client.
 
 A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base takes part, a pair of
-factors added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I input
-features, R rank, P personal rank, K = min(O, I). Everything is differentiable in the slots.
+factors (or a matrix) added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I
+input features, R rank, P personal rank, K = min(O, I). Everything is differentiable in the slots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fedspan.core.base import Delta, as_dense
 from fedspan.core.lowrank import LowRank, concatenate
+from fedspan.core.sparse import scattered
 
 __all__ = [
     "Dense",
@@ -28,6 +30,7 @@ __all__ = [
     "PairSum",
     "Parametrization",
     "Projected",
+    "Sparse",
     "as_convolution",
     "as_rectangle",
 ]
@@ -40,12 +43,12 @@ class Effective:
     """What a layer computes: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true.
 
     Args:
-        pair: factors added, or None.
+        pair: factors added, or a matrix (O, I), or None.
         weight: (O, I) in place of the base's weight, or None.
         base: whether the base's own product takes part (never together with ``weight``).
     """
 
-    pair: LowRank | None = None
+    pair: Delta | None = None
     weight: Tensor | None = None
     base: bool = True
 
@@ -177,6 +180,17 @@ class FactorisedConv:
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """``W`` plus trained values (N,) at fixed entries (N,), positions in the rows of an (O, I) weight (SLoRA)."""
+
+    shape: tuple[int, int]
+    slots: ClassVar[tuple[str, ...]] = ("values", "entries")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(scattered(slots["values"], slots["entries"], self.shape))
+
+
+@dataclass(frozen=True)
 class Dense:
     """The whole weight W (O, I), trained."""
 
@@ -203,5 +217,5 @@ def dense_change(effective: Effective, weight_OI: Tensor) -> Tensor:
     if effective.weight is not None:
         changed = effective.weight
     if effective.pair is not None:
-        changed = changed + effective.pair.dense().to(changed.dtype)
+        changed = changed + as_dense(effective.pair).to(changed.dtype)
     return changed - weight_OI

@@ -19,6 +19,7 @@ from fedspan.methods.mfedloru import MFedLoRU
 from fedspan.methods.pfedlora import PFedLoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
+from fedspan.methods.slora import SLoRA
 
 __all__ = ["METHODS", "method_class"]
 
@@ -36,6 +37,7 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "pfedlora": PFedLoRA,
         "pfedloru": PFedLoRU,
         "rolora": RoLoRA,
+        "slora": SLoRA,
     }
 )
 
