@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import (
+    Core,
     Dense,
     DenseLoRA,
     Effective,
@@ -51,6 +52,7 @@ CASES: dict[str, tuple[Parametrization, dict[str, tuple[int, int]], Callable[[Te
         {"A_d": (3, 2), "A_u": (2, IN), "B_d": (OUT, 2), "B_u": (2, 3)},
         lambda W, x: W + S * (x["B"] + P * x["B_d"] @ x["B_u"]) @ (x["A"] + P * x["A_d"] @ x["A_u"]),
     ),
+    "Core": (Core(S), {"R": (3, 3)}, lambda W, x: W + S * x["B"] @ x["R"] @ x["A"]),
     "Gram": (
         Gram(S),
         {"A": (2, 6), "L": (OUT, 6), "R": (6, IN)},

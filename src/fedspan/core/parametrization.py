@@ -19,7 +19,9 @@ from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.sparse import scattered
 
 __all__ = [
+    "Core",
     "Dense",
+    "DenseChange",
     "DenseLoRA",
     "Effective",
     "Factorised",
@@ -103,6 +105,17 @@ class Nested:
 
     def effective(self, slots: Slots) -> Effective:
         return Effective(LowRank(self.outer(slots, "B"), self.outer(slots, "A"), self.scaling))
+
+
+@dataclass(frozen=True)
+class Core:
+    """``W + scaling * B R A`` with a trainable core R (R, R) between fixed B (O, R) and A (R, I) (Fed-SB)."""
+
+    scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("A", "B", "R")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(slots["B"] @ slots["R"], slots["A"], self.scaling))
 
 
 @dataclass(frozen=True)
@@ -198,6 +211,16 @@ class Dense:
 
     def effective(self, slots: Slots) -> Effective:
         return Effective(weight=slots["W"], base=False)
+
+
+@dataclass(frozen=True)
+class DenseChange:
+    """``W + D`` with D (O, I); the gradient by D is that by the whole weight."""
+
+    slots: ClassVar[tuple[str, ...]] = ("D",)
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(slots["D"])
 
 
 @dataclass(frozen=True)

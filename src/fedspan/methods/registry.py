@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from fedspan.core.method import RegisteredMethod
 from fedspan.errors import FedspanError, nearest
+from fedspan.methods.fed_sb import FedSB
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedhm import FedHM
 from fedspan.methods.fedit import FedIT
@@ -25,6 +26,7 @@ __all__ = ["METHODS", "method_class"]
 
 METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
     {
+        "fed-sb": FedSB,
         "fedavg": FedAvg,
         "fedhm": FedHM,
         "fedit": FedIT,
