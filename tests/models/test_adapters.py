@@ -162,8 +162,11 @@ def test_the_rank_of_an_export_is_the_sum_of_its_parts_at_most_the_layer_s(prepa
             ones = 2 * 2 * torch.ones(layer.shape)  # scaling 2, rank 2
             assert torch.allclose(updates[layer.name].dense(), dense[layer.name] + ones, atol=1e-5)
     assert {pair.rank for pair in layer_updates(job, BaseUpdate(), adapted).values()} == {2}
-    with pytest.raises(FedspanError, match="a merged model"):
-        layer_updates(job, BaseUpdate().add(Increment(1, {}, decay=0.5)), adapted)
+    shrunk = layer_updates(job, BaseUpdate().add(Increment(1, pairs)).add(Increment(2, {}, decay=0.5)), adapted)
+    for layer in adapted.spec.layers:  # of full rank, and still exact
+        expected = 0.5 * dense[layer.name] - 0.5 * adapted.weight(layer.name) + 2 * 2 * torch.ones(layer.shape)
+        assert torch.allclose(shrunk[layer.name].dense(), expected, atol=1e-5)
+        assert shrunk[layer.name].rank == min(layer.shape)
 
 
 def test_an_export_is_a_plain_lora_of_one_rank(prepared: Prepared, tmp_path: Path) -> None:
