@@ -57,6 +57,31 @@ def logits_by_engine(prepared: Prepared, progress: Progress, client: str | None)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_pretrained_weights_that_count_as_zero_are_gone_from_what_is_written(
+    case: tuple[str, Prepared], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """FedLoRU from scratch: rho = 0, which no adapter expresses, so the model is written whole."""
+    name, loaded = case
+    config = method_config(
+        tiny_folder,
+        "fedloru",
+        name.partition("-")[0],
+        model={**MODELS[name], "extras": "average"},
+        federation={"rounds": 3},
+        method={"from_scratch": True},
+    )
+    prepared = tiny.variant(loaded, config)
+    progress = prepared.federation.begin()
+    for _ in range(3):
+        progress = prepared.federation.play(progress).progress
+    assert progress.state.base.rho == 0.0
+    assert progress.state.base.total
+    folder = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
+    expected = logits_by_engine(prepared, progress, None)
+    assert torch.allclose(logits_by_peft(prepared, folder), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.parametrize("key", METHODS)
 def test_peft_gives_the_engine_s_logits(
     key: str, case: tuple[str, Prepared], tiny_folder: Path, tmp_path: Path

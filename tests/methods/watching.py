@@ -33,7 +33,13 @@ from fedspan.engines.loop import LoopEngine
 from fedspan.runs.build import Prepared
 from fedspan.wrappers.wrapper import Wrapper
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {"fedloru": {"tau": 2}, "hetlora": {"gamma": 1.0}}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "fedloru": {"tau": 2},
+    "hetlora": {"gamma": 1.0},
+    "mfedloru": {"tau": 2},
+    "pfedloru": {"tau": 2},
+    "slora": {"sparse_rounds": 2, "density": 0.3},
+}
 """Of methods whose claims would not show in a few rounds otherwise (a pruned rank is not the one asked for)."""
 
 
@@ -205,7 +211,10 @@ class Played:
         weight = self.prepared.engine.adapted.weight(layer).double()
         exact = BaseUpdate(base.round, base.rho, {name: _double(delta) for name, delta in base.total.items()})
         moved = materialise(weight, exact, layer)
-        slots = {slot: value.double() for slot, value in slots_of(tensors, layer).items()}
+        slots = {
+            slot: value.double() if value.is_floating_point() else value  # positions stay whole numbers
+            for slot, value in slots_of(tensors, layer).items()
+        }
         return dense_change(parametrization.effective(slots), moved) + moved - weight
 
     def global_change(self, layer: str, progress: Progress) -> Tensor:

@@ -14,13 +14,13 @@ from fedspan.engines.wire import payload_size
 from fedspan.errors import FedspanError
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 
 from .fedpaq import NORM, FedPAQ, dequantise, quantise
 from .florg import FLoRG
 from .oracle import copied, descend
-from .pfedloru import PFedLoRU
 from .problem import HEAD, LAYERS, Problem
 from .rounds import Double, Federation, close, sgd
 from .scaffold import Scaffold

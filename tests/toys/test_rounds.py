@@ -17,23 +17,24 @@ from fedspan.core.values import Job, OptimizerState, Spec, Trained
 from fedspan.engines import federation as product
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.settings import RoundSettings, TrainingSettings
+from fedspan.methods.fedhm import FedHM
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.hetlora import HetLoRA
 from fedspan.methods.lora_a2 import LoRAA2
+from fedspan.methods.mfedloru import MFedLoRU
+from fedspan.methods.pfedlora import PFedLoRA
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 
 from .fedgalore import FedGaLore
-from .fedhm import FedHM
 from .fedpaq import FedPAQ
 from .fedprox import FedProx
 from .florg import FLoRG
 from .oracle import pair_gradients
-from .pfedlora import PFedLoRA
-from .pfedloru import PFedLoRU
 from .problem import HEAD, LAYERS, Problem
 from .rounds import Double, Federation, adamw, close, sgd, with_extras
 from .scaffold import Scaffold
@@ -49,6 +50,8 @@ METHODS: dict[str, Callable[[Spec], Method]] = {
     "fedloru": lambda spec: FedLoRU(spec=spec, r=2, tau=2),
     "fedsa-lora": lambda spec: FedSALoRA(spec=spec, r=2),
     "flora": lambda spec: FLoRA(spec=spec, r=2),
+    "fedloru from scratch": lambda spec: FedLoRU(spec=spec, r=2, tau=2, from_scratch=True),
+    "mfedloru": lambda spec: MFedLoRU(spec=spec, r=3, tau=2),
     "pfedloru": lambda spec: PFedLoRU(spec=spec, r=2, tau=2),
     "pfedlora": lambda spec: PFedLoRA(spec=spec),
     "fedgalore": lambda spec: FedGaLore(spec=spec, r=2),
@@ -108,7 +111,10 @@ def test_the_products_rounds_give_the_toys_bits(name: str) -> None:
     assert state.base.round == toy.state.base.round
 
 
-@pytest.mark.parametrize("name", ["fedit", "fedloru", "pfedloru", "florg", "fedhm", "scaffold", "hetlora"])
+@pytest.mark.parametrize(
+    "name",
+    ["fedit", "fedloru", "fedloru from scratch", "mfedloru", "pfedloru", "florg", "fedhm", "scaffold", "hetlora"],
+)
 def test_float32_follows_float64(name: str) -> None:
     weights = {}
     for dtype in (torch.float32, torch.float64):

@@ -9,9 +9,9 @@ from fedspan.core.method import Method
 from fedspan.errors import FedspanError
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.wrappers.extras import WithExtras
 
-from .pfedloru import PFedLoRU
 from .problem import Problem
 from .rounds import Double, Federation, sgd
 from .secure_sum import MODULUS, WEIGHT, SecureSum

@@ -27,8 +27,10 @@ __all__ = [
     "by_slot",
     "cut_slots",
     "initial_A",
+    "kaiming",
     "lora_job",
     "names",
+    "personal_pair",
     "principal",
     "reply",
     "require_rank",
@@ -40,6 +42,12 @@ Init = Literal["kaiming", "gaussian", "orthonormal"]
 Singular = Literal["full", "randomized"]
 
 
+def kaiming(rows: int, columns: int, rng: torch.Generator) -> Tensor:
+    """The default of PEFT and torch for a map from C = ``columns`` to ``rows`` features: U(-1/sqrt(C), 1/sqrt(C))."""
+    bound = 1.0 / math.sqrt(columns)
+    return torch.empty((rows, columns)).uniform_(-bound, bound, generator=rng)
+
+
 def initial_A(layer: LayerSpec, rank: int, rng: torch.Generator, init: Init = "kaiming") -> Tensor:
     """A down-projection (R, I), float32.
 
@@ -47,12 +55,10 @@ def initial_A(layer: LayerSpec, rank: int, rng: torch.Generator, init: Init = "k
     orthonormal rows (QR of a Gaussian in float64, signs fixed) scaled by 1/sqrt(3), so that its rows have kaiming's
     expected length.
     """
-    shape = (rank, layer.in_features)
     if init == "kaiming":
-        bound = 1.0 / math.sqrt(layer.in_features)
-        return torch.empty(shape).uniform_(-bound, bound, generator=rng)
+        return kaiming(rank, layer.in_features, rng)
     if init == "gaussian":
-        return torch.randn(shape, generator=rng) / rank
+        return torch.randn((rank, layer.in_features), generator=rng) / rank
     gaussian = torch.randn((layer.in_features, rank), generator=rng, dtype=torch.float64)
     Q, R = torch.linalg.qr(gaussian)
     return (Q * torch.sign(torch.diagonal(R))).T.to(torch.float32).contiguous() / math.sqrt(3.0)
@@ -120,6 +126,16 @@ def principal(method: RegisteredMethod, weights: Weights, singular: Singular) ->
     pairs = map_layers(of, method.spec.layers)
     deltas = {layer: smaller(LowRank(-pair.B, pair.A, scaling)) for layer, pair in pairs.items()}
     return by_slot(pairs), Increment(0, deltas)
+
+
+def personal_pair(method: RegisteredMethod, rank: int, client: Client | None) -> dict[str, Tensor]:
+    """L = 0 (O, P) and U (P, I) drawn by (method seed, "U", layer, client): like LoRA's, a product of 0 at first."""
+    id = "" if client is None else client.id
+    pair: dict[str, Tensor] = {}
+    for layer in method.spec.layers:
+        pair[tensor_name(layer.name, "L")] = torch.zeros(layer.out_features, rank)
+        pair[tensor_name(layer.name, "U")] = initial_A(layer, rank, generator(method.seed, "U", layer.name, id))
+    return pair
 
 
 def names(spec: Spec, *slots: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """How trainable tensors become a layer's weight: the one thing in which most low-rank methods differ on the client.
 
 A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base takes part, a pair of
-factors added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I input
-features, R rank, P personal rank, K = min(O, I). Everything is differentiable in the slots.
+factors (or a matrix) added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I
+input features, R rank, P personal rank, K = min(O, I). Everything is differentiable in the slots.
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fedspan.core.base import Delta, as_dense
 from fedspan.core.lowrank import LowRank, concatenate
+from fedspan.core.sparse import scattered
 
 __all__ = [
+    "Core",
     "Dense",
+    "DenseChange",
     "DenseLoRA",
     "Effective",
     "Factorised",
+    "FactorisedConv",
     "Gram",
     "LoRA",
+    "Nested",
     "PairSum",
     "Parametrization",
     "Projected",
+    "Sparse",
+    "as_convolution",
+    "as_rectangle",
 ]
 
 Slots = Mapping[str, Tensor]
@@ -36,12 +45,12 @@ class Effective:
     """What a layer computes: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true.
 
     Args:
-        pair: factors added, or None.
+        pair: factors added, or a matrix (O, I), or None.
         weight: (O, I) in place of the base's weight, or None.
         base: whether the base's own product takes part (never together with ``weight``).
     """
 
-    pair: LowRank | None = None
+    pair: Delta | None = None
     weight: Tensor | None = None
     base: bool = True
 
@@ -77,6 +86,36 @@ class PairSum:
     def effective(self, slots: Slots) -> Effective:
         shared = LowRank(slots["B"], slots["A"], self.scaling)
         return Effective(concatenate([shared, LowRank(slots["L"], slots["U"], self.personal_scaling)]))
+
+
+@dataclass(frozen=True)
+class Nested:
+    """``W + scaling * (B + n B_d B_u) (A + n A_d A_u)`` with n the nested scaling (mFedLoRU).
+
+    The outer A (R, I) and B (O, R) are fixed; A_d (R, P), A_u (P, I), B_d (O, P) and B_u (P, R) train.
+    """
+
+    scaling: float
+    nested_scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("A", "B", "A_d", "A_u", "B_d", "B_u")
+
+    def outer(self, slots: Slots, slot: str) -> Tensor:
+        """A or B with its nested update."""
+        return slots[slot] + self.nested_scaling * slots[f"{slot}_d"] @ slots[f"{slot}_u"]
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(self.outer(slots, "B"), self.outer(slots, "A"), self.scaling))
+
+
+@dataclass(frozen=True)
+class Core:
+    """``W + scaling * B R A`` with a trainable core R (R, R) between fixed B (O, R) and A (R, I) (Fed-SB)."""
+
+    scaling: float
+    slots: ClassVar[tuple[str, ...]] = ("A", "B", "R")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(LowRank(slots["B"] @ slots["R"], slots["A"], self.scaling))
 
 
 @dataclass(frozen=True)
@@ -124,6 +163,46 @@ class Factorised:
         return Effective(LowRank(slots["U"], slots["V"]), base=False)
 
 
+def as_rectangle(weight_OI: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """A convolution's weight (O, channels * k1 * k2) as the (O * k1) x (channels * k2) matrix that FedHM factorises.
+
+    A pair of factors of that matrix is a k2-wide convolution along one axis and a k1-wide one along the other.
+    """
+    k1, k2 = kernel
+    rows, columns = weight_OI.shape
+    channels = columns // (k1 * k2)
+    return weight_OI.reshape(rows, channels, k1, k2).permute(0, 2, 1, 3).reshape(rows * k1, channels * k2)
+
+
+def as_convolution(matrix: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """The inverse of ``as_rectangle``."""
+    k1, k2 = kernel
+    rows, channels = matrix.shape[0] // k1, matrix.shape[1] // k2
+    return matrix.reshape(rows, k1, channels, k2).permute(0, 2, 1, 3).reshape(rows, channels * k1 * k2)
+
+
+@dataclass(frozen=True)
+class FactorisedConv:
+    """``U V`` in place of a convolution's weight, no frozen base: U (O * k1, R), V (R, channels * k2) (FedHM)."""
+
+    kernel: tuple[int, int]
+    slots: ClassVar[tuple[str, ...]] = ("U", "V")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(weight=as_convolution(slots["U"] @ slots["V"], self.kernel), base=False)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """``W`` plus trained values (N,) at fixed entries (N,), positions in the rows of an (O, I) weight (SLoRA)."""
+
+    shape: tuple[int, int]
+    slots: ClassVar[tuple[str, ...]] = ("values", "entries")
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(scattered(slots["values"], slots["entries"], self.shape))
+
+
 @dataclass(frozen=True)
 class Dense:
     """The whole weight W (O, I), trained."""
@@ -132,6 +211,16 @@ class Dense:
 
     def effective(self, slots: Slots) -> Effective:
         return Effective(weight=slots["W"], base=False)
+
+
+@dataclass(frozen=True)
+class DenseChange:
+    """``W + D`` with D (O, I); the gradient by D is that by the whole weight."""
+
+    slots: ClassVar[tuple[str, ...]] = ("D",)
+
+    def effective(self, slots: Slots) -> Effective:
+        return Effective(slots["D"])
 
 
 @dataclass(frozen=True)
@@ -151,5 +240,5 @@ def dense_change(effective: Effective, weight_OI: Tensor) -> Tensor:
     if effective.weight is not None:
         changed = effective.weight
     if effective.pair is not None:
-        changed = changed + effective.pair.dense().to(changed.dtype)
+        changed = changed + as_dense(effective.pair).to(changed.dtype)
     return changed - weight_OI

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors, tensor_name
 
-__all__ = ["Penalty", "Proximal", "SlotProduct"]
+__all__ = ["Penalty", "ProductDecay", "Proximal", "SlotProduct"]
 
 
 class Penalty(Protocol):
@@ -57,3 +57,22 @@ class SlotProduct:
             for layer in self.layers
         ]
         return self.strength * torch.stack(products).sum()
+
+
+@dataclass(frozen=True)
+class ProductDecay:
+    """``strength / 2 * sum over pairs of ||U V||_F^2``: weight decay of the product in place of its factors (FedHM).
+
+    Through R x R Gram matrices, ``<U^T U, V V^T>``; the product is not formed.
+
+    Args:
+        strength: lambda.
+        pairs: names of U (O, R) and V (R, I).
+    """
+
+    strength: float
+    pairs: tuple[tuple[str, str], ...]
+
+    def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        squares = [((tensors[u].T @ tensors[u]) * (tensors[v] @ tensors[v].T)).sum() for u, v in self.pairs]
+        return 0.5 * self.strength * torch.stack(squares).sum()

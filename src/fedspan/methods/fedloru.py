@@ -1,32 +1,36 @@
 """FedLoRU: FedAvg of LoRA, whose accumulated product moves into the base every tau rounds.
 
 Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
-Regularization", arXiv:2409.12371.
+Regularization", arXiv:2409.12371, algorithm 1.
 
     every round:           A <- sum_i p_i A_i,  B <- sum_i p_i B_i        (as FedIT)
     after round t, when (t + 1) mod tau = 0:
                            W <- W + s B A;  A random, B = 0
 
 The rank of the update grows with every accumulation while only factors travel; ``tau`` beyond the run is FedIT.
+``from_scratch`` is the pre-training of the published code: the target layers' weights count as zero (a base update with
+rho = 0; nobody writes into them), and A and B both start at random.
 
-Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r. The fresh A
-is drawn from (seed, number of accumulations), so it does not travel; a client that was absent at an accumulation is
-sent the increments that it missed. The published code's ``--accumulate`` merges without re-initialising, which applies
-s B A twice; the algorithm of the paper is what stands here.
+Deviations: the paper's letters are swapped (its A is our B). Its alpha is our scaling s = lora_alpha / r. The paper's
+two forms, merging into the weight and (appendix C.1) keeping the list of pairs beside it, are one here: an accumulation
+is an increment of the base update, which holds the pairs one after another and leaves W0 as it is; only when the list
+has outgrown the weight does it become a matrix beside W0. The fresh A is drawn from (seed, number of accumulations), so
+it does not travel; a client that was absent at an accumulation is sent the increments that it missed. The published
+code's ``--accumulate`` merges without re-initialising, which applies s B A twice; the paper's algorithm stands here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
-from fedspan.core.base import Increment
-from fedspan.core.factors import a_factors, b_factors, lora_job, reply
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.factors import a_factors, b_factors, kaiming, lora_job, reply
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
-from fedspan.core.tensors import tensor_name
+from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
@@ -42,13 +46,13 @@ from fedspan.core.values import (
 __all__ = ["FedLoRU"]
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class FedLoRU(RegisteredMethod):
     """Average factors; accumulate them into the base every ``tau`` rounds.
 
     Args:
         tau: rounds between accumulations (at least 1).
+        from_scratch: begin from target layers of zeros, with A and B both random, instead of the pretrained weights.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -58,27 +62,36 @@ class FedLoRU(RegisteredMethod):
     )
 
     tau: int = 5
+    from_scratch: bool = False
 
     def init(self, weights: Weights) -> ServerState:
-        return ServerState(tensors=self._fresh(0))
+        base = BaseUpdate().add(Increment(0, {}, decay=0.0)) if self.from_scratch else BaseUpdate()
+        return ServerState(tensors=self.fresh(0), base=base)
 
-    def _fresh(self, generation: int) -> dict[str, Tensor]:
+    def fresh(self, generation: int) -> dict[str, Tensor]:
+        """A and B after so many accumulations."""
         key = (generation,) if generation else ()  # generation 0 starts where FedIT does
-        return {**a_factors(self, self.r, *key), **b_factors(self.spec, self.r)}
+        if generation or not self.from_scratch:
+            return {**a_factors(self, self.r, *key), **b_factors(self.spec, self.r)}
+        random_B = {
+            tensor_name(layer.name, "B"): kaiming(layer.out_features, self.r, generator(self.seed, "B", layer.name))
+            for layer in self.spec.layers
+        }
+        return {**a_factors(self, self.r), **random_B}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         held = None if client is None else client.held
-        scalars = {"generation": state.generation}
+        scalars = {"generation": state.generation, "round": state.round}
         if state.round == max(0, state.base.round):  # just re-initialised (or never trained): the seed says it all
             return Message(scalars=scalars, base=state.base.since(held))
         return Message(state.tensors, scalars, state.base.since(held))
 
     def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
         generation = int(message.scalars["generation"])
-        tensors = message.tensors or self._fresh(generation)
+        tensors = message.tensors or self.fresh(generation)
         return lora_job(self, tensors, client, train=("A", "B"), generation=generation)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:
@@ -97,11 +110,11 @@ class FedLoRU(RegisteredMethod):
         }
         generation = state.generation + 1
         return state.next(
-            tensors=self._fresh(generation),
+            tensors=self.fresh(generation),
             base=state.base.add(Increment(state.round + 1, deltas)),
             generation=generation,
         )
 
     def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)
+        both = self.r * (layer.out_features + layer.in_features)
         return Traffic(down=both if round else 0, up=both)

@@ -7,9 +7,11 @@ from types import MappingProxyType
 
 from fedspan.core.method import RegisteredMethod
 from fedspan.errors import FedspanError, nearest
+from fedspan.methods.fed_sb import FedSB
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.federa import FeDeRA
 from fedspan.methods.fedex_lora import FedExLoRA
+from fedspan.methods.fedhm import FedHM
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedmomentum import FedMomentum
@@ -24,15 +26,21 @@ from fedspan.methods.hetlora import HetLoRA
 from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.lora_fair import LoRAFAIR
+from fedspan.methods.mfedloru import MFedLoRU
+from fedspan.methods.pfedlora import PFedLoRA
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
+from fedspan.methods.slora import SLoRA
 
 __all__ = ["METHODS", "method_class"]
 
 METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
     {
+        "fed-sb": FedSB,
         "fedavg": FedAvg,
         "federa": FeDeRA,
         "fedex-lora": FedExLoRA,
+        "fedhm": FedHM,
         "fedit": FedIT,
         "fedloru": FedLoRU,
         "fedmomentum": FedMomentum,
@@ -47,7 +55,11 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "local-only": LocalOnly,
         "lora-a2": LoRAA2,
         "lora-fair": LoRAFAIR,
+        "mfedloru": MFedLoRU,
+        "pfedlora": PFedLoRA,
+        "pfedloru": PFedLoRU,
         "rolora": RoLoRA,
+        "slora": SLoRA,
     }
 )
 

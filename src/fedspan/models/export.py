@@ -88,10 +88,10 @@ def layer_updates(
             parts.append(adopted[layer])
         if layer in base.total:
             parts.append(base.total[layer])
-        if effective.base and effective.pair is not None:
-            parts.append(effective.pair)
-        elif not effective.base:
+        if not effective.base:
             parts.append(dense_change(effective, weights.weight(layer)))
+        elif effective.pair is not None:
+            parts.append(effective.pair)
         updates[layer] = _exact_pair([part for part in parts if not _is_zero(part)], parts[0])
     return updates
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fedspan.core.base import as_dense
+from fedspan.core.factors import personal_pair
 from fedspan.core.tensors import tensor_name
-
-from .pfedloru import PFedLoRU, personal_pair
-from .problem import HEAD, LAYERS, Problem
-from .rounds import Federation, close, sgd, with_extras
+from fedspan.methods.pfedloru import PFedLoRU
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Federation, close, sgd, with_extras
 
 LR, TAU, SCALING, PERSONAL_SCALING = 0.3, 2, 2.0, 0.5
 PERSONAL_STEPS, GLOBAL_STEPS = 2, 3
@@ -38,7 +38,7 @@ def _descend(problem: Problem, id: str, W: dict, head: dict, shared: Pairs, own:
             )
             d_up, d_down = scale * dense[layer] @ pair[down].T, scale * pair[up].T @ dense[layer]
             pair[up], pair[down] = pair[up] - LR * d_up, pair[down] - LR * d_down
-        for name in HEAD:
+        for name in () if personal else HEAD:  # the head belongs to the global model: it rests in the first phase
             head[name] = head[name] - LR * dense[name]
 
 
@@ -51,19 +51,18 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
         lora_alpha=4.0,
         tau=TAU,
         personal_r=1,
-        personal_scaling=PERSONAL_SCALING,
+        personal_alpha=PERSONAL_SCALING,
         personal_epochs=PERSONAL_STEPS,
-        global_epochs=GLOBAL_STEPS,
     )
-    federation = Federation(with_extras(method), problem, sgd(LR))
+    federation = Federation(with_extras(method), problem, sgd(LR, epochs=GLOBAL_STEPS))
 
     W = problem.dense(*LAYERS)
     head = problem.dense(*HEAD)
-    fresh = method.shared._fresh(0)
+    fresh = method.fresh(0)
     shared = {one: {s: fresh[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
     personal: dict[str, Pairs] = {}
     for id, party in federation.parties.items():
-        pair = personal_pair(method.spec, 1, 3, party.client)
+        pair = personal_pair(method, 1, party.client)
         personal[id] = {one: {s: pair[tensor_name(one, s)].double() for s in "LU"} for one in LAYERS}
 
     accumulations = 0
@@ -85,7 +84,7 @@ def test_two_phases_personal_memory_and_accumulation_match_a_dense_oracle() -> N
         shared, head = after, head_after
         if (number + 1) % TAU == 0:
             accumulations += 1
-            fresh = method.shared._fresh(accumulations)
+            fresh = method.fresh(accumulations)
             for one in LAYERS:
                 W[one] = W[one] + SCALING * shared[one]["B"] @ shared[one]["A"]
                 shared[one] = {slot: fresh[tensor_name(one, slot)].double() for slot in "AB"}

@@ -8,44 +8,44 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedspan.core.factors import personal_pair
 from fedspan.core.tensors import tensor_name
+from fedspan.methods.pfedlora import PFedLoRA
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Federation, close, sgd, with_extras
 
-from .pfedlora import PFedLoRA
-from .pfedloru import personal_pair
-from .problem import HEAD, LAYERS, Problem
-from .rounds import Federation, close, sgd, with_extras
-
-LR, PERSONAL_SCALING = 0.2, 0.5
+LR, STEPS, PERSONAL_STEPS, ALPHA = 0.2, 3, 2, 1.5
+RANKS = {"client-0": 1, "client-1": 2, "client-2": 3, "client-3": 2}
 Weights = dict[str, Tensor]
 
 
 def _descend(problem: Problem, id: str, weights: Weights, own: Weights, steps: int, train: str) -> None:
-    """Gradient descent, in place, on the pair (``train`` holds L and U), the dense weight (W) or both; and the head."""
+    """Gradient descent, in place: on the pair (``train`` holds L and U), on the weight and the head (W), or on all."""
+    scaling = ALPHA / RANKS[id]
     for _ in range(steps):
-        effective = {one: weights[one] + PERSONAL_SCALING * own[f"{one}/L"] @ own[f"{one}/U"] for one in LAYERS}
+        effective = {one: weights[one] + scaling * own[f"{one}/L"] @ own[f"{one}/U"] for one in LAYERS}
         dense = problem.gradients(id, {**effective, **{name: weights[name] for name in HEAD}})
         for one in LAYERS:
             L, U, G = own[f"{one}/L"], own[f"{one}/U"], dense[one]
             if "L" in train:
-                own[f"{one}/L"] = L - LR * PERSONAL_SCALING * G @ U.T
-                own[f"{one}/U"] = U - LR * PERSONAL_SCALING * L.T @ G
+                own[f"{one}/L"] = L - LR * scaling * G @ U.T
+                own[f"{one}/U"] = U - LR * scaling * L.T @ G
             if "W" in train:
                 weights[one] = weights[one] - LR * G
-        for name in HEAD:
+        for name in HEAD if "W" in train else ():
             weights[name] = weights[name] - LR * dense[name]
 
 
 @pytest.mark.parametrize("variant", [1, 2])
 def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
     problem = Problem()
-    method = PFedLoRA(
-        spec=problem.adapted().spec, seed=5, variant=variant, personal_r=2, personal_scaling=PERSONAL_SCALING
-    )
-    federation = Federation(with_extras(method), problem, sgd(LR))
+    method = PFedLoRA(spec=problem.adapted().spec, seed=5, variant=variant, personal_epochs=PERSONAL_STEPS)
+    training = sgd(LR, epochs=STEPS)
+    federation = Federation(with_extras(method), problem, training, ranks=RANKS, lora_alpha=ALPHA)
     server = problem.dense()
     personal: dict[str, Weights] = {}
     for id, party in federation.parties.items():
-        pair = personal_pair(method.spec, 2, 5, party.client)
+        pair = personal_pair(method, RANKS[id], party.client)
         personal[id] = {name: value.double() for name, value in pair.items()}
 
     for members in [(0, 1, 2), (1, 3), (0, 1, 2, 3)]:
@@ -56,10 +56,10 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
         for id in cohort:
             mine = dict(server)
             if variant == 1:
-                _descend(problem, id, mine, personal[id], steps=2, train="LU")
-                _descend(problem, id, mine, personal[id], steps=3, train="W")
+                _descend(problem, id, mine, personal[id], steps=PERSONAL_STEPS, train="LU")
+                _descend(problem, id, mine, personal[id], steps=STEPS, train="W")
             else:
-                _descend(problem, id, mine, personal[id], steps=5, train="WLU")
+                _descend(problem, id, mine, personal[id], steps=STEPS, train="WLU")
             for name in after:
                 after[name] += shares[id] * mine[name]
         server = after
@@ -70,8 +70,22 @@ def test_matches_a_dense_oracle(variant: Literal[1, 2]) -> None:
                 if party.memory:
                     assert close(party.memory[f"{one}/L"], personal[id][f"{one}/L"])
                     assert close(party.memory[f"{one}/U"], personal[id][f"{one}/U"])
-                own = PERSONAL_SCALING * personal[id][f"{one}/L"] @ personal[id][f"{one}/U"]
+                own = ALPHA / RANKS[id] * personal[id][f"{one}/L"] @ personal[id][f"{one}/U"]
                 assert close(federation.weight(one, id), server[one] + own)
             assert close(federation.weight(one), server[one])  # the global model has no personal part
         for name in HEAD:
             assert close(federation.state.tensors[f"extras/{name}"], server[name])
+
+
+@pytest.mark.parametrize("variant", [1, 2])
+def test_the_pair_never_travels(variant: Literal[1, 2]) -> None:
+    problem = Problem()
+    method = PFedLoRA(spec=problem.adapted().spec, variant=variant)
+    federation = Federation(with_extras(method), problem, sgd(LR), ranks=RANKS)
+    for number in range(2):
+        federation.round()
+        for id, reply in federation.replies.items():
+            assert {name.partition("/")[2] for name in reply.tensors} == {"W", *HEAD}
+            assert federation.elements[id] == federation.declared(id, number)
+        pairs = {tuple(party.memory["fc1/U"].flatten().tolist()) for party in federation.parties.values()}
+        assert len(pairs) == len(RANKS)

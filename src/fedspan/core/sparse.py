@@ -1,0 +1,33 @@
+"""Sparse changes of a weight: which entries, from a seed, and the matrix that their values stand for.
+
+Shapes: O output features, I input features, N chosen entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import generator
+
+__all__ = ["chosen", "chosen_entries", "scattered"]
+
+
+def chosen(shape: tuple[int, int], density: float) -> int:
+    """How many entries of a weight a density means: at least one."""
+    return max(1, round(density * shape[0] * shape[1]))
+
+
+def chosen_entries(shape: tuple[int, int], density: float, seed: int, layer: str) -> Tensor:
+    """Distinct entries of a weight, uniformly at random, as positions in its rows laid end to end: (N,) int64, sorted.
+
+    Whoever has the seed has the same ones.
+    """
+    rows, columns = shape
+    order = torch.randperm(rows * columns, generator=generator(seed, "mask", layer))
+    return order[: chosen(shape, density)].sort().values
+
+
+def scattered(values_N: Tensor, entries_N: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The (O, I) matrix with these values at these entries and zeros elsewhere; differentiable in the values."""
+    return values_N.new_zeros(shape[0] * shape[1]).index_put((entries_N,), values_N).view(shape)

@@ -1,0 +1,120 @@
+"""Fed-SB: clients train only an r x r matrix between two fixed factors that a first gradient chose.
+
+Singhal et al., "Fed-SB: A Silver Bullet for Extreme Communication Efficiency and Performance in (Private) Federated
+LoRA Fine-Tuning", arXiv:2502.15436, after LoRA-SB, arXiv:2411.19557.
+
+    round 0:       client i sends the gradient G_i of its loss by W0;  no step is taken
+                   server: -init_step * sign(sum_i p_i G_i) ~= U_r S_r V_r^T;  B = U_r,  A = V_r^T,  R = S_r / s
+    round 1, ...:  client i trains R_i in W0 + s B R A;  server: R <- sum_i p_i R_i
+
+Exact, because B and A are the same for everybody. The product is not taken off W0: training begins one step ahead.
+
+Deviations: the paper takes the gradient once, of a few samples in one place; here a round is given to it, in which the
+clients asked send it for all their examples, whole, so that the sign is that of the sum and no example leaves its
+client. That round costs O I elements up a layer. Its step is an option; the published code takes the learning rate
+divided by the steps of its warm-up. Factors stay in float32, where that code rounds them to bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedspan.core.factors import names, reply
+from fedspan.core.lowrank import leading
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.parametrization import Core, DenseChange
+from fedspan.core.tensors import Tensors, select, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FedSB"]
+
+PROBE = "probe"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedSB(RegisteredMethod):
+    """Average R between fixed B and A.
+
+    Args:
+        init_step: size of the first step, along the gradient's signs, whose principal part B R A begins with.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Fed-SB: A Silver Bullet for Extreme Communication Efficiency and Performance in (Private) Federated "
+        "LoRA Fine-Tuning (arXiv:2502.15436)",
+        exact=True,
+    )
+
+    init_step: float = 1e-4
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState()
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        if not state.round:
+            return Message(scalars={"round": 0})
+        has_factors = client is not None and client.held is not None and client.held > 0
+        slots = ("R",) if has_factors else ("A", "B", "R")
+        return Message(select(state.tensors, names(self.spec, *slots)), {"round": state.round})
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        if not message.scalars["round"]:
+            return Job(
+                parametrization={layer.name: DenseChange() for layer in self.spec.layers},
+                tensors={tensor_name(layer.name, "D"): torch.zeros(layer.shape) for layer in self.spec.layers},
+                trainable=(Group(names(self.spec, "D")),),
+                steps=0,
+                phase=PROBE,
+                extras=False,
+            )
+        return Job(
+            parametrization={layer.name: Core(self.scaling(client)) for layer in self.spec.layers},
+            tensors={**memory, **message.tensors},
+            trainable=(Group(names(self.spec, "R")),),
+        )
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        if job.phase == PROBE:
+            gradients = {layer.name: trained.gradient[tensor_name(layer.name, "D")] for layer in self.spec.layers}
+            return Message({tensor_name(layer, "gradient"): value for layer, value in gradients.items()}), memory
+        return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.next(tensors={**state.tensors, **reduced.mean} if state.round else self._factors(reduced.mean))
+
+    def _factors(self, gradients: Tensors) -> dict[str, Tensor]:
+        """B, R and A of the first step."""
+        tensors: dict[str, Tensor] = {}
+        for layer in self.spec.layers:
+            gradient = gradients[tensor_name(layer.name, "gradient")]
+            U, S, Vt = leading(-self.init_step * torch.sign(gradient), self.r)
+            parts = {"A": Vt, "B": U, "R": torch.diag(S / self.scaling(None))}
+            for slot, value in parts.items():
+                tensors[tensor_name(layer.name, slot)] = value.to(gradient.dtype).contiguous()
+        return tensors
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        rows, columns = layer.shape
+        if not round:
+            return Traffic(down=0, up=rows * columns)
+        factors = rank * (rows + columns) if round == 1 else 0
+        return Traffic(down=rank**2 + factors, up=rank**2)

@@ -1,0 +1,149 @@
+"""FedHM: every client trains a low-rank factorisation of the whole weight, of the rank that it can carry.
+
+Yao et al., "FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization", arXiv:2111.14655.
+
+    server:    W = U S V^T;  client i gets U_r S_r^(1/2) and S_r^(1/2) V_r^T with r = r_i
+    client i:  trains both factors; there is no frozen base
+    server:    W <- sum_i p_i U_i V_i
+
+A convolution's weight (O, C, k1, k2) is factorised as the (O k1) x (C k2) matrix. The average is exact; what a client
+is sent is truncated to its rank. A rank beyond a layer's own is that layer's full rank.
+
+Deviations: after a round W has at most the rank sum_i r_i, so it is kept as the factors of its SVD (from those of the
+replies, never formed) and a client is sent a slice of them. A client of higher rank than W is sent U = 0 and a random
+V for the rest, which changes nothing but can be trained. Ranks are numbers, not ratios, and alike for all layers; which
+layers are factorised is ``model.target_modules``. ``keep_global`` is an option, not a rule, and its weight is that of
+one client among equals; the published code's weights by rank and masked classes are left out. Batch normalisation
+between the two halves of a convolution, which the published models have, is not added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from fedspan.core.factors import kaiming, names, reply
+from fedspan.core.lowrank import LowRank, balanced, concatenate, leading, svd
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.parametrization import Factorised, FactorisedConv, as_rectangle
+from fedspan.core.penalties import ProductDecay
+from fedspan.core.tensors import Tensors, generator, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FedHM"]
+
+
+def _rectangle(layer: LayerSpec) -> tuple[int, int]:
+    k1 = layer.kernel[0]
+    return layer.out_features * k1, layer.in_features // k1
+
+
+def _pair(tensors: Tensors, layer: LayerSpec, scale: float = 1.0) -> LowRank:
+    return LowRank(tensors[tensor_name(layer.name, "U")], tensors[tensor_name(layer.name, "V")], scale)
+
+
+def _by_slot(pairs: Mapping[str, LowRank]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for layer, pair in pairs.items():
+        tensors[tensor_name(layer, "U")], tensors[tensor_name(layer, "V")] = pair.B.contiguous(), pair.A.contiguous()
+    return tensors
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedHM(RegisteredMethod):
+    """Train factors, average products.
+
+    Args:
+        frobenius_decay: weight decay of the products U V, in place of the factors' own; 0 leaves that as it is.
+        keep_global: in a layer that nobody trained at full rank, the old global weight joins as one more client.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="FedHM: Efficient Federated Learning for Heterogeneous Models via Low-rank Factorization "
+        "(arXiv:2111.14655)",
+        exact=True,
+        heterogeneous_ranks=True,
+        reduction="stack",
+        adapter=False,
+        reinitialises=True,
+    )
+
+    frobenius_decay: float = bounded(0.0, 0.0)
+    keep_global: bool = False
+
+    def init(self, weights: Weights) -> ServerState:
+        pairs: dict[str, LowRank] = {}
+        for layer in self.spec.layers:
+            matrix = as_rectangle(weights.weight(layer.name), layer.kernel)
+            pairs[layer.name] = balanced(*leading(matrix, min(matrix.shape))).to(matrix.dtype)
+        return ServerState(tensors=_by_slot(pairs))
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        if client is None:
+            return Message(state.tensors)
+        pairs = {layer.name: self._cut(state, layer, client.rank) for layer in self.spec.layers}
+        return Message(_by_slot(pairs), {"generation": state.generation})
+
+    def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:
+        """The first ``rank`` components of a layer, filled up with such as add nothing."""
+        whole, (rows, columns) = _pair(state.tensors, layer), _rectangle(layer)
+        kept = LowRank(whole.B[:, :rank], whole.A[:rank])
+        missing = min(rank, rows, columns) - kept.rank
+        if missing <= 0:
+            return kept
+        random = kaiming(missing, columns, generator(self.seed, "V", layer.name, state.round)).to(kept.A)
+        return concatenate([kept, LowRank(kept.B.new_zeros(rows, missing), random)])
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        decay = ProductDecay(
+            self.frobenius_decay,
+            tuple((tensor_name(layer.name, "U"), tensor_name(layer.name, "V")) for layer in self.spec.layers),
+        )
+        own = Group(names(self.spec, "U", "V"), weight_decay=0.0 if self.frobenius_decay else None)
+        return Job(
+            parametrization={
+                layer.name: Factorised() if layer.kernel == (1, 1) else FactorisedConv(layer.kernel)
+                for layer in self.spec.layers
+            },
+            tensors=message.tensors,
+            trainable=(own,),
+            penalties=(decay,) if self.frobenius_decay else (),
+            generation=int(message.scalars.get("generation", 0)),
+        )
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        pairs: dict[str, LowRank] = {}
+        for layer in self.spec.layers:
+            replies = [_pair(item.tensors, layer, item.weight) for item in reduced.stack]
+            if self.keep_global and max(reply.rank for reply in replies) < min(_rectangle(layer)):
+                share = 1 / (len(replies) + 1)
+                replies = [LowRank(reply.B, reply.A, reply.scale * (1 - share)) for reply in replies]
+                replies.append(_pair(state.tensors, layer, share))
+            mean = concatenate(replies)
+            pairs[layer.name] = balanced(*svd(mean)).to(mean.B.dtype)
+        return state.next(tensors=_by_slot(pairs), generation=state.generation + 1)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        both = min(rank, *_rectangle(layer)) * sum(_rectangle(layer))
+        return Traffic(down=both, up=both)

@@ -1,0 +1,96 @@
+"""mFedLoRU: FedLoRU in which a client of lower rank trains low-rank updates of the factors themselves.
+
+Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
+Regularization", arXiv:2409.12371, appendix C.3, algorithm 3.
+
+    client k with r_k < r:  trains B_d (O, r_k), B_u (r_k, r), A_d (r, r_k), A_u (r_k, I), from products of zero, in
+                            W + s (B + n_k B_d B_u) (A + n_k A_d A_u),  A and B fixed                     (eq. 84)
+    client k with r_k = r:  trains A, B, as in FedLoRU
+    server:    A_k = A + n_k A_d A_u,  B_k = B + n_k B_d B_u, then as FedLoRU                             (eq. 85)
+
+Every client holds the same A and B of rank r and the one scaling s = lora_alpha / r; only nested factors travel up.
+
+Deviations: the paper's letters are swapped (its A is our B). Its two nested ranks are one, ``client.rank``, and n_k =
+``nested_scaling`` * r_k, 1/2 r_k as in the paper's experiments. Ranks above r count as r. Of a product of zero the left
+factor is 0 and the right one drawn from (seed, layer, round, client): the paper asks only that the product be 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedspan.core.factors import kaiming, names
+from fedspan.core.method import Claims, Memory, Traffic
+from fedspan.core.parametrization import LoRA, Nested
+from fedspan.core.tensors import generator, slots_of, tensor_name
+from fedspan.core.values import Client, Contribution, Group, Job, LayerSpec, Message, Reduced, ServerState, StackItem
+from fedspan.methods.fedloru import FedLoRU
+
+__all__ = ["MFedLoRU"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MFedLoRU(FedLoRU):
+    """FedLoRU with nested low-rank updates where a client's rank is below ``r``.
+
+    Args:
+        nested_scaling: factor on a nested product, by nested rank (the paper's alpha_A / r_A = alpha_B / r_B).
+    """
+
+    claims: ClassVar[Claims] = replace(FedLoRU.claims, heterogeneous_ranks=True, reduction="stack")
+
+    nested_scaling: float = 0.5
+
+    def _parametrization(self, client: Client | None) -> LoRA | Nested:
+        if client is None or client.rank >= self.r:
+            return LoRA(self.scaling(None))
+        return Nested(self.scaling(None), self.nested_scaling * client.rank)
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        job = super().start(message, client, memory)
+        parametrization = self._parametrization(client)
+        job = replace(job, parametrization={layer.name: parametrization for layer in self.spec.layers})
+        if client is None or isinstance(parametrization, LoRA):
+            return job
+        tensors, round = dict(job.tensors), int(message.scalars["round"])
+        for layer in self.spec.layers:
+            for slot, rows, columns in (("A", self.r, layer.in_features), ("B", layer.out_features, self.r)):
+                rng = generator(self.seed, f"{slot}_u", layer.name, round, client.id)
+                tensors[tensor_name(layer.name, f"{slot}_d")] = torch.zeros(rows, client.rank)
+                tensors[tensor_name(layer.name, f"{slot}_u")] = kaiming(client.rank, columns, rng)
+        nested = Group(names(self.spec, "A_d", "A_u", "B_d", "B_u"))
+        # Nested factors are new every round, so moments of an earlier one mean nothing.
+        return replace(job, tensors=tensors, trainable=(nested,), generation=round)
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        rebuilt = [(item.weight, self._rebuilt(state, item)) for item in reduced.stack]
+        mean = {
+            name: torch.stack([share * own[name].double() for share, own in rebuilt]).sum(0).to(value.dtype)
+            for name, value in rebuilt[0][1].items()
+        }
+        return super().update(state, replace(reduced, mean=mean))
+
+    def _rebuilt(self, state: ServerState, item: StackItem) -> dict[str, Tensor]:
+        """A client's A and B out of its reply."""
+        parametrization = self._parametrization(item.client)
+        if isinstance(parametrization, LoRA):
+            return dict(item.tensors)
+        return {
+            tensor_name(layer.name, slot): parametrization.outer(
+                {**slots_of(state.tensors, layer.name), **slots_of(item.tensors, layer.name)}, slot
+            )
+            for layer in self.spec.layers
+            for slot in ("A", "B")
+        }
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        whole = super().traffic(layer, rank, clients, round)
+        return whole if rank >= self.r else replace(whole, up=rank * (sum(layer.shape) + 2 * self.r))

@@ -1,0 +1,104 @@
+"""pFedLoRA: average whole weights; every client adds a low-rank pair of its own.
+
+Variants (1), after Wu et al. 2024 (FedLoRA), and (2) as they stand in Park and Klabjan, "Communication-Efficient
+Federated Low-Rank Update Algorithm and its Connection to Implicit Regularization", arXiv:2409.12371, appendix C.4,
+algorithm 4.
+
+    (1)  L_k, U_k <- argmin f_k(W + s_k L U) for E_per epochs, then                  (eq. 86)
+         W_k <- argmin f_k(W + s_k L_k U_k) for E_global epochs                      (eq. 87)
+    (2)  W_k, L_k, U_k <- argmin f_k(W + s_k L U) together                           (eq. 88)
+    server:  W <- sum_k p_k W_k
+
+L_k, U_k never leave the client. The shared W is the exact mean; the clients' models W + s_k L_k U_k differ.
+
+Deviations: E_per is ``personal_epochs``; the rest is the run's local training: E_global in (1), the one phase of (2),
+where the paper takes E_per + E_global epochs. How L, U start is not said: as LoRA, L = 0 and U random. In (1) what
+trains beside the target layers rests while L, U train. The pair has the client's rank and scaling, so ranks may differ.
+Only the target modules have a trained W and a pair. The global model is W without a pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+from fedspan.core.factors import names, personal_pair
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.parametrization import DenseLoRA
+from fedspan.core.tensors import select, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["PFedLoRA"]
+
+PERSONAL = "personal"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PFedLoRA(RegisteredMethod):
+    """Average whole weights; keep a personal pair.
+
+    Args:
+        variant: 1 trains the pair and then the weight, 2 both together.
+        personal_epochs: passes over a client's examples in which the pair trains, before the weight does (variant 1).
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit "
+        "Regularization (arXiv:2409.12371)",
+        exact=False,
+        personal=True,
+        heterogeneous_ranks=True,
+    )
+
+    variant: Literal[1, 2] = 1
+    personal_epochs: int = 1
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(
+            tensors={tensor_name(layer.name, "W"): weights.weight(layer.name) for layer in self.spec.layers}
+        )
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        return Message(state.tensors)
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        own = memory or personal_pair(self, self.rank(client), client)
+        together = self.variant == 2
+        return Job(
+            parametrization={layer.name: DenseLoRA(self.scaling(client)) for layer in self.spec.layers},
+            tensors={**message.tensors, **own},
+            trainable=(Group(names(self.spec, *(("W", "L", "U") if together else ("L", "U")))),),
+            epochs=None if together else self.personal_epochs,
+            phase="train" if together else PERSONAL,
+            extras=together,
+        )
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        if job.phase == PERSONAL:
+            shared = (Group(names(self.spec, "W")),)
+            tensors = trained.tensors
+            return replace(job, tensors=tensors, trainable=shared, epochs=None, phase="train", extras=True), memory
+        own = select(trained.tensors, names(self.spec, "L", "U"))
+        return Message(select(trained.tensors, names(self.spec, "W"))), own
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state.next(tensors=reduced.mean)
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        whole = layer.out_features * layer.in_features
+        return Traffic(down=whole, up=whole)

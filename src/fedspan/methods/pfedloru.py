@@ -1,0 +1,72 @@
+"""pFedLoRU: FedLoRU's shared pair, and a personal pair that never leaves the client.
+
+Park and Klabjan, "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit
+Regularization", arXiv:2409.12371, appendix C.2, algorithm 2.
+
+    client k:  L_k, U_k <- argmin f_k(W + s B A + s_p L_k U_k)   for E_per epochs, A and B fixed         (eq. 82)
+               A_k, B_k <- argmin f_k(W + s B A + s_p L_k U_k)   for E_global epochs, L_k and U_k fixed  (eq. 83)
+    server:    as FedLoRU: A, B averaged; W <- W + s B A and A, B anew every tau rounds
+
+Everything on the server is FedLoRU's own; only the client has a second pair and a second phase.
+
+Deviations: E_per is ``personal_epochs``; E_global is the run's local training. The paper does not say how L, U start:
+as LoRA, L = 0 and U random. What trains beside the target layers belongs to the global model and rests while L, U
+train. The paper allows personal ranks that differ by client; here all clients have ``personal_r``. The global model,
+which the paper does not evaluate, is the one without a personal part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from fedspan.core.factors import names, personal_pair, reply
+from fedspan.core.method import Claims, Memory, scaling_of
+from fedspan.core.parametrization import PairSum
+from fedspan.core.tensors import select
+from fedspan.core.values import Client, Group, Job, Message, Trained
+from fedspan.methods.fedloru import FedLoRU
+
+__all__ = ["PFedLoRU"]
+
+PERSONAL = "personal"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PFedLoRU(FedLoRU):
+    """FedLoRU with a personal pair.
+
+    Args:
+        personal_r: rank of L U.
+        personal_alpha: numerator of the personal scaling s_p = personal_alpha / personal_r.
+        personal_epochs: passes over a client's examples in which L and U train, before A and B do.
+    """
+
+    claims: ClassVar[Claims] = replace(FedLoRU.claims, personal=True)
+
+    personal_r: int = 4
+    personal_alpha: float = 8.0
+    personal_epochs: int = 1
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        job = super().start(message, client, {})
+        own = memory or personal_pair(self, self.personal_r, client)
+        personal_scaling = scaling_of(self.personal_alpha, self.personal_r, self.use_rslora)
+        parametrization = PairSum(self.scaling(client), personal_scaling)
+        return replace(
+            job,
+            parametrization={layer.name: parametrization for layer in self.spec.layers},
+            tensors={**job.tensors, **own},
+            trainable=(Group(names(self.spec, "L", "U")),),
+            epochs=self.personal_epochs,
+            phase=PERSONAL,
+            extras=False,
+        )
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        if job.phase == PERSONAL:
+            shared = (Group(names(self.spec, "A", "B")),)
+            tensors = trained.tensors
+            return replace(job, tensors=tensors, trainable=shared, epochs=None, phase="train", extras=True), memory
+        return reply(job, trained), select(trained.tensors, names(self.spec, "L", "U"))

@@ -1,0 +1,117 @@
+"""SLoRA: some rounds of sparse fine-tuning, whose result gives LoRA its start.
+
+Babakniya et al., "SLoRA: Federated Parameter Efficient Fine-Tuning of Language Models", arXiv:2308.06522.
+
+    rounds 0 .. sparse_rounds - 1:  client i trains the entries of W under one random mask M of the given density,
+                                    server: the masked entries <- sum_i p_i of them
+    then:       W_sparse - W0 ~= U_r S_r V_r^T;  B = U_r S_r / s,  A = V_r^T;  the base is W0 again
+    after that: A <- sum_i p_i A_i,  B <- sum_i p_i B_i        (as FedIT)
+
+The mask depends on no data and is drawn from the seed, so only the values travel. The first stage is exact.
+
+Deviations: the values train as a change of W0 that starts at 0, so weight decay acts on the change and not on the
+weight, and ``lora_dropout`` on its input. The first stage may have a learning rate of its own. A re-implementation in
+FlexLoRA's code draws a mask for every client; here all have one, as in the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedspan.core.factors import lora_job, names, reply
+from fedspan.core.lowrank import leading
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.parametrization import Sparse
+from fedspan.core.sparse import chosen, chosen_entries, scattered
+from fedspan.core.tensors import Tensors, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["SLoRA"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SLoRA(RegisteredMethod):
+    """Sparse fine-tuning first, LoRA from its principal part then.
+
+    Args:
+        sparse_rounds: rounds of the first stage (at least 1).
+        density: share of a weight's entries that train in it, above 0 and at most 1.
+        sparse_lr_scale: multiplier on the learning rate in it: single entries of W take smaller steps than factors do.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="SLoRA: Federated Parameter Efficient Fine-Tuning of Language Models (arXiv:2308.06522)",
+        exact=False,
+    )
+
+    sparse_rounds: int = 5
+    density: float = bounded(0.01, 1e-9, 1.0)
+    sparse_lr_scale: float = 1.0
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(tensors=self._zeros())
+
+    def _zeros(self) -> dict[str, Tensor]:
+        return {
+            tensor_name(layer.name, "values"): torch.zeros(chosen(layer.shape, self.density))
+            for layer in self.spec.layers
+        }
+
+    def _entries(self, layer: LayerSpec) -> Tensor:
+        return chosen_entries(layer.shape, self.density, self.seed, layer.name)
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        # The values begin at 0, so the first round needs none.
+        return Message(state.tensors if state.round else {}, {"round": state.round})
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        if int(message.scalars["round"]) >= self.sparse_rounds:
+            return lora_job(self, message.tensors, client, train=("A", "B"), generation=1)
+        entries = {tensor_name(layer.name, "entries"): self._entries(layer) for layer in self.spec.layers}
+        return Job(
+            parametrization={layer.name: Sparse(layer.shape) for layer in self.spec.layers},
+            tensors={**(message.tensors or self._zeros()), **entries},
+            trainable=(Group(names(self.spec, "values"), lr_scale=self.sparse_lr_scale),),
+        )
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        if state.round + 1 != self.sparse_rounds:
+            return state.next(tensors=reduced.mean)
+        return state.next(tensors=self._principal(reduced.mean), generation=state.generation + 1)
+
+    def _principal(self, values: Tensors) -> dict[str, Tensor]:
+        """A and B out of the first stage's values."""
+        tensors: dict[str, Tensor] = {}
+        for layer in self.spec.layers:
+            own = values[tensor_name(layer.name, "values")]
+            U, S, Vt = leading(scattered(own.double(), self._entries(layer), layer.shape), self.r)
+            tensors[tensor_name(layer.name, "A")] = Vt.to(own.dtype).contiguous()
+            tensors[tensor_name(layer.name, "B")] = (U * S / self.scaling(None)).to(own.dtype)
+        return tensors
+
+    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+        sparse = round < self.sparse_rounds
+        one = chosen(layer.shape, self.density) if sparse else rank * (layer.out_features + layer.in_features)
+        return Traffic(down=one if round else 0, up=one)

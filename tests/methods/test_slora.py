@@ -1,0 +1,145 @@
+"""SLoRA's two stages against dense weights: masked gradient descent, a truncated SVD by hand, then FedIT."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.core.sparse import chosen, chosen_entries, scattered
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import Reduced
+from fedspan.methods.slora import SLoRA
+from toys.oracle import Pairs, average, copied, descend
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Federation, close, sgd, with_extras
+
+LR, STEPS, R, S, SEED, DENSITY = 0.2, 2, 2, 1.5, 4, 0.3
+SHAPES = {"fc1": (8, 5), "fc2": (6, 8)}
+COHORTS = [(0, 1, 2, 3), (1, 2), (0, 3), (0, 1, 2), (2, 3)]
+
+
+def _mask(one: str) -> Tensor:
+    """1 where an entry trains."""
+    mask = torch.zeros(SHAPES[one], dtype=torch.float64)
+    for position in chosen_entries(SHAPES[one], DENSITY, SEED, one).tolist():
+        mask[position // SHAPES[one][1], position % SHAPES[one][1]] = 1.0
+    return mask
+
+
+@pytest.mark.parametrize("lr_scale", [1.0, 0.25])
+@pytest.mark.parametrize("sparse_rounds", [1, 2, 3])
+def test_matches_a_dense_oracle(sparse_rounds: int, lr_scale: float) -> None:
+    problem = Problem()
+    method = SLoRA(
+        spec=problem.adapted().spec,
+        seed=SEED,
+        r=R,
+        lora_alpha=S * R,
+        sparse_rounds=sparse_rounds,
+        density=DENSITY,
+        sparse_lr_scale=lr_scale,
+    )
+    training = sgd(LR, steps=STEPS)
+    federation = Federation(with_extras(method), problem, training, ranks=None, lora_alpha=S * R)
+    W0, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    W, pairs = dict(W0), Pairs()
+    for number, members in enumerate(COHORTS):
+        cohort = [problem.client_ids[member] for member in members]
+        federation.round(cohort)
+        shares, models = problem.shares(cohort), list[tuple[float, dict[str, Tensor]]]()
+        for id in cohort:
+            own_head = dict(head)
+            if number < sparse_rounds:
+                own = dict(W)
+                for _ in range(STEPS):
+                    dense = problem.gradients(id, {**own, **own_head})
+                    own = {one: own[one] - LR * lr_scale * _mask(one) * dense[one] for one in LAYERS}
+                    own_head = {name: own_head[name] - LR * dense[name] for name in HEAD}
+                models.append((shares[id], {**own, **own_head}))
+            else:
+                mine = copied(pairs)
+                descend(problem, id, W0, own_head, mine, S, LR, STEPS)
+                flat = {tensor_name(one, slot): mine[one][slot] for one in LAYERS for slot in "AB"}
+                models.append((shares[id], {**flat, **own_head}))
+        mean = average(models)
+        head = {name: mean[name] for name in HEAD}
+        if number < sparse_rounds:
+            W = {one: mean[one] for one in LAYERS}
+        if number + 1 == sparse_rounds:
+            for one in LAYERS:
+                U, sigma, Vt = torch.linalg.svd(W[one] - W0[one], full_matrices=False)
+                kept = (U[:, :R] * sigma[:R]) @ Vt[:R]
+                A, B = (federation.state.tensors[tensor_name(one, slot)] for slot in "AB")
+                assert close(S * B @ A, kept)
+                assert close(A @ A.T, torch.eye(R).double())  # all of the singular values stand in B
+                assert (W[one] - W0[one] - kept).norm() > 1e-3  # the cut loses something here
+                assert not federation.state.base.moved  # W0 again
+                pairs[one] = {"A": A.double(), "B": B.double()}
+        elif number >= sparse_rounds:
+            pairs = {one: {slot: mean[tensor_name(one, slot)] for slot in "AB"} for one in LAYERS}
+        for one in LAYERS:
+            second = number + 1 >= sparse_rounds
+            expected = W0[one] + S * pairs[one]["B"] @ pairs[one]["A"] if second else W[one]
+            assert close(federation.weight(one), expected)
+        for name in HEAD:
+            assert close(federation.state.tensors[f"extras/{name}"], head[name])
+
+
+def test_only_masked_values_travel_and_only_they_move() -> None:
+    problem = Problem()
+    method = SLoRA(spec=problem.adapted().spec, seed=SEED, r=R, sparse_rounds=2, density=DENSITY)
+    federation = Federation(with_extras(method), problem, sgd(LR))
+    for number in range(4):
+        federation.round()
+        for id, reply in federation.replies.items():
+            slots = {name.partition("/")[2] for name in reply.tensors} - set(HEAD)
+            assert slots == ({"values"} if number < 2 else {"A", "B"})
+            assert federation.elements[id] == federation.declared(id, number)
+        if number == 0:
+            assert federation.elements["client-0"] == (0, round(0.3 * 40) + round(0.3 * 48))
+            for one in LAYERS:
+                moved = federation.weight(one) - problem.dense(one)[one] != 0
+                assert torch.equal(moved.double(), _mask(one))
+
+
+@given(
+    rows=st.integers(1, 30),
+    columns=st.integers(1, 30),
+    density=st.floats(1e-6, 1.0),
+    seed=st.integers(0, 2**63 - 1),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_mask_has_the_density_asked_for_and_follows_from_the_seed(
+    rows: int, columns: int, density: float, seed: int
+) -> None:
+    entries = chosen_entries((rows, columns), density, seed, "one")
+    assert len(set(entries.tolist())) == len(entries) == chosen((rows, columns), density)
+    assert abs(len(entries) - max(1.0, density * rows * columns)) <= 0.5
+    assert 0 <= int(entries.min()) <= int(entries.max()) < rows * columns
+    assert torch.equal(entries, chosen_entries((rows, columns), density, seed, "one"))
+    dense = scattered(torch.ones(len(entries)), entries, (rows, columns))
+    assert dense.sum() == len(entries)
+    assert all(dense[index // columns, index % columns] == 1 for index in entries.tolist())
+
+
+def test_masks_are_uniform_and_differ_by_layer_and_seed() -> None:
+    drawn = torch.stack(
+        [scattered(torch.ones(10), chosen_entries((5, 8), 0.25, seed, "a"), (5, 8)) for seed in range(800)]
+    )
+    # Of each of 40 entries 800 draws with probability 1/4: a standard deviation of 12.2.
+    assert ((drawn.sum(0) - 200).abs() < 5 * 12.3).all()
+    assert not torch.equal(chosen_entries((5, 8), 0.25, 0, "a"), chosen_entries((5, 8), 0.25, 0, "b"))
+
+
+def test_a_first_stage_that_changed_nothing_is_no_dead_end() -> None:
+    """B = 0 and A orthonormal, as LoRA begins: with both at 0 nothing would ever train."""
+    problem = Problem()
+    method = SLoRA(spec=problem.adapted().spec, r=R, sparse_rounds=1, density=DENSITY)
+    state = method.init(problem.adapted())
+    after = method.update(state, Reduced(mean=state.tensors, count=1))
+    for one in LAYERS:
+        assert not after.tensors[f"{one}/B"].any()
+        assert close(after.tensors[f"{one}/A"] @ after.tensors[f"{one}/A"].T, torch.eye(R), 1e-6)
