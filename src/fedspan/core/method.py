@@ -27,7 +27,7 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "bounded", "scaling_of"]
+__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "bounded", "decay_rate", "scaling_of"]
 
 Memory = Tensors
 """What stays on a client between rounds, by tensor name. It never travels."""
@@ -46,6 +46,10 @@ class Claims:
         extras: default policy for what trains beside the target layers.
         adapter: the update is of low rank, so that ``r`` matters.
         reinitialises: factors start anew every round (so server optimizers have nothing to act on).
+        moves_base: every round the base moves by what that round's replies give (so their average alone is no step).
+        sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under
+            their names, and where replies sum, ``contribute`` passes them on as they are; ``other``: it holds anything
+            else too (tensors of the client's own, changes, sketches, moments); ``nothing``.
     """
 
     paper: str
@@ -56,6 +60,8 @@ class Claims:
     extras: Literal["average", "local", "frozen"] = "average"
     adapter: bool = True
     reinitialises: bool = False
+    moves_base: bool = False
+    sends: Literal["values", "other", "nothing"] = "values"
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,11 @@ class Traffic:
 def bounded(default: float, least: float, most: float = math.inf) -> Any:
     """A method's numeric option whose range includes its ends; without it an option must be above 0."""
     return field(default=default, metadata={"least": least, "most": most})
+
+
+def decay_rate(default: float) -> Any:
+    """A method's numeric option from 0 to below 1: the share of an average that it keeps."""
+    return field(default=default, metadata={"least": 0.0, "most": 1.0, "below": True})
 
 
 def scaling_of(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:
@@ -128,6 +139,10 @@ class Method(ABC):
     @abstractmethod
     def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
         """Parameters that travel for one layer, to and from a client that took part in every round before."""
+
+    def upload(self, elements: int) -> int:
+        """Bytes of tensor data that a tensor of so many elements takes in a reply: float32, unless compressed."""
+        return 4 * elements
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ s B A twice; the algorithm of the paper is what stands here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -58,6 +58,9 @@ class FedLoRU(RegisteredMethod):
     )
 
     tau: int = 5
+
+    def declared(self) -> Claims:
+        return replace(self.claims, reinitialises=self.tau == 1, moves_base=self.tau == 1)
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(tensors=self._fresh(0))

@@ -49,6 +49,8 @@ class FLoRA(RegisteredMethod):
         heterogeneous_ranks=True,
         reduction="stack",
         reinitialises=True,
+        moves_base=True,
+        sends="other",
     )
 
     def init(self, weights: Weights) -> ServerState:

@@ -38,6 +38,7 @@ class LocalOnly(RegisteredMethod):
         personal=True,
         heterogeneous_ranks=True,
         extras="local",
+        sends="nothing",
     )
 
     def init(self, weights: Weights) -> ServerState:
