@@ -12,7 +12,7 @@ The decomposition is made once a round, in ``update``, and kept in the server's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -100,6 +100,6 @@ class FedHM(RegisteredMethod):
             tensors[tensor_name(layer.name, "W")] = torch.stack(products).sum(0)
         return state.next(tensors=tensors, memory=balanced_factors(tensors), generation=state.generation + 1)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = min(rank, *layer.shape) * (layer.out_features + layer.in_features)
         return Traffic(down=both, up=both)

@@ -13,7 +13,7 @@ The pruned ranks live on the server: ``sync`` cuts by them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -125,6 +125,6 @@ class HetLoRA(RegisteredMethod):
         ranks = {f"{RANK}/{one.client.id}": int(one.tensors[RANK]) for one in reduced.stack}
         return state.next(tensors=reduced.mean, scalars={**state.scalars, **ranks})
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)
         return Traffic(down=both, up=both)

@@ -11,6 +11,7 @@ arXiv:2410.22815:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -114,7 +115,7 @@ class LoRAA2(RegisteredMethod):
             moved[tensor_name(layer, slot)] = state.tensors[tensor_name(layer, slot)] + change
         return state.next(tensors={**state.tensors, **moved})
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         # Slots are chosen over all layers together: exact for the sum over layers only if they are alike.
         both = self.r * (layer.out_features + layer.in_features)
         size = layer.out_features if active(round) == "B" else layer.in_features

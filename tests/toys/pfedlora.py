@@ -10,6 +10,7 @@ Park and Klabjan, arXiv:2409.12371, appendix C.4, algorithm 4 (after Wu et al. 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -92,6 +93,6 @@ class PFedLoRA(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         whole = layer.out_features * layer.in_features
         return Traffic(down=whole, up=whole)

@@ -11,6 +11,7 @@ Everything on the server is FedLoRU's own; only the client has a second pair and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -114,5 +115,5 @@ class PFedLoRU(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return self.shared.update(state, reduced)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        return self.shared.traffic(layer, rank, clients, round)
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        return self.shared.traffic(layer, rank, cohort, round)

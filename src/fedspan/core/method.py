@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -137,8 +138,16 @@ class Method(ABC):
         """Server: the state after the round."""
 
     @abstractmethod
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        """Parameters that travel for one layer, to and from a client that took part in every round before."""
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        """Parameters that travel for one layer, to and from a client that took part in every round before.
+
+        Args:
+            layer: the target layer.
+            rank: the client's.
+            cohort: ranks of the clients that replied in the round before, which what comes down may be made of; in
+                round 0, of nobody.
+            round: number, from 0.
+        """
 
     def upload(self, elements: int) -> int:
         """Bytes of tensor data that a tensor of so many elements takes in a reply: float32, unless compressed."""

@@ -17,6 +17,7 @@ s B A twice; the algorithm of the paper is what stands here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -105,6 +106,6 @@ class FedLoRU(RegisteredMethod):
             generation=generation,
         )
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)
         return Traffic(down=both if round else 0, up=both)

@@ -14,6 +14,7 @@ so that unequal scalings are exact too. A_i is drawn from (seed, round, client):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -87,6 +88,6 @@ class FLoRA(RegisteredMethod):
         rows, columns = pair.shape
         return pair if pair.numel() <= rows * columns else pair.dense()  # whichever is fewer bytes
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        one = rank * (layer.out_features + layer.in_features)
-        return Traffic(down=min(clients * one, layer.out_features * layer.in_features) if round else 0, up=one)
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        sides, whole = layer.out_features + layer.in_features, layer.out_features * layer.in_features
+        return Traffic(down=min(sum(cohort) * sides, whole), up=rank * sides)

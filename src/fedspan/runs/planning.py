@@ -85,7 +85,10 @@ def planned_traffic(
 
 
 def _planned(key: str, method: RegisteredMethod, rank: int, clients: int, rounds: int) -> PlannedTraffic:
-    played = [[method.traffic(one, rank, clients, round) for one in method.spec.layers] for round in range(rounds)]
+    before = [(), *[(rank,) * clients] * (rounds - 1)]
+    played = [
+        [method.traffic(one, rank, cohort, round) for one in method.spec.layers] for round, cohort in enumerate(before)
+    ]
     down = [4 * sum(one.down for one in layers) for layers in played]
     up = [4 * sum(one.up for one in layers) for layers in played]
     later = rounds - 1

@@ -20,7 +20,7 @@ anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -192,10 +192,10 @@ class Scaffold(RegisteredWrapper):
             scalars={**after.scalars, **{PREFIX + name: round for name, round in rounds.items()}},
         )
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        inner = self.inner.traffic(layer, rank, clients, round)
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        inner = self.inner.traffic(layer, rank, cohort, round)
         # Down come the variates that the round before changed: those of what travelled up in it.
-        variates = self.inner.traffic(layer, rank, clients, round - 1).up if round else 0
+        variates = self.inner.traffic(layer, rank, cohort, round - 1).up if round else 0
         return Traffic(down=inner.down + variates, up=2 * inner.up)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,8 +65,8 @@ class Wrapper(Method):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return self.inner.update(state, reduced)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        return self.inner.traffic(layer, rank, clients, round)
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        return self.inner.traffic(layer, rank, cohort, round)
 
     def upload(self, elements: int) -> int:
         return self.inner.upload(elements)
