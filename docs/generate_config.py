@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -14,13 +16,24 @@ INTRO = """# Configuration
 A run is described by one YAML file; `--set section.field=value` overrides any field, and a mistake is answered with the
 field, the value and what would be right. Only `data.train` or `data.dataset` is required. This page is written by
 `python docs/generate_config.py` from the descriptions in `fedspan.config`; options of a method stand beside
-`method.name` (`fedspan methods --json` lists them).
+`method.name`, those of a wrapper beside its `name` (`fedspan methods --json` lists them).
 """
 
 
-def _type(annotation: object) -> str:
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return text.replace("typing.", "").replace("NoneType", "None").replace("|", "or")
+def _type(annotation: Any) -> str:
+    """A type as people read it; what else an annotation holds is in the description."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(args[0])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_type, args)))
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__}[{', '.join(map(_type, args))}]"
+    if annotation is NoneType:
+        return "None"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"{{{', '.join(annotation.model_fields)}}}"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
 
 
 def section(title: str, model: type[BaseModel]) -> str:

@@ -18,6 +18,11 @@ from fedspan.core.values import LayerSpec, OptimizerSpec, Spec
 from fedspan.engines.settings import EvaluationSettings, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
+from fedspan.wrappers.extras import WithExtras
+from fedspan.wrappers.fedadam import FedAdam
+from fedspan.wrappers.fedpaq import FedPAQ
+from fedspan.wrappers.fedprox import FedProx
+from fedspan.wrappers.registry import WRAPPERS
 
 VALID: dict[str, Any] = {
     "task": "sequence-classification",
@@ -133,6 +138,42 @@ def test_method_options_have_types_and_ranges() -> None:
     refused({"method": method}, "method.init_A", "random", "'kaiming', 'gaussian' or 'orthonormal'")
 
 
+def test_wrappers_are_written_as_keys_or_with_their_options() -> None:
+    wrappers = ["fedprox", {"name": "fedadam", "lr": 0.1, "beta1": 0.5}, {"name": "fedpaq", "bits": 4}]
+    config = parse_config({**VALID, "method": {"name": "fedit", "r": 4, "wrappers": wrappers}})
+    assert config.method.options == {"r": 4}
+    assert config.method.title == "fedit+fedprox+fedadam+fedpaq"
+    method = config.wrapped(config.build_method(SPEC))
+    assert isinstance(method, FedPAQ)
+    assert isinstance(method.inner, FedAdam)
+    assert isinstance(method.inner.inner, FedProx)
+    assert isinstance(method.inner.inner.inner, WithExtras)
+    assert (method.bits, method.seed) == (4, 3)
+    assert (method.inner.lr, method.inner.beta1, method.inner.tau) == (0.1, 0.5, 1e-3)
+    assert parse_config(config.model_dump(mode="json")) == config
+
+
+def test_wrappers_are_part_of_what_a_run_is() -> None:
+    def identity(*wrappers: object) -> str:
+        return parse_config({**VALID, "method": {"name": "fedit", "r": 4, "wrappers": list(wrappers)}}).identity
+
+    plain = parse_config({**VALID, "method": {"name": "fedit", "r": 4}}).identity
+    assert identity() == plain
+    assert identity("fedprox") == identity({"name": "fedprox"})
+    assert len({plain, identity("fedprox"), identity("fedadam"), identity({"name": "fedprox", "mu": 0.5})}) == 4
+
+
+def test_overrides_go_into_lists() -> None:
+    values = {"method": {"wrappers": ["fedprox", {"name": "fedadam"}]}}
+    changed = override(values, ["method.wrappers.1.lr=0.5", "method.wrappers.0=fedpaq"])
+    assert changed == {"method": {"wrappers": ["fedpaq", {"name": "fedadam", "lr": 0.5}]}}
+    assert values == {"method": {"wrappers": ["fedprox", {"name": "fedadam"}]}}
+    for text in ("method.wrappers.2=fedprox", "method.wrappers.x.lr=1", "method.wrappers.0.mu=1"):
+        with pytest.raises(FedspanError) as caught:
+            override(values, [text])
+        assert caught.value.value == text
+
+
 def test_overrides_are_applied_in_order() -> None:
     texts = [
         "training.lr=2e-3",
@@ -214,10 +255,12 @@ def paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[st
 
 TEXTS = st.text(max_size=5)
 NAMES = st.sampled_from(["name", "r", "tau", "init_A", "spec", "options", "model_config", "a.b", "clients"]) | TEXTS
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.sampled_from([*METHODS, "average"])
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.sampled_from([*METHODS, *WRAPPERS, "average"])
+)
 NESTED = st.lists(SCALARS, max_size=3) | st.dictionaries(NAMES | st.integers(), SCALARS, max_size=3)
 JUNK = SCALARS | NESTED | st.dictionaries(NAMES, NESTED, max_size=2)
-PATHS = st.sampled_from([*paths(RunConfig), *(("method", name) for name in ("r", "tau", "lora_alpha"))])
+PATHS = st.sampled_from([*paths(RunConfig), *(("method", name) for name in ("r", "tau", "lora_alpha", "wrappers"))])
 MUTATIONS = st.lists(st.tuples(PATHS, st.sampled_from(["set", "drop", "add"]), NAMES, JUNK), min_size=1, max_size=3)
 
 

@@ -25,11 +25,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from fedspan.config import RunConfig, parse_config
-from fedspan.core.method import Method, scaling_of
+from fedspan.core.method import Method
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation
 from fedspan.engines.loop import LoopEngine
-from fedspan.runs.build import Prepared, with_extras
+from fedspan.runs.build import Prepared
+from fedspan.runs.ranks import client_ranks, client_scaling
 
 BERT = ["query", "value", "intermediate.dense", "output.dense"]
 GPT2 = ["c_attn", "c_proj"]
@@ -156,17 +157,16 @@ def variant(
         watch: put around the whole method.
         engine: class of the engine.
     """
-    adapted, members = prepared.engine.adapted, []
-    method = config.build_method(adapted.spec)
-    ranks = config.federation.ranks or {}
-    assert isinstance(ranks, dict)
-    for id, member in prepared.federation.members.items():
-        rank = ranks.get(id, method.r)
-        scaling = scaling_of(method.lora_alpha, rank, method.use_rslora)
-        members.append(replace(member, client=replace(member.client, rank=rank, scaling=scaling)))
+    adapted = prepared.engine.adapted
+    members = prepared.federation.members
+    method = config.build_method(replace(adapted.spec, clients=len(members)))
+    known = []
+    for id, rank in client_ranks(config, method, list(members)).items():
+        client = replace(members[id].client, rank=rank, scaling=client_scaling(config, method, rank))
+        known.append(replace(members[id], client=client))
     made = engine(adapted, prepared.task, config.training_settings(), config.seed)
-    wrapped = watch(with_extras(config, method))
-    federation = Federation(wrapped, made, members, prepared.train, config.round_settings())
+    wrapped = watch(config.wrapped(method))
+    federation = Federation(wrapped, made, known, prepared.train, config.round_settings())
     evaluator = Evaluator(federation, config.evaluation.batch_size)
     return replace(prepared, config=config, engine=made, federation=federation, evaluator=evaluator)
 

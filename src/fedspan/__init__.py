@@ -30,6 +30,7 @@ _HOMES = {
     "export": "fedspan.api",
     "list_datasets": "fedspan.data.catalogue",
     "list_methods": "fedspan.methods.describe",
+    "list_wrappers": "fedspan.wrappers.describe",
     "load_config": "fedspan.config",
     "predict": "fedspan.api",
     "resume": "fedspan.api",

@@ -19,5 +19,6 @@ from fedspan.runs.listener import Listener as Listener
 from fedspan.runs.series import Watcher as Watcher
 from fedspan.runs.session import RunReport as RunReport
 from fedspan.runs.sweeping import SweepReport as SweepReport
+from fedspan.wrappers.describe import list_wrappers as list_wrappers
 
 __version__: str

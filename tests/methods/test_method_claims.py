@@ -11,7 +11,7 @@ from torch import Tensor
 from watching import Play, Played, Round, differences, method_config
 
 from fedspan.core.parametrization import LoRA
-from fedspan.core.tensors import is_extra, layer_of, slots_of, split_extras, tensor_name
+from fedspan.core.tensors import Tensors, is_extra, layer_of, slots_of, split_extras, tensor_name
 from fedspan.engines.reduction import Reducer
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
@@ -72,6 +72,43 @@ def test_what_a_personal_method_shares_is_the_mean_and_the_rest_stays_on_the_cli
             own = {name: value for name, value in local.trained.tensors.items() if name in kept or name not in shared}
             assert own
             assert differences(own, {name: kept[name] for name in own}) == []
+
+
+def sends(run: Played) -> str:
+    """What wrappers may make of the replies: the claim's own words."""
+    values, something = True, False
+    for round in run.rounds:
+        method, everything = run.federation.method, run.prepared.evaluator.job(round.before, None).tensors
+        replies = split_messages(round)
+        something |= any(replies.values())
+        for contribution, reply in ((call.result, dict(call.args[0].tensors)) for call in round.of("contribute")):
+            identity = contribution.weight is None and differences(contribution.sum, reply) == []
+            values &= method.declared().reduction == "stack" or identity
+        for local in round.trained:
+            start = local.job.tensors
+            values &= all(
+                name in start and name in everything and torch.equal(start[name], everything[name])
+                for name in replies[local.client]
+            )
+    return "nothing" if not something else "values" if values else "other"
+
+
+def split_messages(round: Round) -> dict[str, Tensors]:
+    """The target layers' tensors in every client's reply."""
+    pairs = zip(round.result.transfers, round.messages(), strict=True)
+    return {one.client: split_extras(message.tensors)[0] for one, message in pairs if one.direction == "up"}
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_replies_hold_what_is_claimed_of_them(key: str, played: Play) -> None:
+    """Wrappers rely on it: new values of tensors that all start from alike, under their names, or something else."""
+    assert sends(played(key)) == METHODS[key].claims.sends
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_the_base_moves_every_round_where_claimed(key: str, played: Play) -> None:
+    rounds = played(key).rounds
+    assert METHODS[key].claims.moves_base == all(one.after.state.base.round == one.after.state.round for one in rounds)
 
 
 @pytest.mark.parametrize("training", [{}, SGD], ids=["adamw", "sgd"])

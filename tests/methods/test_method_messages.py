@@ -21,6 +21,8 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.build import Prepared
 
 POLICIES = ("average", "local", "frozen")
+HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous_ranks]
+RANKS = {"east": 1, "north": 2, "south": 3, "west": 5}
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 both = pytest.mark.parametrize(("key", "policy"), [(key, policy) for key in METHODS for policy in POLICIES])
 
@@ -50,8 +52,20 @@ def shapes(job: Job) -> dict[str, torch.Size]:
 @both
 def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, played: Play) -> None:
     """Declared for clients that took part in every round before: four bytes a parameter and nothing else."""
-    run = with_policy(played, key, policy)
-    steady = set(run.federation.members)
+    require_declared_traffic(with_policy(played, key, policy), policy)
+
+
+@pytest.mark.parametrize("key", HETEROGENEOUS)
+def test_declared_for_unequal_ranks_too(key: str, played: Play) -> None:
+    """What comes down may be made of all ranks of the round before; cohorts of three of four change them."""
+    run = played(key, federation={"ranks": RANKS})
+    ranks = {tuple(RANKS[id] for id in round.result.cohort) for round in run.rounds}
+    assert len({sum(cohort) for cohort in ranks}) > 1
+    require_declared_traffic(run, METHODS[key].claims.extras)
+
+
+def require_declared_traffic(run: Played, policy: str) -> None:
+    steady, before = set(run.federation.members), list[int]()
     extras = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
     for number, round in enumerate(run.rounds):
         cohort, sent = round.result.cohort, round.messages()
@@ -60,11 +74,12 @@ def test_bytes_counted_are_bytes_sent_and_bytes_declared(key: str, policy: str, 
             if transfer.direction == "down" and transfer.client not in steady:
                 continue
             rank = run.federation.members[transfer.client].client.rank
-            traffic = [run.federation.method.traffic(one, rank, len(cohort), number) for one in run.layers]
+            traffic = [run.federation.method.traffic(one, rank, before, number) for one in run.layers]
             elements = sum(getattr(one, transfer.direction) for one in traffic)
             travel = policy == "average" or (transfer.direction == "down" and number == 0)
             assert transfer.payload == 4 * (elements + travel * extras)
         steady &= set(cohort)
+        before = [run.federation.members[id].client.rank for id in cohort]
     assert steady, "nobody took part in every round"
 
 

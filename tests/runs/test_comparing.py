@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 import fedspan
 import tiny
-from fedspan import CompareReport, FedspanError, Watcher
+from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.api import read_report
 from fedspan.api.reports import read_config
 from fedspan.runs.comparing import CompareRow, plan_comparison
@@ -237,6 +238,35 @@ def test_without_a_test_set_the_clients_own_are_compared_and_lower_may_be_better
     assert [row.mean for row in report.rows] == scores
     assert report.table().best == int(np.argmin(scores))
     assert "lower is better" in (tmp_path / "made" / "table.md").read_text()
+
+
+def test_a_row_may_be_a_method_with_wrappers(tiny_folder: Path, tmp_path: Path) -> None:
+    """Around those of the config, which every row has; --set-for reaches their options."""
+    config = values_of(tiny_folder, method={"wrappers": [{"name": "fedprox", "mu": 0.3}]}, federation={"rounds": 1})
+    rows = ["fedit", "fedit+fedadam"]
+    report = fedspan.compare(
+        {**config, "baselines": []},
+        tmp_path / "out",
+        rows,
+        [0],
+        overrides_for={"fedit+fedadam": ["method.wrappers.1.lr=0.07"]},
+    )
+    assert [row.name for row in report.rows] == rows
+    stored = [load_config(tmp_path / "out" / f"{row}-seed0" / "config.yaml").method for row in rows]
+    assert [method.title for method in stored] == ["fedit+fedprox", "fedit+fedprox+fedadam"]
+    assert stored[1].wrappers[0].options == {"mu": 0.3}
+    assert stored[1].wrappers[1].options == {"lr": 0.07}
+    assert report.rows[0].scores != report.rows[1].scores or report.rows[0].worst != report.rows[1].worst
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [("fedprox", "a method; fedprox is a wrapper: fedit+fedprox"), ("fedit+fedproks", "no such wrapper; the nearest")],
+)
+def test_rows_that_are_no_methods(row: str, words: str, tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=re.escape(words)) as caught:
+        plan_comparison(values_of(tiny_folder), [row], [0], {}, None)
+    assert (caught.value.field, caught.value.value) == ("--methods", row)
 
 
 def test_a_score_that_is_missing_leaves_no_mean() -> None:

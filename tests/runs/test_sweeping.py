@@ -278,3 +278,10 @@ def test_rounds_that_are_tried_are_those_of_the_trial(tiny_folder: Path) -> None
 def test_another_sweep_in_the_same_folder_is_refused(made: tuple[Path, SweepReport, Told], tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match="the config that its run trial-001-seed5 was begun with"):
         fedspan.sweep(values_of(tiny_folder), made[0], {"training.lr": "2e-2,1e-3"}, rounds=1, seeds=[5, 6])
+
+
+def test_an_option_of_a_wrapper_can_be_swept(tiny_folder: Path) -> None:
+    values = values_of(tiny_folder)
+    values["method"] = {**values["method"], "wrappers": [{"name": "fedprox"}]}
+    plan = plan_sweep(values, {"method.wrappers.0.mu": "0.1,1"}, None, None, [0])
+    assert [config.method.wrappers[0].options for config in plan.configs] == [{"mu": 0.1}, {"mu": 1}]

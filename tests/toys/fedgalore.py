@@ -13,6 +13,7 @@ coordinates of the seeded projector that precedes the next round's first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -163,12 +164,12 @@ class FedGaLore(RegisteredMethod):
         P = item.tensors[tensor_name(layer.name, "P")].double()
         return P @ next_P.T if side_of(layer.shape) == "right" else P.T @ next_P
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         right = side_of(layer.shape) == "right"
         moment = rank * (layer.out_features if right else layer.in_features)
         whole = layer.out_features * layer.in_features
         segments = self.segments * rank * (layer.out_features + layer.in_features)
-        base = min(segments * (clients if self.rule == "svd" else 1), whole) if round else 0
+        base = min(segments * (len(cohort) if self.rule == "svd" else 1), whole) if round else 0
         if self.rule == "svd":
             return Traffic(down=moment + base, up=moment + segments + rank * (sum(layer.shape)) - moment)
         return Traffic(down=moment + base, up=moment * (1 + self.segments))

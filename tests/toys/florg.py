@@ -11,6 +11,7 @@ L and R follow from the seed and never travel. Q is not formed: A~ comes from th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -91,5 +92,5 @@ class FLoRG(RegisteredMethod):
             tensors[name] = aligned.to(reduced.stack[0].tensors[name].dtype)
         return state.next(tensors=tensors, generation=state.generation + 1)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         return Traffic(down=rank * min(layer.shape), up=rank * min(layer.shape))

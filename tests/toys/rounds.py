@@ -186,7 +186,8 @@ class Federation:
     def declared(self, client: str, round: int) -> tuple[int, int]:
         """Elements down and up that the method's ``traffic`` promises for a client over all target layers."""
         rank = self.parties[client].client.rank
-        layers = [self.method.traffic(one, rank, len(self.parties), round) for one in self.method.spec.layers]
+        cohort = [party.client.rank for party in self.parties.values()] if round else []
+        layers = [self.method.traffic(one, rank, cohort, round) for one in self.method.spec.layers]
         return sum(one.down for one in layers), sum(one.up for one in layers)
 
 

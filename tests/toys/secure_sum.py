@@ -22,9 +22,8 @@ from fedspan.core.method import Memory
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
+from fedspan.wrappers.carry import into_job, into_next_phase, round_of, with_round
 from fedspan.wrappers.wrapper import Wrapper
-
-from .carry import into_job, into_next_phase, round_of, with_round
 
 MODULUS = 2**32
 WEIGHT = "secure/weight"

@@ -229,8 +229,8 @@ def test_traffic_is_accumulators_and_moments_only() -> None:
             for id in problem.client_ids:
                 assert federation.elements[id][1] == federation.declared(id, number)[1]
     # Accumulator and second moment of one projector: 2 m r for the tall layer, 2 n r for the wide one.
-    assert _method(problem, period=4).traffic(method.spec.layers[0], RANK, 4, 1).up == 2 * 8 * RANK
-    assert _method(problem, period=4).traffic(method.spec.layers[1], RANK, 4, 1).up == 2 * 8 * RANK
+    assert _method(problem, period=4).traffic(method.spec.layers[0], RANK, (RANK,) * 4, 1).up == 2 * 8 * RANK
+    assert _method(problem, period=4).traffic(method.spec.layers[1], RANK, (RANK,) * 4, 1).up == 2 * 8 * RANK
 
 
 def test_a_float64_job_keeps_float64_projectors() -> None:

@@ -17,6 +17,7 @@ from fedspan.core.values import Job, OptimizerState, Spec, Trained
 from fedspan.engines import federation as product
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.settings import RoundSettings, TrainingSettings
+from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedhm import FedHM
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
@@ -29,17 +30,17 @@ from fedspan.methods.pfedlora import PFedLoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
+from fedspan.wrappers.fedadam import FedAdam
+from fedspan.wrappers.fedpaq import FedPAQ
+from fedspan.wrappers.fedprox import FedProx
+from fedspan.wrappers.scaffold import Scaffold
 
 from .fedgalore import FedGaLore
-from .fedpaq import FedPAQ
-from .fedprox import FedProx
 from .florg import FLoRG
 from .oracle import pair_gradients
 from .problem import HEAD, LAYERS, Problem
 from .rounds import Double, Federation, adamw, close, sgd, with_extras
-from .scaffold import Scaffold
 from .secure_sum import SecureSum
-from .server_adam import ServerAdam
 
 IDS = ("client-0", "client-1", "client-2")
 LR, ROUNDS = 0.1, 3
@@ -57,14 +58,14 @@ METHODS: dict[str, Callable[[Spec], Method]] = {
     "fedgalore": lambda spec: FedGaLore(spec=spec, r=2),
     "florg": lambda spec: FLoRG(spec=spec, r=2),
     "fedhm": lambda spec: FedHM(spec=spec),
-    "scaffold": lambda spec: Scaffold(spec=spec, clients=len(IDS)),
+    "scaffold": lambda spec: Scaffold(inner=FedAvg(spec=replace(spec, clients=len(IDS)))),
     "lora-a2": lambda spec: LoRAA2(spec=spec, r=3),
     "hetlora": lambda spec: HetLoRA(spec=spec, r=2),
     "fedprox": lambda spec: FedProx(inner=FedIT(spec=spec, r=2)),
-    "server adam": lambda spec: ServerAdam(inner=FedLoRU(spec=spec, r=2, tau=2)),
+    "fedadam": lambda spec: FedAdam(inner=FedLoRU(spec=spec, r=2, tau=2)),
 }
 WRAPPED: dict[str, Callable[[Method], Method]] = {
-    "compressed server adam": lambda inner: FedPAQ(inner=ServerAdam(inner=inner)),
+    "compressed fedadam": lambda inner: FedPAQ(inner=FedAdam(inner=inner)),
     "secure fedprox": lambda inner: SecureSum(inner=FedProx(inner=inner), cohort=IDS),
 }
 

@@ -91,9 +91,15 @@ app.command(
         "fedspan sweep --resume runs/search",
     ),
 )(compare.sweep)
-app.command("methods", epilog=_examples("fedspan methods", "fedspan methods fedloru", "fedspan methods --json"))(
-    show.methods
-)
+app.command(
+    "methods",
+    epilog=_examples(
+        "fedspan methods",
+        "fedspan methods fedloru",
+        "fedspan methods --json",
+        "fedspan methods --model FacebookAI/roberta-base --rank 8 --clients 10",
+    ),
+)(show.methods)
 app.command("data", epilog=_examples("fedspan data", "fedspan data sst2", "fedspan data --json"))(data.data)
 app.command(
     "partition",

@@ -73,7 +73,7 @@ class RunView(Listener):
         each = f", {cohort} a round" if cohort < clients else ""
         self._print(
             Text.assemble(
-                (config.method.name, "bold"),
+                (config.method.title, "bold"),
                 f" on {config.model.name.removeprefix('builtin:')} ({prepared.engine.adapted.device.type}): "
                 f"{clients} clients{each}, {examples} training examples"
                 + (f", {len(prepared.labels)} labels" if prepared.labels else "")

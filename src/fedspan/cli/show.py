@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedspan.cli.traffic import show_traffic
 from fedspan.errors import FedspanError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fedspan.data.partition import ClientRow, Partition
-    from fedspan.methods.describe import MethodRow
+    from fedspan.methods.describe import MethodRow, Option
+    from fedspan.wrappers.describe import WrapperRow
 
 __all__ = ["methods", "partition"]
 
@@ -28,26 +30,49 @@ _LONGEST = 24
 
 
 def methods(
-    key: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show one method with its options.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show one of them with its options.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="ID", help="Show the bytes that each method would send for this model."),
+    ] = None,
+    targets: Annotated[
+        str | None, typer.Option("--targets", metavar="NAME,NAME", help="Target modules; left out: PEFT's default.")
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", help="Of all clients; with --model.")] = 8,
+    clients: Annotated[int, typer.Option("--clients", metavar="N", help="Of a round; with --model.")] = 10,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="T", help="Of the run; with --model.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """List the methods: what each does, and what it claims (every claim is measured by the tests)."""
+    """List the methods, what each does and claims (every claim is measured by the tests), and the wrappers.
+
+    With --model: how many bytes each would send; only the model's config is downloaded.
+    """
     from fedspan.cli.text import console
     from fedspan.methods.describe import list_methods
+    from fedspan.wrappers.describe import list_wrappers
 
-    rows = list_methods()
+    rows, wrappers = list_methods(), list_wrappers()
     if key is not None:
-        chosen = [row for row in rows if row.key == key]
-        if not chosen:
-            known = nearest(key, [row.key for row in rows])
-            raise FedspanError("METHOD", key, f"no such method; the nearest are {known}")
-        rows = tuple(chosen)
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2, ensure_ascii=False))
-    elif key is not None:
+        known = [row.key for row in (*rows, *wrappers)]
+        if key not in known:
+            raise FedspanError("METHOD", key, f"no such method or wrapper; the nearest are {nearest(key, known)}")
+        rows = tuple(row for row in rows if row.key == key)
+        wrappers = tuple(row for row in wrappers if row.key == key)
+    if model is not None:
+        if not rows:
+            raise FedspanError("METHOD", key, "a method with --model; what a wrapper sends depends on its method")
+        show_traffic(model, [row.key for row in rows], targets, rank, clients, rounds, as_json)
+    elif as_json:
+        kinds = {"method": rows, "wrapper": wrappers}
+        plain = [{"role": role, **dataclasses.asdict(row)} for role, chosen in kinds.items() for row in chosen]
+        typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+    elif key is None:
+        _all_methods(console(), rows)
+        _all_wrappers(console(), wrappers)
+    elif rows:
         _one_method(console(), rows[0])
     else:
-        _all_methods(console(), rows)
+        _one_wrapper(console(), wrappers[0])
 
 
 def _all_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
@@ -85,8 +110,6 @@ def _all_methods(out: Console, rows: tuple[MethodRow, ...]) -> None:
 
 
 def _one_method(out: Console, row: MethodRow) -> None:
-    from fedspan.cli.text import plain_table
-
     out.print(f"{row.name}: {row.idea}", style="bold")
     out.print(f"{row.paper}\n")
     facts = [
@@ -102,13 +125,47 @@ def _one_method(out: Console, row: MethodRow) -> None:
     ]
     for fact in facts:
         out.print(f"  {fact}")
+    _options(out, "method.", row.options)
+
+
+def _options(out: Console, prefix: str, options: tuple[Option, ...]) -> None:
+    from fedspan.cli.text import plain_table
+
     table = plain_table()
     table.add_column("option", style="bold", no_wrap=True)
     table.add_column("default", no_wrap=True)
     table.add_column("what it is")
-    for option in row.options:
-        table.add_row(f"method.{option.name}", json.dumps(option.default), option.help)
+    for option in options:
+        table.add_row(f"{prefix}{option.name}", json.dumps(option.default), option.help)
     out.print(table)
+
+
+def _all_wrappers(out: Console, rows: tuple[WrapperRow, ...]) -> None:
+    from rich.text import Text
+
+    from fedspan.cli.text import plain_table
+
+    table = plain_table()
+    table.add_column("key", style="cyan", no_wrap=True)
+    table.add_column("wrapper", ratio=1, max_width=72)
+    table.add_column("kind", no_wrap=True)
+    table.expand = True
+    for row in rows:
+        published = row.paper.rpartition(" (")[2].rstrip(")")
+        table.add_row(row.key, Text.assemble((row.name, "bold"), f": {row.idea}", (f"\n{published}", "dim")), row.kind)
+    out.print(table)
+    notes = "Wrappers go around a method, one of a kind: method: {name: fedit, wrappers: [fedprox, fedadam]}"
+    out.print(notes, style="dim")
+
+
+def _one_wrapper(out: Console, row: WrapperRow) -> None:
+    out.print(f"{row.name}: {row.idea}", style="bold")
+    out.print(f"{row.paper}\n")
+    out.print(f"  a wrapper, to be put around a method: {row.kind}")
+    out.print("  method:")
+    values = "".join(f", {option.name}: {json.dumps(option.default)}" for option in row.options)
+    out.print(f"    wrappers: [{{name: {row.key}{values}}}]")
+    _options(out, "", row.options)
 
 
 def partition(

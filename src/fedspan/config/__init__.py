@@ -3,11 +3,11 @@
 Every mistake becomes a ``FedspanError`` that names the field, the value and what would be right.
 """
 
+from fedspan.config.federation import FederationConfig
+from fedspan.config.method import MethodConfig, WrapperConfig
 from fedspan.config.reading import load_config, override, parse_config, parse_text, read_values
 from fedspan.config.sections import (
     EvaluationConfig,
-    FederationConfig,
-    MethodConfig,
     ModelConfig,
     RunConfig,
     TrainingConfig,
@@ -20,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "RunConfig",
     "TrainingConfig",
+    "WrapperConfig",
     "load_config",
     "override",
     "parse_config",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, get_args
 
 import pydantic
 from pydantic import BaseModel
 
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["first_mistake"]
+__all__ = ["VARIANT", "first_mistake"]
+
+VARIANT = "="
+"""Begins the tags of a field that may be written in several ways; they are no part of what the user wrote."""
 
 
 def first_mistake(
@@ -27,7 +31,7 @@ def first_mistake(
     if isinstance(inner, FedspanError):
         return inner
     place = [prefix, *(str(part) for part in detail["loc"])]
-    field = ".".join(part for part in place if part)
+    field = ".".join(part for part in place if part and not part.startswith(VARIANT))
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         siblings = _fields_at(root, detail["loc"][:-1])
@@ -38,10 +42,20 @@ def first_mistake(
 
 
 def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
-    if model is None:
-        return []
+    annotation: Any = model
     for part in location:
-        annotation = model.model_fields[str(part)].annotation if str(part) in model.model_fields else None
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-    return list(model.model_fields)
+            annotation = annotation.model_fields[str(part)].annotation if str(part) in annotation.model_fields else None
+        elif str(part).startswith(VARIANT):
+            annotation = _tagged(annotation, str(part))
+    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _tagged(annotation: Any, tag: str) -> Any:
+    """The one of a union's members that has a tag."""
+    for member in get_args(annotation):
+        if pydantic.Tag(tag) in getattr(member, "__metadata__", ()):
+            return get_args(member)[0]
+        if (found := _tagged(member, tag)) is not None:
+            return found
+    return None

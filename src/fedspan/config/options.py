@@ -1,4 +1,4 @@
-"""A method's options: the fields of its class, as the user may set them."""
+"""Options of methods and wrappers: the fields of their classes, as the user may set them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from pydantic import ConfigDict
 from fedspan.config.mistakes import first_mistake
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import method_class
+from fedspan.wrappers.registry import WRAPPERS, wrapper_class
 
-__all__ = ["method_options"]
+__all__ = ["method_options", "wrapper_options"]
+
+_HIDDEN = frozenset({"inner", "seed", "spec"})
+"""Fields that the run sets, not the user."""
 
 
 def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,23 +27,36 @@ def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         FedspanError: unknown method, unknown option, or a value of the wrong type or range.
     """
-    cls = method_class(name)
+    if name in WRAPPERS:
+        expected = f"a method; this is a wrapper, to be put around one: method: {{name: fedit, wrappers: [{name}]}}"
+        raise FedspanError("method.name", name, expected)
+    return _options(method_class(name), name, given, "method")
+
+
+def wrapper_options(position: int, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a wrapper, by its position in ``method.wrappers``, checked alike.
+
+    Raises:
+        FedspanError: as ``method_options``.
+    """
+    field = f"method.wrappers.{position}"
+    return _options(wrapper_class(name, field), name, given, field)
+
+
+def _options(cls: type[Any], name: str, given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    fields = {
-        field.name: (hints[field.name], field.default)
-        for field in dataclasses.fields(cls)
-        if field.name not in ("spec", "seed")
-    }
+    options = [option for option in dataclasses.fields(cls) if option.name not in _HIDDEN]
+    fields = {option.name: (hints[option.name], option.default) for option in options}
     for option in given:
         if option not in fields:
-            raise FedspanError(f"method.{option}", given[option], f"{name} has the options {', '.join(fields)}")
+            raise FedspanError(f"{prefix}.{option}", given[option], f"{name} has the options {', '.join(fields)}")
     model = pydantic.create_model("options", __config__=ConfigDict(extra="forbid"), **fields)  # pyright: ignore
     try:
         checked = model(**given).model_dump()
     except pydantic.ValidationError as error:
-        raise first_mistake(error, "method") from None
-    for option in dataclasses.fields(cls):
-        _require_range(f"method.{option.name}", checked.get(option.name), option.metadata)
+        raise first_mistake(error, prefix) from None
+    for option in options:
+        _require_range(f"{prefix}.{option.name}", checked[option.name], option.metadata)
     return checked
 
 
@@ -49,6 +66,13 @@ def _require_range(field: str, value: object, bounds: Mapping[str, float]) -> No
     if not bounds:
         if not 0 < value < math.inf:
             raise FedspanError(field, value, "a finite number above 0")
-    elif not bounds["least"] <= value <= bounds["most"] or not math.isfinite(value):
-        upper = f" and at most {bounds['most']:g}" if math.isfinite(bounds["most"]) else ""
+        return
+    below = bounds.get("below", False)
+    if (
+        not bounds["least"] <= value <= bounds["most"]
+        or not math.isfinite(value)
+        or (below and value == bounds["most"])
+    ):
+        what = "below" if below else "at most"
+        upper = f" and {what} {bounds['most']:g}" if math.isfinite(bounds["most"]) else ""
         raise FedspanError(field, value, f"a finite number of at least {bounds['least']:g}{upper}")

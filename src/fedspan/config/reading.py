@@ -90,15 +90,35 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
         except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise FedspanError("--set", text, "a value that is valid YAML") from None
         *sections, last = path.strip().split(".")
-        place = changed
+        place: Any = changed
         for section in sections:
-            inside = place.setdefault(section, {})
-            if not isinstance(inside, dict):
-                raise FedspanError("--set", text, f"{section} is a value, not a section")
-            place = inside
-        place[last] = value
+            place = _inside(place, section, text)
+        if isinstance(place, list):
+            place[_position(place, last, text)] = value
+        else:
+            place[last] = value
     return changed
 
 
+def _inside(place: Any, section: str, text: str) -> Any:
+    """What stands under a name in a section, or at a position in a list; a section that is missing is made."""
+    inside = place[_position(place, section, text)] if isinstance(place, list) else place.setdefault(section, {})
+    if not isinstance(inside, dict | list):
+        raise FedspanError("--set", text, f"{section} is a value, not a section")
+    return inside
+
+
+def _position(place: list[Any], section: str, text: str) -> int:
+    if not section.isdecimal() or int(section) >= len(place):
+        raise FedspanError("--set", text, f"a position from 0 to {len(place) - 1} in the list, not {section}")
+    return int(section)
+
+
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    return {str(key): _copied_value(value) for key, value in values.items()}
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _copied(value)
+    return [_copied_value(inner) for inner in value] if isinstance(value, list) else value

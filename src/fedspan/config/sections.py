@@ -5,31 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fedspan.config.defaults import with_dataset
-from fedspan.config.options import method_options
+from fedspan.config.federation import FederationConfig
+from fedspan.config.method import MethodConfig
+from fedspan.config.section import Section
 from fedspan.core.factors import require_rank
-from fedspan.core.method import RegisteredMethod
+from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.engines.settings import EvaluationSettings, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
-from fedspan.methods.registry import method_class
 from fedspan.models.names import architecture_of
 from fedspan.tasks.metrics import METRICS_OF
 
-__all__ = ["EvaluationConfig", "FederationConfig", "MethodConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
+__all__ = ["EvaluationConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The pretrained model and which of its layers train; PEFT's words."""
 
     name: str = Field(
@@ -110,35 +107,7 @@ class ModelConfig(_Section):
         return not self.pretrained or architecture_of(self.name) is not None
 
 
-class MethodConfig(BaseModel):
-    """The method, and any of its options (``fedspan methods`` lists both)."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: str = Field(default="fedit", description="Key of the method; fedspan methods lists them.")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Everything beside the name."""
-        return dict(self.model_extra or {})
-
-
-class FederationConfig(_Section):
-    """Rounds, cohort, weights, ranks."""
-
-    rounds: int = Field(default=10, ge=1, description="Communication rounds.")
-    clients_per_round: int | None = Field(default=None, ge=1, description="Clients asked each round; left out: all.")
-    weights: Literal["examples", "uniform"] = Field(
-        default="examples", description="Weight of a client's reply in the average."
-    )
-    ranks: dict[str, int] | list[int] | None = Field(
-        default=None,
-        description="Ranks of the clients, for methods that allow different ones: by client id, or a list dealt out "
-        "in turn; left out: method.r for all.",
-    )
-
-
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """Local training of one client in one round."""
 
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="SGD takes training.momentum.")
@@ -172,7 +141,7 @@ class TrainingConfig(_Section):
         return value
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Evaluation during the run."""
 
     every: int = Field(default=1, ge=1, description="Rounds between evaluations; the last round is always evaluated.")
@@ -206,7 +175,7 @@ class EvaluationConfig(_Section):
         return value
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """One run, whole."""
 
     task: TaskName = Field(
@@ -245,7 +214,7 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        method_options(self.method.name, self.method.options)
+        self.wrapped(self.method.build(Spec(()), self.seed))
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"one that {self.task} measures: {', '.join(metrics)}"
@@ -268,6 +237,10 @@ class RunConfig(_Section):
             del content["model"][name]
         for name in ("train", "test"):
             content["data"].pop(name, None)
+        if not self.method.wrappers:  # as in runs of before there were any
+            del content["method"]["wrappers"]
+        if self.federation.ranks is not None:
+            content["federation"] = self.federation.model_dump(mode="json", include={"ranks", "scaling"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def training_settings(self) -> TrainingSettings:
@@ -308,10 +281,19 @@ class RunConfig(_Section):
         Raises:
             FedspanError: if its rank is larger than a layer.
         """
-        cls = method_class(self.method.name)
-        method = cls(spec=spec, seed=self.seed, **method_options(self.method.name, self.method.options))
-        if cls.claims.adapter:
+        method = self.method.build(spec, self.seed)
+        if method.claims.adapter:
             too_large = require_rank(spec, method.r)
             if too_large:
                 raise FedspanError("method.r", method.r, f"larger than a target layer; {too_large}")
         return method
+
+    def wrapped(self, method: RegisteredMethod) -> Method:
+        """A method with the run's policy for the extras (its own where the run names none) and the run's wrappers.
+
+        Raises:
+            FedspanError: for wrappers that there are not, or that don't go with the method or the training.
+        """
+        training = self.training_settings()
+        policy, lr_scale = self.model.extras, self.model.extras_lr_scale
+        return self.method.wrapped(method, policy, lr_scale, training.optimizer, training.max_grad_norm)

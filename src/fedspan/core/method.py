@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +28,7 @@ from fedspan.core.values import (
     Weights,
 )
 
-__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "bounded", "scaling_of"]
+__all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "bounded", "decay_rate", "scaling_of"]
 
 Memory = Tensors
 """What stays on a client between rounds, by tensor name. It never travels."""
@@ -47,6 +48,10 @@ class Claims:
         adapter: the update is of low rank, so that ``r`` matters.
         reinitialises: factors start anew every round (so server optimizers have nothing to act on).
         budgets: a client's rank is no shape but a budget, of how many of the model's slots it trains and sends.
+        moves_base: every round the base moves by what that round's replies give (so their average alone is no step).
+        sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under
+            their names, and where replies sum, ``contribute`` passes them on as they are; ``other``: it holds anything
+            else too (tensors of the client's own, changes, sketches, moments); ``nothing``.
     """
 
     paper: str
@@ -58,6 +63,8 @@ class Claims:
     adapter: bool = True
     reinitialises: bool = False
     budgets: bool = False
+    moves_base: bool = False
+    sends: Literal["values", "other", "nothing"] = "values"
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,11 @@ class Traffic:
 def bounded(default: float, least: float, most: float = math.inf) -> Any:
     """A method's numeric option whose range includes its ends; without it an option must be above 0."""
     return field(default=default, metadata={"least": least, "most": most})
+
+
+def decay_rate(default: float) -> Any:
+    """A method's numeric option from 0 to below 1: the share of an average that it keeps."""
+    return field(default=default, metadata={"least": 0.0, "most": 1.0, "below": True})
 
 
 def scaling_of(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:
@@ -128,8 +140,20 @@ class Method(ABC):
         """Server: the state after the round."""
 
     @abstractmethod
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        """Parameters that travel for one layer, to and from a client that took part in every round before."""
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        """Parameters that travel for one layer, to and from a client that took part in every round before.
+
+        Args:
+            layer: the target layer.
+            rank: the client's.
+            cohort: ranks of the clients that replied in the round before, which what comes down may be made of; in
+                round 0, of nobody.
+            round: number, from 0.
+        """
+
+    def upload(self, elements: int) -> int:
+        """Bytes of tensor data that a tensor of so many elements takes in a reply: float32, unless compressed."""
+        return 4 * elements
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ class Job:
         epochs: overrides the run's local epochs (a phase of a method), None keeps them.
         masks: 0/1 tensors by name; masked entries neither move nor gather moments.
         penalties: added to the loss.
-        gradient_offset: added to the gradient after clipping (SCAFFOLD's c - c_i).
+        gradient_offset: added to the gradient after clipping (SCAFFOLD's c - c_i); that of what does not train is not.
         optimizer: changes to the run's optimizer (by field of ``OptimizerSpec``).
         optimizer_state: initial moments (FedGaLore's second moment).
         generation: moments kept by an engine from another generation are dropped.

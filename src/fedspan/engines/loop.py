@@ -188,8 +188,9 @@ class LoopEngine:
             gradients[name] = gradients[name] * mask.to(gradients[name])
         if self.settings.max_grad_norm:
             clip(gradients, self.settings.max_grad_norm)
-        for name, offset in job.gradient_offset.items():
-            gradients[name] = gradients[name] + offset.to(gradients[name].device)
+        for name in names:
+            if name in job.gradient_offset:
+                gradients[name] = gradients[name] + job.gradient_offset[name].to(gradients[name].device)
         optimizer.step(gradients)
 
     @torch.no_grad()

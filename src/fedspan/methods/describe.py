@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MethodRow", "Option", "describe", "list_methods"]
+__all__ = ["MethodRow", "Option", "describe", "list_methods", "options_of", "title_of"]
 
 _TABLE = "table.json"
 
@@ -80,33 +80,39 @@ def describe() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for key, cls in sorted(METHODS.items()):
         claims = cls.claims
-        module = inspect.getmodule(cls)
-        name, _, idea = (inspect.getdoc(module) or "").split("\n\n")[0].partition(": ")
+        name, idea = title_of(cls)
         row = MethodRow(
             key=key,
             name=name,
             cls=cls.__name__,
-            idea=" ".join(idea.split()),
+            idea=idea,
             paper=claims.paper,
             exact=claims.exact,
             personal=claims.personal,
             heterogeneous_ranks=claims.heterogeneous_ranks,
             reduction=claims.reduction,
             extras=claims.extras,
-            options=tuple(_options(cls)),
+            options=tuple(options_of(cls, frozenset({"spec", "seed"}))),
         )
         rows.append(dataclasses.asdict(row))
     return json.loads(json.dumps(rows))
 
 
-def _options(cls: type[Any]) -> list[Option]:
+def title_of(cls: type[Any]) -> tuple[str, str]:
+    """Name and idea, which the first line of a class's module gives."""
+    name, _, idea = (inspect.getdoc(inspect.getmodule(cls)) or "").split("\n\n")[0].partition(": ")
+    return name, " ".join(idea.split())
+
+
+def options_of(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
+    """The fields of a class but for the hidden ones, with what docstrings of the class and its bases say of them."""
     said: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         said |= _arguments(ancestor.__doc__ or "")
     return [
         Option(field.name, str(field.type), field.default, said.get(field.name, ""))
         for field in dataclasses.fields(cls)
-        if field.name not in ("spec", "seed")
+        if field.name not in hidden
     ]
 
 

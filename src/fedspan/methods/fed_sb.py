@@ -17,6 +17,7 @@ divided by the steps of its warm-up. Factors stay in float32, where that code ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -112,7 +113,7 @@ class FedSB(RegisteredMethod):
                 tensors[tensor_name(layer.name, slot)] = value.to(gradient.dtype).contiguous()
         return tensors
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         rows, columns = layer.shape
         if not round:
             return Traffic(down=0, up=rows * columns)

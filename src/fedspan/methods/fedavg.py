@@ -14,6 +14,7 @@ every layer for the original. W travels down in round 0 too: clients need not ho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -73,6 +74,6 @@ class FedAvg(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         whole = layer.out_features * layer.in_features
         return Traffic(down=whole, up=whole)

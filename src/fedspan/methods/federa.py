@@ -16,6 +16,7 @@ again; that is ``aggregation: product_svd``, where what lies beyond rank r is lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -84,7 +85,7 @@ class FeDeRA(RegisteredMethod):
         tensors = by_slot(map_layers(decomposed, self.spec.layers))
         return state.next(tensors=tensors, generation=state.generation + 1)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)
         given_up = 0 if round else min(both, layer.out_features * layer.in_features)
         return Traffic(down=both + given_up, up=both)

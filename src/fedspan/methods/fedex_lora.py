@@ -9,13 +9,13 @@ arXiv:2410.09432.
 Exact. The residual equals ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)`` and travels as these factors of rank (K - 1) r, or
 densely where that is fewer elements.
 
-Deviations: the paper averages uniformly; here the run's weights count (``federation.weights``). It sends the residual
-densely; its truncated residual is the option ``residual_rank``. Different ranks are refused: the mean of their factors
-is not defined. Absent clients (the paper has none) are sent every residual that they missed.
+Deviations: the run's weights count (the paper's are uniform). The paper sends the residual densely; its truncated one is
+the option ``residual_rank``. Different ranks are refused: the mean of their factors is not defined.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -42,6 +42,7 @@ class FedExLoRA(RegisteredMethod):
         paper="FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning (ACL 2025, arXiv:2410.09432)",
         exact=True,
         reduction="stack",
+        moves_base=True,
     )
 
     residual_rank: int | None = None
@@ -73,7 +74,7 @@ class FedExLoRA(RegisteredMethod):
         deltas = {name: delta for name, delta in map_layers(lost, self.spec.layers).items() if delta.numel()}
         return state.next(tensors=means, base=state.base.add(Increment(state.round + 1, deltas)))
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         (rows, columns), both = layer.shape, rank * sum(layer.shape)
-        lost = min((clients - 1) * rank, self.residual_rank or rows * columns)
-        return Traffic(down=both + (min(lost * (rows + columns), rows * columns) if round else 0), up=both)
+        lost = min((len(cohort) - 1) * rank, self.residual_rank or rows * columns)
+        return Traffic(down=both + (min(lost * (rows + columns), rows * columns) if cohort else 0), up=both)

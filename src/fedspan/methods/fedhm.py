@@ -19,7 +19,7 @@ between the two halves of a convolution, which the published models have, is not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -144,6 +144,6 @@ class FedHM(RegisteredMethod):
             pairs[layer.name] = balanced(*svd(mean)).to(mean.B.dtype)
         return state.next(tensors=_by_slot(pairs), generation=state.generation + 1)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = min(rank, *_rectangle(layer)) * sum(_rectangle(layer))
         return Traffic(down=both, up=both)

@@ -14,6 +14,7 @@ Deviations: none of substance. The published code builds a new optimizer every r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -62,6 +63,6 @@ class FedIT(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)
         return Traffic(down=both, up=both)

@@ -21,7 +21,8 @@ code's ``--accumulate`` merges without re-initialising, which applies s B A twic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -63,6 +64,9 @@ class FedLoRU(RegisteredMethod):
 
     tau: int = 5
     from_scratch: bool = False
+
+    def declared(self) -> Claims:
+        return replace(self.claims, reinitialises=self.tau == 1, moves_base=self.tau == 1)
 
     def init(self, weights: Weights) -> ServerState:
         base = BaseUpdate().add(Increment(0, {}, decay=0.0)) if self.from_scratch else BaseUpdate()
@@ -115,6 +119,6 @@ class FedLoRU(RegisteredMethod):
             generation=generation,
         )
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = self.r * (layer.out_features + layer.in_features)
         return Traffic(down=both if round else 0, up=both)

@@ -18,6 +18,7 @@ factors are new ones; what the paper calls momentum is in the factors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -46,6 +47,7 @@ class FedMomentum(RegisteredMethod):
         heterogeneous_ranks=True,
         reduction="stack",
         reinitialises=True,
+        moves_base=True,
     )
 
     def init(self, weights: Weights) -> ServerState:
@@ -97,7 +99,8 @@ class FedMomentum(RegisteredMethod):
         shares = [sum(one.weight for one in reduced.stack if one.client.rank <= j) for j in range(least, self.r)]
         return LowRank(B[:, least:] * torch.tensor(shares, dtype=B.dtype), A[least:], self.scaling(None))
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         (rows, columns), ends = layer.shape, sum(layer.shape)
-        rest = min((min(clients * rank, rows, columns) - self.r) * ends, rows * columns) if round else 0
+        stacked = sum(cohort) + self.r - min(self.r, *cohort) if cohort else 0  # with what rode along
+        rest = min((min(stacked, rows, columns) - self.r) * ends, rows * columns)
         return Traffic(down=self.r * ends + max(0, rest), up=rank * ends)

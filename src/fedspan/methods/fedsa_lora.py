@@ -13,6 +13,7 @@ Deviations: a client that never took part has B = 0 (the paper does not say).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -66,5 +67,5 @@ class FedSALoRA(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         return Traffic(down=rank * layer.in_features, up=rank * layer.in_features)

@@ -15,6 +15,7 @@ Momentum and moments are dropped every round, because B's columns have turned. W
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -69,5 +70,5 @@ class FedSVD(RegisteredMethod):
         pairs = map_layers(renewed, self.spec.layers)
         return state.next(tensors=by_slot(pairs), generation=state.generation + 1)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         return Traffic(down=rank * (layer.out_features + layer.in_features), up=rank * layer.out_features)

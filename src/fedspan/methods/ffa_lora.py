@@ -15,6 +15,7 @@ A0's distribution is an option: ``kaiming`` (published ports, default), ``gaussi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -70,5 +71,5 @@ class FFALoRA(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         return Traffic(down=rank * layer.out_features, up=rank * layer.out_features)

@@ -18,6 +18,7 @@ dropped every round, because the factors are new ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -87,6 +88,6 @@ class FlexLoRA(RegisteredMethod):
         tensors = by_slot(map_layers(decomposed, self.spec.layers))
         return state.next(tensors=tensors, scalars={"rank": largest}, generation=state.generation + 1)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)
         return Traffic(down=both if round else 0, up=both)

@@ -14,6 +14,7 @@ so that unequal scalings are exact too. A_i is drawn from (seed, round, client):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -48,6 +49,8 @@ class FLoRA(RegisteredMethod):
         heterogeneous_ranks=True,
         reduction="stack",
         reinitialises=True,
+        moves_base=True,
+        sends="other",
     )
 
     def init(self, weights: Weights) -> ServerState:
@@ -73,6 +76,6 @@ class FLoRA(RegisteredMethod):
         base = state.base.add(Increment(state.round + 1, deltas))
         return state.next(base=base, generation=state.generation + 1)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        one = rank * (layer.out_features + layer.in_features)
-        return Traffic(down=min(clients * one, layer.out_features * layer.in_features) if round else 0, up=one)
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        sides, whole = layer.out_features + layer.in_features, layer.out_features * layer.in_features
+        return Traffic(down=min(sum(cohort) * sides, whole), up=rank * sides)

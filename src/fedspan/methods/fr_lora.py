@@ -17,6 +17,7 @@ out from A and B: a client that was away can then be sent what it missed, whatev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -47,6 +48,7 @@ class FRLoRA(RegisteredMethod):
         paper="Federated Residual Low-Rank Adaption of Large Language Models (ICLR 2025)",
         exact=False,
         reinitialises=True,
+        moves_base=True,
     )
 
     train: Literal["both", "B"] = "both"
@@ -88,7 +90,7 @@ class FRLoRA(RegisteredMethod):
         A = reduced.mean[a]
         return smaller(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         rows, columns = layer.shape
         one = rank * (rows + columns)
         learnt = 2 * one if self.train == "both" else one

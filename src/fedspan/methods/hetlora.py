@@ -156,6 +156,6 @@ class HetLoRA(RegisteredMethod):
             square += float(inner(pair, pair))
         return math.sqrt(max(square, 0.0))
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)  # less by the slots that a client has pruned
         return Traffic(down=both, up=both)

@@ -7,6 +7,7 @@ Deviations: none; it is a baseline, not a paper's method.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -38,6 +39,7 @@ class LocalOnly(RegisteredMethod):
         personal=True,
         heterogeneous_ranks=True,
         extras="local",
+        sends="nothing",
     )
 
     def init(self, weights: Weights) -> ServerState:
@@ -60,5 +62,5 @@ class LocalOnly(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next()
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         return Traffic(down=0, up=0)

@@ -18,6 +18,7 @@ FFA-LoRA. B's learning rate is ``b_lr_scale`` times A's: the paper takes two rat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -129,7 +130,7 @@ class LoRAA2(RegisteredMethod):
         }
         return state.next(tensors={**state.tensors, **moved})
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         # Slots are chosen over all layers together: ``up`` is that of the mean layer, exact where all are chosen.
         sizes, budget = {"A": layer.in_features, "B": layer.out_features}, min(rank, self.r)
         down = self.r * sizes[alternating_factor(round - 1)] if round else 0

@@ -19,6 +19,7 @@ whose minimiser is ``dB = (C - B' G)(G + lambda I)^-1``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -121,6 +122,6 @@ class LoRAFAIR(RegisteredMethod):
         by_layer = map_layers(corrected, self.spec.layers)
         return state.next(tensors=means | {tensor_name(layer, "B"): B for layer, B in by_layer.items()})
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)
         return Traffic(down=both, up=both)

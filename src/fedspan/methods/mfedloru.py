@@ -17,6 +17,7 @@ factor is 0 and the right one drawn from (seed, layer, round, client): the paper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -91,6 +92,6 @@ class MFedLoRU(FedLoRU):
             for slot in ("A", "B")
         }
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
-        whole = super().traffic(layer, rank, clients, round)
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        whole = super().traffic(layer, rank, cohort, round)
         return whole if rank >= self.r else replace(whole, up=rank * (sum(layer.shape) + 2 * self.r))

@@ -19,6 +19,7 @@ Only the target modules have a trained W and a pair. The global model is W witho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -99,6 +100,6 @@ class PFedLoRA(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         whole = layer.out_features * layer.in_features
         return Traffic(down=whole, up=whole)

@@ -16,6 +16,7 @@ FlexLoRA's code draws a mask for every client; here all have one, as in the pape
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -111,7 +112,7 @@ class SLoRA(RegisteredMethod):
             tensors[tensor_name(layer.name, "B")] = (U * S / self.scaling(None)).to(own.dtype)
         return tensors
 
-    def traffic(self, layer: LayerSpec, rank: int, clients: int, round: int) -> Traffic:
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         sparse = round < self.sparse_rounds
         one = chosen(layer.shape, self.density) if sparse else rank * (layer.out_features + layer.in_features)
         return Traffic(down=one if round else 0, up=one)

@@ -15,7 +15,7 @@ from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
 from fedspan.engines.loop import LoopEngine
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.build import Prepared, with_extras
+from fedspan.runs.build import Prepared
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.files import disk_errors, remove
 from fedspan.runs.folder import RunFolder
@@ -74,7 +74,7 @@ def _variant(
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = LoopEngine(prepared.engine.adapted, prepared.engine.task, settings, prepared.engine.seed)
     rounds = replace(config.round_settings(), cohort=None)
-    federation = Federation(with_extras(config, method), engine, members, prepared.train, rounds)
+    federation = Federation(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = Evaluator(federation, config.evaluation.batch_size)
     return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator)
 

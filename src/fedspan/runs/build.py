@@ -8,20 +8,20 @@ import datasets
 import torch
 
 from fedspan.config import RunConfig
-from fedspan.core.method import Claims, RegisteredMethod, scaling_of
+from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
 from fedspan.engines.loop import LoopEngine
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError
 from fedspan.runs.modelling import RunModel, build_model
 from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.tasks.task import Examples, RunTask
-from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 
-__all__ = ["Prepared", "choose_device", "prepare", "with_extras"]
+__all__ = ["Prepared", "choose_device", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     engine = LoopEngine(adapted, task, config.training_settings(), config.seed)
     train = task.encode(data.train)
     federation = Federation(
-        with_extras(config, method), engine, _members(config, method, parts), train, config.round_settings()
+        config.wrapped(method), engine, _members(config, method, parts), train, config.round_settings()
     )
     return Prepared(
         config=config,
@@ -129,12 +129,6 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
 
 def _dropped(count: int) -> tuple[str, ...]:
     return (f"{count} rows that lack a text, a label or an answer were left out",) if count else ()
-
-
-def with_extras(config: RunConfig, method: RegisteredMethod) -> WithExtras:
-    """The method with the run's policy for the extras, or its own where the run names none."""
-    policy: ExtrasPolicy = config.model.extras or method.claims.extras
-    return WithExtras(inner=method, policy=policy, lr_scale=config.model.extras_lr_scale)
 
 
 def _names(examples: datasets.Dataset) -> tuple[str, ...]:
@@ -159,14 +153,13 @@ def _max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) ->
 
 
 def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> list[Member]:
-    ranks = _ranks(config, method.claims, method, parts)
+    ranks = client_ranks(config, method, [part.id for part in parts.clients])
     members: list[Member] = []
     for part in parts.clients:
-        rank = ranks.get(part.id, method.r)
         client = Client(
             id=part.id,
-            rank=rank,
-            scaling=scaling_of(method.lora_alpha, rank, method.use_rslora),
+            rank=ranks[part.id],
+            scaling=client_scaling(config, method, ranks[part.id]),
             examples=len(part.train),
             weight=1.0 if config.federation.weights == "uniform" else float(len(part.train)),
         )
@@ -175,25 +168,3 @@ def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> l
     if cohort is not None and cohort > len(members):
         raise FedspanError("federation.clients_per_round", cohort, f"at most the {len(members)} clients there are")
     return members
-
-
-def _ranks(config: RunConfig, claims: Claims, method: RegisteredMethod, parts: Partition) -> dict[str, int]:
-    wanted = config.federation.ranks
-    if wanted is None:
-        return {}
-    ids = [part.id for part in parts.clients]
-    if isinstance(wanted, list):
-        wanted = {id: wanted[index % len(wanted)] for index, id in enumerate(ids)} if wanted else {}
-    for id, rank in wanted.items():
-        if id not in ids:
-            raise FedspanError(f"federation.ranks.{id}", rank, f"no such client; the nearest are {nearest(id, ids)}")
-        smallest = min(min(layer.shape) for layer in method.spec.layers)
-        if not 1 <= rank <= smallest:
-            raise FedspanError(
-                f"federation.ranks.{id}", rank, f"a rank from 1 to {smallest}, the smallest layer's side"
-            )
-        if rank != method.r and not claims.heterogeneous_ranks:
-            raise FedspanError(
-                f"federation.ranks.{id}", rank, f"{config.method.name} needs one rank for all clients, {method.r}"
-            )
-    return wanted

@@ -14,6 +14,7 @@ from fedspan.runs.series import Step, finite, mean, spread, standard_error, unde
 from fedspan.runs.session import RunReport
 from fedspan.runs.tables import Table, heading, megabytes, plus_minus, seconds
 from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.wrappers.registry import WRAPPERS
 
 __all__ = ["CompareReport", "CompareRow", "Comparison", "compared", "heldout_score", "plan_comparison"]
 
@@ -25,7 +26,7 @@ class Comparison:
     """What is to be compared.
 
     Args:
-        methods: registry keys.
+        methods: registry keys, some with wrappers: ``fedit+fedprox``.
         seeds: of every method.
         against: the row that all others are compared with.
         steps: the runs, in the order in which they are played.
@@ -167,7 +168,7 @@ def plan_comparison(
 
     Args:
         values: the config; its ``method`` section may hold options that only some of the methods have.
-        methods: registry keys.
+        methods: registry keys; ``fedit+fedprox`` is a method with a wrapper around those of the config.
         seeds: of every method.
         overrides_for: ``section.field=value`` for one method, by its key.
         against: the reference; None: the first method.
@@ -178,8 +179,7 @@ def plan_comparison(
     if not methods:
         raise FedspanError("--methods", [], "keys of methods, such as fedit,rolora; fedspan methods lists them")
     for position, key in enumerate(methods):
-        if key not in METHODS:
-            raise FedspanError("--methods", key, f"no such method; the nearest are {nearest(key, METHODS)}")
+        _require_known(key)
         if key in methods[:position]:
             raise FedspanError("--methods", key, "every method once")
     for key, texts in overrides_for.items():
@@ -199,24 +199,40 @@ def plan_comparison(
     return Comparison(tuple(methods), seeds, against or methods[0], tuple(steps))
 
 
+def _require_known(key: str) -> None:
+    name, *wrappers = key.split("+")
+    if name in WRAPPERS:
+        raise FedspanError("--methods", key, f"a method; {name} is a wrapper: fedit+{name}")
+    if name not in METHODS:
+        raise FedspanError("--methods", key, f"no such method; the nearest are {nearest(name, METHODS)}")
+    for wrapper in wrappers:
+        if wrapper not in WRAPPERS:
+            raise FedspanError("--methods", key, f"no such wrapper; the nearest are {nearest(wrapper, WRAPPERS)}")
+
+
 def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Sequence[str]) -> RunConfig:
     """The config under one method, with those of the options that it has, and what is set for it alone."""
     section = values.get("method", {})
     if not isinstance(section, Mapping):
         return parse_config(values)  # it says what is wrong
-    known = {name: set(method_options(name, {})) for name in methods}
+    names = {row: row.split("+")[0] for row in methods}
+    known = {row: set(method_options(name, {})) for row, name in names.items()}
     every = set[str]().union(*known.values())
     for option, value in section.items():
-        if option != "name" and option not in every:
+        if option not in ("name", "wrappers") and option not in every:
             expected = f"an option of one of {', '.join(methods)}; the nearest are {nearest(str(option), every)}"
             raise FedspanError(f"method.{option}", value, expected)
     options = {option: value for option, value in section.items() if option in known[key]}
-    changed = {**values, "method": {"name": key, **options}}
-    shared, config = parse_config(changed), parse_config(override(changed, own))
+    wrappers = section.get("wrappers", [])
+    if isinstance(wrappers, list):
+        # As mappings, so that --set-for can go into them.
+        wrappers = [{"name": each} if isinstance(each, str) else each for each in (*wrappers, *key.split("+")[1:])]
+    changed = {**values, "method": {"name": names[key], **options, "wrappers": wrappers}}
+    config = parse_config(override(changed, own))
     said = f"{key}:{' '.join(own)}"
-    if config.method.name != key:
+    if config.method.name != names[key]:
         raise FedspanError("--set-for", said, "another field: the methods are those of --methods")
-    return with_shared(shared, config, "--set-for", said)
+    return with_shared(parse_config({**values, "method": {}}), config, "--set-for", said)
 
 
 def measured_by(report: RunReport) -> str:

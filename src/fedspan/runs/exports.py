@@ -31,7 +31,7 @@ def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> 
         folder = place.adapter / folder_name(key) if personal else place.adapter
         notes = {
             **asdict(prepared.facts),
-            "method": prepared.config.method.name,
+            "method": prepared.config.method.title,
             "round": progress.state.round,
             "base_model": prepared.config.model.name,
             "kept": prepared.config.model.modules_to_save,

@@ -37,7 +37,7 @@ class RunReport:
     """The summary of a finished run; ``report.json`` holds the same.
 
     Args:
-        method: registry key.
+        method: registry key, with those of its wrappers: ``fedit+fedprox``.
         task: kind of problem.
         metric: by which rounds were compared.
         rounds: played.
@@ -231,7 +231,7 @@ class _Session:
         examples = _predictions(prepared, progress)
         totals = self.ledger.totals
         report = RunReport(
-            method=prepared.config.method.name,
+            method=prepared.config.method.title,
             task=prepared.config.task,
             metric=prepared.task.metric,
             rounds=prepared.federation.settings.rounds,

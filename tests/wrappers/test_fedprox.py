@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
+from toys.pfedloru import PFedLoRU
 
+from fedspan.core.penalties import Proximal
 from fedspan.core.tensors import tensor_name
+from fedspan.core.values import Job
 from fedspan.methods.fedit import FedIT
+from fedspan.methods.local_only import LocalOnly
 from fedspan.wrappers.extras import WithExtras
-
-from .fedprox import FedProx
-from .oracle import average, copied, pair_gradients
-from .problem import HEAD, LAYERS, Problem
-from .rounds import Double, Federation, close, sgd, with_extras
+from fedspan.wrappers.fedprox import FedProx
+from toys.oracle import average, copied, pair_gradients
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Double, Federation, close, sgd, with_extras
 
 LR, MU, SCALING, STEPS = 0.3, 0.7, 2.0, 3
 
@@ -61,3 +64,34 @@ def test_without_strength_it_is_the_inner_method_bit_for_bit() -> None:
     plain.round()
     for name, value in plain.state.tensors.items():
         assert torch.equal(federation.state.tensors[name], value)
+
+
+def test_a_later_phase_is_held_near_the_start_of_the_round() -> None:
+    """The head trains in both of pFedLoRU's phases: in the second its reference is still what the server sent."""
+    problem = Problem(clients=1)
+    inner = WithExtras(inner=PFedLoRU(spec=problem.adapted().spec, r=2, tau=5), policy="average")
+    federation = Federation(Double(inner=FedProx(inner=inner, mu=MU)), problem, sgd(LR, steps=STEPS))
+    jobs: list[Job] = []
+    train = federation.engine.train
+
+    def watched(job: Job, *args: object, **options: object) -> object:
+        jobs.append(job)
+        return train(job, *args, **options)  # type: ignore[arg-type]
+
+    federation.engine.train = watched  # type: ignore[method-assign, assignment]
+    federation.round()
+    first, second = jobs
+    for name in HEAD:
+        key = f"extras/{name}"
+        penalty = second.penalties[-1]
+        assert isinstance(penalty, Proximal)
+        assert torch.equal(penalty.reference[key], first.tensors[key])
+        assert not torch.equal(penalty.reference[key], second.tensors[key])
+    assert len(first.penalties) == len(second.penalties) == 1
+
+
+def test_refused_where_nothing_is_shared() -> None:
+    method = LocalOnly(spec=Problem(clients=1).adapted().spec)
+    refusal = FedProx(inner=method).refusal(method.declared())
+    assert refusal is not None
+    assert "share none" in refusal

@@ -1,0 +1,88 @@
+"""The federation of a run: rounds, cohort, weights, and the clients' ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from fedspan.config.mistakes import VARIANT
+from fedspan.config.section import Section
+
+__all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks"]
+
+Rank = Annotated[int, Field(ge=1)]
+
+
+class FractionRanks(Section):
+    """Each rank for a share of the clients."""
+
+    assign: Literal["fractions"] = "fractions"
+    of: dict[Rank, Annotated[float, Field(gt=0, le=1)]] = Field(
+        min_length=1, description="Shares by rank; they sum to 1."
+    )
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Of which client gets which.")
+
+    @field_validator("of")
+    @classmethod
+    def _whole(cls, value: dict[int, float]) -> dict[int, float]:
+        if abs(sum(value.values()) - 1) > 1e-6:
+            raise ValueError(f"shares that sum to 1, not to {sum(value.values()):g}")
+        return value
+
+
+class DrawnRanks(Section):
+    """A rank drawn for every client by itself."""
+
+    assign: Literal["draw"] = "draw"
+    of: list[Rank] = Field(min_length=1, description="To draw from, all alike.")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="Of the draws.")
+
+
+def _kind(value: object) -> str | None:
+    """Which of the four ways to write ranks this is."""
+    if isinstance(value, list):
+        return VARIANT + "turns"
+    if isinstance(value, FractionRanks | DrawnRanks):
+        return VARIANT + value.assign
+    if isinstance(value, dict):
+        assign = value.get("assign", "clients")
+        return VARIANT + (assign if isinstance(assign, str) else "clients")
+    return None
+
+
+Ranks = Annotated[
+    Annotated[dict[str, Rank], Tag(VARIANT + "clients")]
+    | Annotated[list[Rank], Tag(VARIANT + "turns")]
+    | Annotated[FractionRanks, Tag(VARIANT + "fractions")]
+    | Annotated[DrawnRanks, Tag(VARIANT + "draw")],
+    Discriminator(
+        _kind,
+        custom_error_type="ranks",
+        custom_error_message="ranks by client {client-00: 4}, in turn [4, 8], or {assign: fractions, of: {4: 0.5, "
+        "8: 0.5}} or {assign: draw, of: [4, 8]}",
+    ),
+]
+"""Ranks by client id, dealt out in turn, by shares of the clients, or drawn."""
+
+
+class FederationConfig(Section):
+    """Rounds, cohort, weights, ranks."""
+
+    rounds: int = Field(default=10, ge=1, description="Communication rounds.")
+    clients_per_round: int | None = Field(default=None, ge=1, description="Clients asked each round; left out: all.")
+    weights: Literal["examples", "uniform"] = Field(
+        default="examples", description="Weight of a client's reply in the average."
+    )
+    ranks: Ranks | None = Field(
+        default=None,
+        description="Ranks of the clients, for methods that allow different ones. By client id: {client-00: 4}. In "
+        "turn: [4, 8, 16]. By shares of the clients, who are shuffled: {assign: fractions, of: {4: 0.5, 8: 0.3, 16: "
+        "0.2}}. Drawn for every client: {assign: draw, of: [4, 8, 16]}. The last two take a seed; left out: that of "
+        "the division of the data. Whom nothing names has method.r.",
+    )
+    scaling: Literal["by-rank", "equal"] = Field(
+        default="by-rank",
+        description="Factor on a client's B A under different ranks. by-rank: lora_alpha over its own rank. equal: "
+        "lora_alpha over method.r for all, as if each had its own alpha.",
+    )

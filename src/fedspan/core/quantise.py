@@ -1,0 +1,69 @@
+"""Unbiased quantisation of a tensor to a few bits an entry, and the bytes that it takes (QSGD, arXiv:1610.02132).
+
+    Q(x)_j = ||x|| sign(x_j) xi_j,   xi_j = (l + 1) / s with probability s |x_j| / ||x|| - l, else l / s
+
+with l = floor(s |x_j| / ||x||) and s = 2^(bits - 1) - 1 levels of magnitude beside the sign.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack", "packed_size", "quantise", "unpack"]
+
+_NORM = 4  # bytes of a float32
+_AT_ONCE = 2**18  # entries whose bits are spread out in memory; a multiple of 8, so that parts end with a byte
+
+
+def levels_of(bits: int) -> int:
+    """How many levels of magnitude s: so that the signed levels -s ... s have a code of so many bits."""
+    return 2 ** (bits - 1) - 1
+
+
+def packed_size(elements: int, bits: int) -> int:
+    """Bytes of a packed tensor: the norm, then ``bits`` bits an entry, the last byte filled up."""
+    return _NORM + math.ceil(elements * bits / 8)
+
+
+def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Levels in [-s, s], int64, in the tensor's shape, and the norm, float32: ``norm * level / s`` is unbiased.
+
+    The norm is rounded up to float32, so that it is at least every entry and no level exceeds s.
+    """
+    exact, levels = value.double(), levels_of(bits)
+    norm = exact.norm()
+    rounded = norm.float()
+    if rounded.double() < norm:
+        rounded = torch.nextafter(rounded, torch.tensor(math.inf))
+    scaled = levels * exact.abs() / rounded.double() if norm > 0 else torch.zeros_like(exact)
+    lower = scaled.floor()
+    up = torch.rand(value.shape, generator=rng, dtype=torch.float64) < scaled - lower
+    return (exact.sign() * (lower + up)).to(torch.int64), rounded
+
+
+def pack(levels: Tensor, norm: Tensor, bits: int) -> Tensor:
+    """A uint8 vector of ``packed_size`` bytes: the norm's, then the codes level + s, lowest bit first."""
+    codes = levels.flatten() + levels_of(bits)
+    return torch.cat([norm.reshape(1).view(torch.uint8), *(_to_bytes(part, bits) for part in codes.split(_AT_ONCE))])
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """What a packed tensor stands for, flat, float32; where the last byte had room, with entries too many behind."""
+    norm, stream = packed[:_NORM].clone().view(torch.float32), packed[_NORM:]
+    codes = torch.cat([_from_bytes(part, bits) for part in stream.split(_AT_ONCE * bits // 8)])
+    return (codes - levels_of(bits)).to(torch.float32) * (norm / levels_of(bits))
+
+
+def _to_bytes(codes: Tensor, bits: int) -> Tensor:
+    stream = (codes[:, None] >> torch.arange(bits) & 1).flatten().to(torch.uint8)
+    stream = torch.nn.functional.pad(stream, (0, -stream.numel() % 8)).reshape(-1, 8)
+    return (stream << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def _from_bytes(packed: Tensor, bits: int) -> Tensor:
+    stream = (packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()
+    stream = stream[: stream.numel() // bits * bits].reshape(-1, bits).to(torch.int64)
+    return (stream << torch.arange(bits)).sum(1)

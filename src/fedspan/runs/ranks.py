@@ -1,0 +1,76 @@
+"""The clients' ranks and scalings, from the ways in which a config may give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fedspan.config import RunConfig
+from fedspan.config.federation import DrawnRanks, FractionRanks
+from fedspan.core.method import RegisteredMethod, scaling_of
+from fedspan.core.tensors import generator
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["client_ranks", "client_scaling"]
+
+
+def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
+    """Every client's rank.
+
+    Args:
+        config: the run's.
+        method: bound to the model's target layers.
+        ids: of the clients, in their order.
+
+    Raises:
+        FedspanError: for a client that there is not, a rank that no layer has room for, or different ranks where the
+            method takes one.
+    """
+    wanted = _wanted(config, ids)
+    smallest = min(min(layer.shape) for layer in method.spec.layers)
+    for id, rank in wanted.items():
+        field = f"federation.ranks.{id}"
+        if id not in ids:
+            raise FedspanError(field, rank, f"no such client; the nearest are {nearest(id, ids)}")
+        if rank > smallest:
+            raise FedspanError(field, rank, f"a rank from 1 to {smallest}, the smallest layer's side")
+        if rank != method.r and not method.claims.heterogeneous_ranks:
+            raise FedspanError(field, rank, f"{config.method.name} needs one rank for all clients, {method.r}")
+    return {id: wanted.get(id, method.r) for id in ids}
+
+
+def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> float:
+    """The factor on a client's B A."""
+    counted = method.r if config.federation.scaling == "equal" else rank
+    return scaling_of(method.lora_alpha, counted, method.use_rslora)
+
+
+def _wanted(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
+    match config.federation.ranks:
+        case None:
+            return {}
+        case list() as turns:
+            return {id: turns[index % len(turns)] for index, id in enumerate(ids)} if turns else {}
+        case dict() as by_client:
+            return by_client
+        case DrawnRanks() as drawn:
+            seed = config.data_seed if drawn.seed is None else drawn.seed
+            count = len(drawn.of)
+            return {id: drawn.of[int(torch.randint(count, (), generator=generator(seed, "rank", id)))] for id in ids}
+        case FractionRanks() as fractions:
+            seed = config.data_seed if fractions.seed is None else fractions.seed
+            order = torch.randperm(len(ids), generator=generator(seed, "ranks")).tolist()
+            ranks = _counted_out(fractions.of, len(ids))
+            return {ids[int(at)]: rank for at, rank in zip(order, ranks, strict=True)}
+
+
+def _counted_out(shares: Mapping[int, float], clients: int) -> list[int]:
+    """So many clients of each rank as its share comes to, in ascending order; the largest remainders are rounded up."""
+    exact = {rank: share * clients for rank, share in sorted(shares.items())}
+    counts = {rank: math.floor(value + 1e-9) for rank, value in exact.items()}
+    remainders = sorted(exact, key=lambda rank: counts[rank] - exact[rank])
+    for rank in remainders[: clients - sum(counts.values())]:
+        counts[rank] += 1
+    return [rank for rank, count in counts.items() for _ in range(count)]

@@ -1,0 +1,48 @@
+"""What FedAdagrad, FedAdam and FedYogi share: algorithm 2 of "Adaptive Federated Optimization".
+
+Reddi et al., "Adaptive Federated Optimization", ICLR 2021, arXiv:2003.00295.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedspan.core.method import decay_rate
+from fedspan.core.tensors import Tensors
+from fedspan.wrappers.server_optimizer import ServerOptimizer
+
+__all__ = ["Adaptive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(ServerOptimizer):
+    """``m <- beta1 m + (1 - beta1) D;  v <- ...;  x <- x + lr m / (sqrt(v) + tau)``, from m = 0 and v = tau^2.
+
+    Args:
+        lr: learning rate of the server.
+        beta1: share of the first moment that is kept.
+        tau: adaptivity: added to the root of the second moment, and where that starts.
+    """
+
+    paper: ClassVar[str] = "Adaptive Federated Optimization (ICLR 2021, arXiv:2003.00295)"
+    moments: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    lr: float = 1e-2
+    beta1: float = decay_rate(0.9)
+    tau: float = 1e-3
+
+    @abstractmethod
+    def second(self, v: Tensor, squared: Tensor) -> Tensor:
+        """The second moment, given the old one and the squared mean change."""
+
+    def initial(self, moment: str) -> float:
+        return self.tau**2 if moment == "v" else 0.0
+
+    def step(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
+        m = self.beta1 * moments["m"] + (1 - self.beta1) * change
+        v = self.second(moments["v"], change.square())
+        return self.lr * m / (v.sqrt() + self.tau), {"m": m, "v": v}

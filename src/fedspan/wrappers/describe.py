@@ -1,0 +1,71 @@
+"""What ``fedspan methods`` shows of the wrappers; a table of its own beside the methods', read without torch.
+
+``table.json`` is written by ``python -m fedspan.wrappers.describe``; a test fails when it differs from the registry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fedspan.methods.describe import Option, options_of, title_of
+
+__all__ = ["WrapperRow", "describe", "list_wrappers"]
+
+_TABLE = "table.json"
+_HIDDEN = frozenset({"inner", "seed"})
+
+
+@dataclasses.dataclass(frozen=True)
+class WrapperRow:
+    """A registered wrapper.
+
+    Args:
+        key: in the list ``method.wrappers`` of a config.
+        name: as the paper spells it.
+        cls: the class, in ``fedspan.wrappers``.
+        idea: one line.
+        paper: title, venue and arXiv id.
+        kind: what it does to a method; two of one kind don't go around one method.
+        options: beside the name.
+    """
+
+    key: str
+    name: str
+    cls: str
+    idea: str
+    paper: str
+    kind: str
+    options: tuple[Option, ...]
+
+
+def list_wrappers() -> tuple[WrapperRow, ...]:
+    """Every registered wrapper, sorted by key. Imports no wrapper, so it takes milliseconds."""
+    rows = json.loads(files("fedspan.wrappers").joinpath(_TABLE).read_text(encoding="utf-8"))
+    return tuple(WrapperRow(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
+
+
+def describe() -> list[dict[str, Any]]:
+    """The table as plain values, made from the registry."""
+    from fedspan.wrappers.registry import WRAPPERS  # imports torch, which reading the table does without
+
+    rows: list[dict[str, Any]] = []
+    for key, cls in sorted(WRAPPERS.items()):
+        name, idea = title_of(cls)
+        options = tuple(options_of(cls, _HIDDEN))
+        rows.append(dataclasses.asdict(WrapperRow(key, name, cls.__name__, idea, cls.paper, cls.kind, options)))
+    return json.loads(json.dumps(rows))
+
+
+def main() -> None:
+    """Write the table."""
+    path = Path(__file__).with_name(_TABLE)
+    path.write_text(json.dumps(describe(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""FedProx: a proximal term keeps every client near where the round began.
+
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv:1812.06127.
+
+    client i:  minimises f_i(x) + mu / 2 ||x - x_t||^2 from x = x_t
+    server:    as the wrapped method's
+
+x is everything that trains, the head included; mu = 0 is the wrapped method.
+
+Deviations: only the proximal term; how much a client trains is the run's choice, not a bound on inexactness (gamma).
+Around a low-rank method the term is on the factors, not on their product. Tensors that stay on a client (FedSA-LoRA's
+B, a local head) are held near the client's own of the round's start, for there is no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from fedspan.core.method import Claims, Memory, bounded
+from fedspan.core.penalties import Penalty, Proximal
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import Client, Job, Message, Trained
+from fedspan.wrappers.wrapper import RegisteredWrapper
+
+__all__ = ["FedProx"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedProx(RegisteredWrapper):
+    """Pulls what trains towards where the round began.
+
+    Args:
+        mu: strength; 0 is none.
+    """
+
+    paper: ClassVar[str] = "Federated Optimization in Heterogeneous Networks (MLSys 2020, arXiv:1812.06127)"
+    kind: ClassVar[str] = "proximal term"
+
+    mu: float = bounded(0.01, 0.0)
+
+    def refusal(self, claims: Claims) -> str | None:
+        if claims.sends == "nothing":
+            return "holds clients near the model that they share, and this method's share none"
+        return None
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return self._pulled(self.inner.start(message, client, memory), {})
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        *inner, own = job.penalties  # ours stands last, and holds the round's start of what has trained so far
+        assert isinstance(own, Proximal)
+        unchanged: tuple[Penalty, ...] = tuple(inner)
+        result, memory = self.inner.finish(replace(job, penalties=unchanged), trained, client, memory)
+        if isinstance(result, Job):
+            return self._pulled(result, own.reference), memory
+        return result, memory
+
+    def _pulled(self, job: Job, known: Tensors) -> Job:
+        """The job with the penalty on what trains in it; ``known`` is where tensors of earlier phases began."""
+        reference = {name: known.get(name, job.tensors[name]) for name in job.trainable_names}
+        return replace(job, penalties=(*job.penalties, Proximal(self.mu, {**known, **reference})))

@@ -1,0 +1,221 @@
+"""SCAFFOLD: control variates correct the drift of local training.
+
+Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, arXiv:1910.06378,
+algorithm 1.
+
+    client i:  y <- y - lr (g_i(y) - c_i + c), K times from y = x
+               c_i+ = grad f_i(x)  (option I)   or   c_i - c + (x - y) / (K lr)  (option II);   sends y and c_i+ - c_i
+    server:    x <- sum_i p_i y_i,   c <- c + |S| / N sum_i p_i (c_i+ - c_i),   |S| replies of N clients
+
+for every tensor that trains and travels, the head included; all variates start at 0. A client is sent the variates that
+changed since it last took part.
+
+Deviations: x moves as the wrapped method moves it, which is the paper's step of size 1; a server optimizer inside gives
+others. The paper averages plainly (``federation.weights: uniform``). Weighted by examples, c is the variates' weighted
+mean exactly only where all clients take part, else in expectation: |S| / N stands for the cohort's share of all
+examples. ``gradient``, not in the paper, takes as c_i+ the mean raw gradient of the local steps, which is option II's
+for SGD without clipping and has a meaning under AdamW, too. Variates of factors that the method re-initialised start
+anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from fedspan.core.method import Claims, Memory, Traffic
+from fedspan.core.tensors import Tensors, is_extra
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    LayerSpec,
+    Message,
+    OptimizerSpec,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+from fedspan.errors import FedspanError
+from fedspan.wrappers.wrapper import RegisteredWrapper, with_prefix, without_prefix
+
+__all__ = ["Scaffold"]
+
+PREFIX = "scaffold/"
+OWN, OFFSET, DRIFT, LENGTH, GENERATION = "own/", "offset/", "drift/", "length/", "generation"
+PROBE = "scaffold"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(RegisteredWrapper):
+    """Corrects local gradients by control variates.
+
+    Args:
+        variate: a client's new variate: option-I (the gradient at the start, one more pass over its examples),
+            option-II (its change over the learning rates; SGD without momentum only) or gradient (the mean raw gradient
+            of its steps).
+    """
+
+    paper: ClassVar[str] = (
+        "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (ICML 2020, arXiv:1910.06378)"
+    )
+    kind: ClassVar[str] = "control variates"
+
+    variate: Literal["option-I", "option-II", "gradient"] = "option-II"
+
+    def declared(self) -> Claims:
+        return replace(self.inner.declared(), sends="other")
+
+    def refusal(self, claims: Claims) -> str | None:
+        if claims.reinitialises:
+            return "remembers gradients of tensors, and this method's tensors start anew in every round"
+        if claims.heterogeneous_ranks:
+            return "needs one shape of every tensor for all clients, and this method's ranks may differ"
+        if claims.sends != "values":
+            return "corrects tensors that all clients start from alike, and here something else travels"
+        return None
+
+    def training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:
+        if self.variate == "option-II" and (optimizer.name != "sgd" or optimizer.momentum):
+            return (
+                "option-II reads the mean gradient off the client's change, which only training.optimizer sgd with "
+                "training.momentum 0 lets it; or variate: gradient with training.max_grad_norm: 0"
+            )
+        if self.variate != "option-II" and max_grad_norm:
+            return f"{self.variate} is of raw gradients, and clipped ones would be corrected; training.max_grad_norm: 0"
+        return None
+
+    def init(self, weights: Weights) -> ServerState:
+        if not self.spec.clients:
+            raise FedspanError("method.wrappers", "scaffold", "needs to know how many clients there are")
+        return self.inner.init(weights)
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        state, variates, changed = _split(state)
+        message = self.inner.sync(state, client)
+        held = -1 if client is None or client.held is None else client.held
+        missed = {name: value for name, value in variates.items() if changed[name] > held}
+        return replace(message, tensors={**message.tensors, **with_prefix(PREFIX, missed)})
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        sent, others = without_prefix(PREFIX, message.tensors)
+        kept, theirs = without_prefix(PREFIX, memory)
+        job = self.inner.start(replace(message, tensors=others), client, theirs)
+        if job.gradient_offset:
+            raise FedspanError("method.wrappers", "scaffold", "this method has a correction of the gradient of its own")
+        own = _valid(kept, OWN, job.generation)
+        offsets = _valid(kept, OFFSET, job.generation)
+        for name, variate in sent.items():
+            offsets[name] = variate - own[name] if name in own else variate
+        return self._next(job, offsets, {})
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        kept, theirs = without_prefix(PREFIX, memory)
+        offsets, kept = job.gradient_offset, dict(kept)
+        if job.phase == PROBE:
+            kept = {**with_prefix(DRIFT, trained.gradient), **kept}  # of what trained in an earlier phase, that one's
+            return self._next(_real(job), offsets, kept), {**theirs, **with_prefix(PREFIX, kept)}
+        result, theirs = self.inner.finish(replace(job, gradient_offset={}), trained, client, theirs)
+        if self.variate != "option-I":
+            self._follow(kept, job, trained)
+        if isinstance(result, Job):
+            return self._next(result, offsets, kept), {**theirs, **with_prefix(PREFIX, kept)}
+        own, changes = _valid(kept, OWN, job.generation), dict[str, Tensor]()
+        for name, drift in without_prefix(DRIFT, kept)[0].items():
+            if name not in result.tensors:
+                continue  # it stays on the client, which is nobody's drift
+            after = drift / kept[LENGTH + name].to(drift) if LENGTH + name in kept else drift
+            if self.variate == "option-II":
+                after = after - offsets[name] if name in offsets else after
+            changes[name] = after - own[name] if name in own else after
+            own[name] = after
+        waiting = {name: value for name, value in offsets.items() if name not in changes}
+        mine = {
+            **with_prefix(OWN, own),
+            **with_prefix(OFFSET, waiting),
+            GENERATION: torch.tensor(job.generation),
+        }
+        reply = replace(result, tensors={**result.tensors, **with_prefix(PREFIX, changes)})
+        return reply, {**theirs, **with_prefix(PREFIX, mine)}
+
+    def _next(self, job: Job, offsets: Tensors, kept: Mapping[str, Tensor]) -> Job:
+        """A phase with its correction; under option I, first one that only takes the gradient of what is new in it."""
+        unknown = any(DRIFT + name not in kept for name in job.trainable_names)
+        wanted = job.want_gradient or self.variate == "gradient"
+        corrected = replace(job, gradient_offset=offsets, want_gradient=wanted)
+        if self.variate != "option-I" or not unknown:
+            return corrected
+        steps = -1 if job.steps is None else job.steps
+        remembered = {PROBE + " phase": job.phase, PROBE + " steps": steps}
+        return replace(corrected, steps=0, phase=PROBE, scalars={**job.scalars, **remembered})
+
+    def _follow(self, kept: dict[str, Tensor], job: Job, trained: Trained) -> None:
+        """Add a phase to what every tensor has drifted, and to what that is to be divided by."""
+        for group in job.trainable:
+            for name in group.names:
+                if self.variate == "gradient":
+                    drift, length = trained.gradient[name] * trained.steps, float(trained.steps)
+                else:
+                    drift = job.tensors[name] - trained.tensors[name]
+                    length = trained.lr_sum * group.lr_scale
+                before = kept.get(LENGTH + name, torch.zeros((), dtype=torch.float64))
+                kept[DRIFT + name] = kept[DRIFT + name] + drift if DRIFT + name in kept else drift
+                kept[LENGTH + name] = before + length
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        changes, others = without_prefix(PREFIX, message.tensors)
+        contribution = self.inner.contribute(replace(message, tensors=others), client)
+        return replace(contribution, sum={**contribution.sum, **with_prefix(PREFIX, changes)})
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        state, variates, changed = _split(state)
+        changes, means = without_prefix(PREFIX, reduced.mean)
+        after = self.inner.update(state, replace(reduced, mean=means))
+        now = {**variates}
+        for name, change in changes.items():
+            moved = change * (reduced.count / self.spec.clients)
+            now[name] = now[name] + moved if name in now else moved
+        moved_names = set(changes)
+        if after.generation != state.generation:
+            anew = {name: torch.zeros_like(value) for name, value in now.items() if not is_extra(name)}
+            now, moved_names = {**now, **anew}, moved_names | set(anew)
+        rounds = {**changed, **dict.fromkeys(moved_names, after.round)}
+        return replace(
+            after,
+            memory={**after.memory, **with_prefix(PREFIX, now)},
+            scalars={**after.scalars, **{PREFIX + name: round for name, round in rounds.items()}},
+        )
+
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        inner = self.inner.traffic(layer, rank, cohort, round)
+        # Down come the variates that the round before changed: those of what travelled up in it.
+        variates = self.inner.traffic(layer, rank, cohort, round - 1).up if round else 0
+        return Traffic(down=inner.down + variates, up=2 * inner.up)
+
+
+def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:
+    """``(the wrapped method's state, variates, round of the first state that holds each as it is)``."""
+    variates, memory = without_prefix(PREFIX, state.memory)
+    changed = {name[len(PREFIX) :]: int(at) for name, at in state.scalars.items() if name.startswith(PREFIX)}
+    scalars = {name: value for name, value in state.scalars.items() if not name.startswith(PREFIX)}
+    return replace(state, memory=memory, scalars=scalars), variates, changed
+
+
+def _valid(kept: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
+    """What a client kept under a prefix; of factors that were re-initialised since, nothing."""
+    values = without_prefix(prefix, kept)[0]
+    same = GENERATION in kept and int(kept[GENERATION]) == generation
+    return {name: value for name, value in values.items() if same or is_extra(name)}
+
+
+def _real(job: Job) -> Job:
+    """The phase that a probe stands before."""
+    steps = int(job.scalars[PROBE + " steps"])
+    scalars = {name: value for name, value in job.scalars.items() if not name.startswith(PROBE + " ")}
+    return replace(job, steps=None if steps < 0 else steps, phase=str(job.scalars[PROBE + " phase"]), scalars=scalars)

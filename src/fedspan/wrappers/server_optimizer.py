@@ -1,0 +1,76 @@
+"""What server optimizers share: the mean change of what travelled is a gradient for an optimizer on the server.
+
+D = sum_i p_i (x_i - x);   x <- x + step(D),   for every travelled tensor x, entry by entry
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedspan.core.method import Claims
+from fedspan.core.tensors import Tensors, is_extra
+from fedspan.core.values import Reduced, ServerState
+from fedspan.errors import FedspanError
+from fedspan.wrappers.wrapper import RegisteredWrapper, common_start, with_prefix, without_prefix
+
+__all__ = ["ServerOptimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer(RegisteredWrapper):
+    """Replaces the mean of the clients' tensors by a step of an optimizer, before the method's own update.
+
+    Moments of tensors that the method re-initialised start anew; those of the extras live on.
+    """
+
+    kind: ClassVar[str] = "server optimizer"
+    moments: ClassVar[tuple[str, ...]]
+    """What the optimizer remembers of every tensor."""
+
+    @abstractmethod
+    def initial(self, moment: str) -> float:
+        """The value that a moment's entries start with."""
+
+    @abstractmethod
+    def step(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
+        """What is added to a tensor, given its mean change, and its new moments by kind."""
+
+    def declared(self) -> Claims:
+        return replace(self.inner.declared(), exact=False)
+
+    def refusal(self, claims: Claims) -> str | None:
+        if claims.reduction == "stack":
+            return "steps along the mean of the replies, and this method's server needs a stack of them"
+        if claims.reinitialises:
+            return "needs tensors that last from round to round, and this method's start anew in every one"
+        if claims.moves_base:
+            return "changes the average of the factors, and this method moves the base by what the same replies give"
+        if claims.sends != "values":
+            return "steps from what clients start from to the mean of what they send, and here that is something else"
+        return None
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        prefix = f"{type(self).__name__}/"
+        own, theirs = without_prefix(prefix, state.memory)
+        inner_state = replace(state, memory=theirs)
+        start = common_start(self.inner, inner_state)
+        kept, stepped = dict(own), dict[str, Tensor]()
+        for name, mean in reduced.mean.items():
+            if name not in start:
+                field = "method.wrappers"
+                raise FedspanError(field, type(self).__name__, f"{name} is no tensor that clients start from")
+            before = {
+                kind: own.get(f"{kind}/{name}", torch.full_like(mean, self.initial(kind))) for kind in self.moments
+            }
+            step, after = self.step(mean - start[name], before)
+            stepped[name] = start[name] + step
+            kept.update({f"{kind}/{name}": value for kind, value in after.items()})
+        result = self.inner.update(inner_state, replace(reduced, mean=stepped))
+        if result.generation != state.generation:
+            kept = {key: value for key, value in kept.items() if is_extra(key.partition("/")[2])}
+        return replace(result, memory={**result.memory, **with_prefix(prefix, kept)})

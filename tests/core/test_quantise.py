@@ -1,0 +1,77 @@
+"""The quantiser against its definition entry by entry, and its bytes against what they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.core.quantise import pack, packed_size, quantise, unpack
+
+
+def by_hand(value: Tensor, levels: int, draws: Tensor) -> list[int]:
+    """Signed levels of FedPAQ's example 1."""
+    norm, result = float(value.double().norm()), []
+    for x, draw in zip(value.flatten().tolist(), draws.flatten().tolist(), strict=True):
+        scaled = levels * abs(x) / norm
+        level = math.floor(scaled)
+        result.append(int(math.copysign(level + (draw < scaled - level), x)))
+    return result
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 8, 12, 16])
+def test_levels_are_the_definitions(bits: int) -> None:
+    rng = torch.Generator().manual_seed(bits)
+    x = torch.randn(6, 4, generator=rng, dtype=torch.float64)
+    draws = torch.rand(x.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    levels, norm = quantise(x, bits, torch.Generator().manual_seed(9))
+    assert abs(float(norm) - float(x.norm())) < 1e-6
+    assert levels.flatten().tolist() == by_hand(x, 2 ** (bits - 1) - 1, draws)
+
+
+def test_it_is_unbiased_and_within_the_papers_variance() -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 4, generator=rng, dtype=torch.float64)
+    s, draws = 3, 2000
+    norm, total, squared = float(x.norm()), torch.zeros_like(x), 0.0
+    for _ in range(draws):
+        levels, rounded = quantise(x, 3, rng)
+        estimate = levels * rounded.double() / s
+        total += estimate
+        squared += float((estimate - x).square().sum())
+    # An entry's standard deviation is at most half a step, norm / s / 2: five standard errors.
+    assert ((total / draws - x).abs() <= 5 * norm / s / 2 / math.sqrt(draws)).all()
+    bound = min(x.numel() / s**2, math.sqrt(x.numel()) / s) * norm**2
+    assert 0.1 * bound < squared / draws <= bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 16), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([1.0, 1e-30, 1e30]))
+def test_packed_bits_come_back(bits: int, elements: int, seed: int, scale: float) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    levels, norm = quantise(torch.randn(elements, generator=rng) * scale, bits, rng)
+    most = 2 ** (bits - 1) - 1
+    assert int(levels.abs().max()) <= most
+    packed = pack(levels, norm, bits)
+    assert packed.dtype == torch.uint8
+    assert len(packed) == packed_size(elements, bits) == 4 + math.ceil(elements * bits / 8)
+    assert torch.equal(unpack(packed, bits)[:elements], levels.float() * (norm / most))
+
+
+@pytest.mark.parametrize("bits", [3, 16])
+def test_more_entries_than_are_spread_out_at_once(bits: int) -> None:
+    rng = torch.Generator().manual_seed(1)
+    levels = torch.randint(-3, 4, (2**18 + 5,), generator=rng)
+    found = unpack(pack(levels, torch.tensor(1.0), bits), bits)[: levels.numel()]
+    assert torch.equal((found * (2 ** (bits - 1) - 1)).round().to(torch.int64), levels)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3, 2), torch.tensor([0.1]), torch.tensor(-5.0)])
+def test_zeros_and_single_numbers_are_exact(value: Tensor) -> None:
+    """One entry is its own norm: the highest level, whatever is drawn and however the norm is rounded."""
+    levels, norm = quantise(value, 4, torch.Generator())
+    assert torch.equal(unpack(pack(levels, norm, 4), 4)[: value.numel()].view_as(value), value)

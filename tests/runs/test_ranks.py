@@ -1,0 +1,103 @@
+"""Who gets which rank and scaling, for every way to write them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.core.method import RegisteredMethod
+from fedspan.core.values import LayerSpec, Spec
+from fedspan.errors import FedspanError
+from fedspan.runs.ranks import client_ranks, client_scaling
+
+SPEC = Spec((LayerSpec("wide", 32, 64), LayerSpec("tall", 64, 32)))
+
+
+def made(ranks: Any, method: str = "flora", **changes: Any) -> tuple[RunConfig, RegisteredMethod]:
+    federation = {"ranks": ranks, **changes.pop("federation", {})}
+    values = {"data": {"train": "x.csv"}, "method": {"name": method}, "federation": federation, **changes}
+    config = parse_config(values)
+    return config, config.build_method(SPEC)
+
+
+def ids(count: int) -> list[str]:
+    return [f"client-{number:02}" for number in range(count)]
+
+
+def test_by_client_and_in_turn() -> None:
+    by_client = client_ranks(*made({"client-01": 4}), ids(3))
+    assert by_client == {"client-00": 8, "client-01": 4, "client-02": 8}
+    assert list(client_ranks(*made([4, 16]), ids(5)).values()) == [4, 16, 4, 16, 4]
+    assert set(client_ranks(*made(None), ids(3)).values()) == {8}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 40), st.integers(0, 9))
+def test_shares_come_out_to_within_one_client(parts: list[int], count: int, seed: int) -> None:
+    shares = {2 + rank: part / sum(parts) for rank, part in enumerate(parts)}
+    ranks = client_ranks(*made({"assign": "fractions", "of": shares, "seed": seed}), ids(count))
+    assert list(ranks) == ids(count)
+    counts = Counter(ranks.values())
+    for rank, share in shares.items():
+        assert abs(counts[rank] - share * count) < 1
+    assert set(counts) <= set(shares)
+
+
+def test_whole_shares_are_exact_and_who_gets_them_is_drawn() -> None:
+    shares = {"assign": "fractions", "of": {4: 0.5, 8: 0.3, 16: 0.2}}
+    ranks = client_ranks(*made({**shares, "seed": 1}), ids(20))
+    assert Counter(ranks.values()) == {4: 10, 8: 6, 16: 4}
+    assert list(ranks.values()) != sorted(ranks.values())
+    assert ranks == client_ranks(*made({**shares, "seed": 1}), ids(20))
+    assert ranks != client_ranks(*made({**shares, "seed": 2}), ids(20))
+
+
+def test_a_drawn_rank_is_the_client_s_own() -> None:
+    """Whoever else there is; every rank of the list occurs about as often as any other."""
+    drawn = {"assign": "draw", "of": [4, 8, 16], "seed": 3}
+    many, few = client_ranks(*made(drawn), ids(99)), client_ranks(*made(drawn), ids(9)[3:])
+    assert all(many[id] == rank for id, rank in few.items())
+    counts = Counter(many.values())
+    assert set(counts) == {4, 8, 16}
+    assert min(counts.values()) > 18  # 33 expected, standard deviation 4.7
+
+
+@pytest.mark.parametrize("way", [{"assign": "draw", "of": [4, 8]}, {"assign": "fractions", "of": {4: 0.5, 8: 0.5}}])
+def test_without_a_seed_it_is_that_of_the_division(way: dict[str, Any]) -> None:
+    """So that clients keep their ranks where several seeds are compared on one division."""
+    config, method = made(way, seed=5, partition={"seed": 2})
+    assert client_ranks(config, method, ids(20)) == client_ranks(*made({**way, "seed": 2}), ids(20))
+    config, method = made(way, seed=5)
+    assert client_ranks(config, method, ids(20)) == client_ranks(*made({**way, "seed": 5}), ids(20))
+
+
+def test_ranks_that_do_not_fit_are_refused_whoever_has_them() -> None:
+    with pytest.raises(FedspanError, match="from 1 to 32") as caught:
+        client_ranks(*made({"assign": "draw", "of": [33]}), ids(2))
+    assert (caught.value.field, caught.value.value) == ("federation.ranks.client-00", 33)
+    with pytest.raises(FedspanError, match="fedit needs one rank for all clients, 8"):
+        client_ranks(*made([8, 4], "fedit"), ids(2))
+    with pytest.raises(FedspanError, match="no such client"):
+        client_ranks(*made({"client-09": 4}), ids(2))
+
+
+def test_scalings_follow_from_ranks_unless_they_are_to_be_equal() -> None:
+    config, method = made([4, 16])
+    assert [client_scaling(config, method, rank) for rank in (4, 8, 16)] == [4.0, 2.0, 1.0]
+    config, method = made([4, 16], federation={"scaling": "equal"})
+    assert [client_scaling(config, method, rank) for rank in (4, 16)] == [2.0, 2.0]
+
+
+def test_ranks_are_part_of_what_a_run_is() -> None:
+    """Another rank gives the checkpoint's tensors other shapes."""
+    base, same = made(None)[0], made(None, federation={"rounds": 3})[0]
+    assert base.identity == same.identity
+    others = [[4, 8], [8, 4], {"assign": "draw", "of": [4, 8]}, {"assign": "draw", "of": [4, 8], "seed": 1}]
+    identities = {made(ranks)[0].identity for ranks in others}
+    identities.add(made([4, 8], federation={"scaling": "equal"})[0].identity)
+    assert len(identities | {base.identity}) == len(others) + 2

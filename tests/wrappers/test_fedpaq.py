@@ -1,0 +1,160 @@
+"""FedPAQ's rounds against replies that are quantised by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from toys.lora_a2 import LoRAA2
+from toys.pfedloru import PFedLoRU
+
+from fedspan.core.method import Method
+from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.values import Message
+from fedspan.engines.wire import encode, payload_size
+from fedspan.errors import FedspanError
+from fedspan.methods.fedit import FedIT
+from fedspan.methods.flora import FLoRA
+from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.rolora import RoLoRA
+from fedspan.wrappers.extras import WithExtras
+from fedspan.wrappers.fedavgm import FedAvgM
+from fedspan.wrappers.fedpaq import CHANGE, FedPAQ
+from fedspan.wrappers.scaffold import Scaffold
+from toys.oracle import copied, descend
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Double, Federation, close, sgd
+
+LR, SCALING, STEPS, SEED, BITS = 0.3, 2.0, 2, 9, 4
+FINE = 16
+"""Bits at which a change is rounded to 3e-5 of its norm."""
+
+
+def _by_hand(value: Tensor, bits: int, draws: Tensor) -> Tensor:
+    """Example 1 of the paper, entry by entry, under a norm of 32 bits that no entry exceeds."""
+    norm = torch.tensor(math.sqrt(sum(float(x) ** 2 for x in value.flatten())), dtype=torch.float64)
+    rounded = norm.float()
+    if rounded.double() < norm:
+        rounded = torch.nextafter(rounded, torch.tensor(math.inf))
+    s, result = 2 ** (bits - 1) - 1, []
+    for x, draw in zip(value.flatten().tolist(), draws.flatten().tolist(), strict=True):
+        scaled = s * abs(x) / float(rounded)
+        level = math.floor(scaled)
+        result.append(math.copysign(level + 1 if draw < scaled - level else level, x))
+    # The server's arithmetic is float32: level * (norm / s).
+    return (torch.tensor(result) * (rounded / s)).double().reshape(value.shape)
+
+
+def _federation(problem: Problem, inner: Method, bits: int = BITS) -> Federation:
+    method = FedPAQ(inner=WithExtras(inner=inner, policy="average"), bits=bits, seed=SEED)
+    return Federation(Double(inner=method), problem, sgd(LR, steps=STEPS))
+
+
+@pytest.mark.parametrize("name", ["fedit", "rolora"])
+def test_rounds_match_quantised_changes_by_hand(name: str) -> None:
+    problem = Problem()
+    cls = {"fedit": FedIT, "rolora": RoLoRA}[name]
+    federation = _federation(problem, cls(spec=problem.adapted().spec, r=2, lora_alpha=4.0))
+    W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
+    server = {one: {s: federation.state.tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
+    for number, members in enumerate([(0, 1, 2, 3), (1, 3), (0, 1, 2), (0, 1, 2, 3)]):
+        train = "AB" if name == "fedit" else "BA"[number % 2]
+        cohort = [problem.client_ids[member] for member in members]
+        federation.round(cohort)
+        shares = problem.shares(cohort)
+        after, head_after = copied(server), dict(head)
+        for id in cohort:
+            mine, own_head = copied(server), dict(head)
+            descend(problem, id, W, own_head, mine, SCALING, LR, STEPS, train=train)
+
+            def estimate(key: str, change: Tensor, id: str = id, number: int = number) -> Tensor:
+                rng = generator(SEED, "fedpaq", number, id, key)
+                return _by_hand(change, BITS, torch.rand(change.shape, generator=rng, dtype=torch.float64))
+
+            for one in LAYERS:
+                for s in train:
+                    change = mine[one][s] - server[one][s]
+                    after[one][s] = after[one][s] + shares[id] * estimate(tensor_name(one, s), change)
+            for parameter in HEAD:
+                change = own_head[parameter] - head[parameter]
+                head_after[parameter] = head_after[parameter] + shares[id] * estimate(f"extras/{parameter}", change)
+            expected = {tensor_name(one, s) for one in LAYERS for s in train} | {f"extras/{p}" for p in HEAD}
+            assert set(federation.replies[id].tensors) == {CHANGE + key for key in expected}
+        server, head = after, head_after
+        for one in LAYERS:
+            for s in "AB":
+                assert close(federation.state.tensors[tensor_name(one, s)], server[one][s], 1e-7)
+        for parameter in HEAD:
+            assert close(federation.state.tensors[f"extras/{parameter}"], head[parameter], 1e-7)
+
+
+def _follows(inner: Method, cohorts: list[tuple[str, ...]], problem: Problem) -> tuple[Federation, Federation]:
+    """The method with fine quantisation beside the method alone; the states differ by what rounding explains."""
+    fine = _federation(problem, inner, FINE)
+    plain = Federation(Double(inner=WithExtras(inner=inner, policy="average")), problem, sgd(LR, steps=STEPS))
+    begun = plain.state.tensors
+    for cohort in cohorts:
+        fine.round(cohort)
+        plain.round(cohort)
+    for key, value in plain.state.tensors.items():
+        moved = float((value - begun[key]).norm())
+        assert moved > 1e-3
+        assert float((fine.state.tensors[key] - value).norm()) < 1e-3 * moved
+    return fine, plain
+
+
+def test_a_client_that_was_absent_still_changes_the_common_start() -> None:
+    """RoLoRA sends only what a client misses; its change is of the same tensors nevertheless."""
+    problem = Problem(clients=2)
+    cohorts = [("client-0", "client-1"), ("client-0",), ("client-0",), ("client-0", "client-1")]
+    _follows(RoLoRA(spec=problem.adapted().spec, r=2), cohorts, problem)
+
+
+def test_two_phases_send_the_change_since_the_rounds_start() -> None:
+    """The head trains in both of pFedLoRU's phases; its change is that of both."""
+    problem = Problem(clients=2)
+    inner = PFedLoRU(spec=problem.adapted().spec, r=2, tau=9)
+    fine, plain = _follows(inner, [("client-0", "client-1")] * 3, problem)
+    assert set(fine.parties["client-0"].memory) == set(plain.parties["client-0"].memory)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8, 16])
+def test_bytes_on_the_wire_are_the_packed_ones(bits: int) -> None:
+    problem = Problem(clients=1, dtype=torch.float32)
+    inner = FedIT(spec=problem.adapted().spec, r=2)
+    federation = Federation(FedPAQ(inner=inner, bits=bits), problem, sgd(LR))
+    federation.round()
+    reply = federation.replies["client-0"]
+    sizes = {tensor_name(one, s): 2 * width for one, s, width in [("fc1", "A", 5), ("fc1", "B", 8), ("fc2", "A", 8)]}
+    sizes[tensor_name("fc2", "B")] = 12
+    assert {name: len(value) for name, value in reply.tensors.items()} == {
+        CHANGE + name: 4 + math.ceil(size * bits / 8) for name, size in sizes.items()
+    }
+    assert payload_size(reply) == sum(len(value) for value in reply.tensors.values())
+    empty = Message({name: value[:0] for name, value in reply.tensors.items()}, reply.scalars)
+    assert len(encode(reply)) - len(encode(empty)) <= payload_size(reply) + 64  # the header's longer numbers
+
+
+def test_refused_where_a_change_is_not_what_travels() -> None:
+    spec = Problem(clients=1).adapted().spec
+    cases = {
+        "unbiased for sums only": FLoRA(spec=spec),
+        "something else travels": Scaffold(inner=FedIT(spec=spec)),
+        "something else travels ": LocalOnly(spec=spec),
+    }
+    for words, method in cases.items():
+        refusal = FedPAQ(inner=method).refusal(method.declared())
+        assert refusal is not None
+        assert words.strip() in refusal
+    optimized = FedAvgM(inner=FedIT(spec=spec))
+    assert FedPAQ(inner=optimized).refusal(optimized.declared()) is None
+
+
+def test_a_reply_that_is_not_what_was_claimed_is_an_error() -> None:
+    """LoRA-A2's replies are changes, whatever its claims say."""
+    problem = Problem(clients=1)
+    federation = Federation(Double(inner=FedPAQ(inner=LoRAA2(spec=problem.adapted().spec, r=2))), problem, sgd(LR))
+    with pytest.raises(FedspanError, match="is no tensor that was sent"):
+        federation.round()

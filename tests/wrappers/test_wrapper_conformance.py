@@ -1,0 +1,181 @@
+"""What every wrapper of the registry keeps, around three methods on a real transformer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from watching import differences
+from wrapping import PlayWrapped, wrapped_config
+
+import tiny
+from fedspan.config import parse_config
+from fedspan.core.tensors import extra_name, is_extra, split_extras
+from fedspan.data.partition import Partition
+from fedspan.engines.federation import Federation, Progress
+from fedspan.engines.reduction import Reducer
+from fedspan.engines.wire import decode_state, encode, encode_state
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared, prepare
+from fedspan.wrappers.extras import WithExtras
+from fedspan.wrappers.registry import WRAPPERS
+
+INNER = ("fedit", "ffa-lora", "fedavg")
+each = pytest.mark.parametrize(("wrapper", "key"), [(wrapper, key) for wrapper in WRAPPERS for key in INNER])
+STACKED: list[list[Any]] = [
+    ["fedprox", {"name": "fedadam", "lr": 0.02}, {"name": "fedpaq", "bits": 5}],
+    [{"name": "fedavgm", "lr": 0.5}, {"name": "scaffold", "variate": "option-I"}, "fedprox"],
+]
+RAW = {"max_grad_norm": 0.0}
+
+
+@each
+def test_nobody_writes_to_what_it_is_given(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
+    assert played_wrapped(key, [wrapper]).written == ()
+
+
+@each
+def test_the_order_of_replies_does_not_matter(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
+    run = played_wrapped(key, [wrapper])
+    for round in run.rounds[:3]:
+        replies = [(call.args[1], call.result) for call in round.of("contribute")]
+        for order in itertools.permutations(replies):
+            reducer = Reducer([client for client, _ in order])
+            for client, contribution in order:
+                reducer.add(client.id, contribution)
+            after = run.federation.method.update(round.before.state, reducer.result())
+            assert differences(after, round.after.state) == []
+
+
+@each
+def test_bytes_counted_are_bytes_declared(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
+    """With a frozen head, which travels once: ``traffic`` says how many numbers, ``upload`` in how many bytes."""
+    run = played_wrapped(key, [wrapper], model={"extras": "frozen"}, federation={"clients_per_round": 4})
+    method, head = run.federation.method, sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
+    for number, round in enumerate(run.rounds):
+        for transfer, message in zip(round.result.transfers, round.messages(), strict=True):
+            assert transfer.bytes == len(encode(message))
+            traffic = [method.traffic(one, 3, (3,) * 4 if number else (), number) for one in run.layers]
+            if transfer.direction == "down":
+                elements = sum(one.down for one in traffic) + (0 if number else head)
+                assert transfer.payload == 4 * elements
+                continue
+            trained = next(local for local in round.trained if local.client == transfer.client)
+            sizes = [trained.trained.tensors[name].numel() for name in trained.job.trainable_names]
+            copies = sum(one.up for one in traffic) / sum(sizes)
+            assert copies == (2 if wrapper == "scaffold" else 1)
+            assert transfer.payload == copies * sum(method.upload(size) for size in sizes)
+
+
+@each
+def test_the_head_is_subject_to_the_wrapper_too(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
+    """Every function of the wrapper treats the head as it does the factors; without the wrapper it ends elsewhere."""
+    training = {"training": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}}
+    run, plain = played_wrapped(key, [wrapper], **training), played_wrapped(key, [], **training)
+    ended, otherwise = run.rounds[-1].after.state.tensors, plain.rounds[-1].after.state.tensors
+    assert ended.keys() == otherwise.keys()
+    for path in run.federation.method.spec.extras:
+        assert not torch.equal(ended[extra_name(path)], otherwise[extra_name(path)])
+
+
+@each
+@pytest.mark.parametrize("policy", ["local", "frozen"])
+def test_a_head_that_does_not_travel_stays_out_of_it(
+    wrapper: str, key: str, policy: str, played_wrapped: PlayWrapped
+) -> None:
+    """No message but the first carries anything of it, and the server's stays as it was."""
+    run = played_wrapped(key, [wrapper], model={"extras": policy}, federation={"rounds": 3})
+    begun = run.rounds[0].before.state
+    for round in run.rounds:
+        assert all(
+            torch.equal(round.after.state.tensors[name], value)
+            for name, value in split_extras(begun.tensors)[1].items()
+        )
+        assert not any("extras/" in name for name in round.after.state.memory)
+        for transfer, message in zip(round.result.transfers, round.messages(), strict=True):
+            first = transfer.direction == "down" and transfer.client not in round.before.held
+            assert any("extras/" in name for name in message.tensors) == first
+        for local in round.trained:
+            moved = {
+                name
+                for name, value in local.job.tensors.items()
+                if is_extra(name) and not torch.equal(value, local.trained.tensors[name])
+            }
+            assert bool(moved) == (policy == "local")
+
+
+@each
+def test_around_the_factors_only_it_leaves_the_head_alone(
+    wrapper: str, key: str, prepared: Prepared, tiny_folder: Path
+) -> None:
+    """Inside of the extras: they are averaged as without it, and all that the wrapper sends is of target layers."""
+    made = tiny.variant(prepared, wrapped_config(tiny_folder, key, [wrapper], federation={"rounds": 2}))
+    outer = made.federation.method
+    assert isinstance(outer, WRAPPERS[wrapper])
+    assert isinstance(outer.inner, WithExtras)
+    inside = WithExtras(inner=replace(outer, inner=outer.inner.inner), policy="average")
+    federation = Federation(
+        inside, made.engine, list(made.federation.members.values()), made.train, made.federation.settings
+    )
+    progress = federation.play(federation.begin()).progress
+    progress = federation.play(progress).progress
+    assert not any("extras/" in name for name in progress.state.memory)
+    assert not any("extras/" in name for memory in progress.memories.values() for name in memory)
+    assert all(value.isfinite().all() for value in progress.state.tensors.values())
+
+
+def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
+    """One more round by another process: method, model and data anew, the state through its bytes."""
+    federation = prepare(parse_config(yaml.safe_load(config_text)), Partition.from_json(partition)).federation
+    state = decode_state(encode_state(stopped.state))
+    return federation.play(Progress(state, stopped.memories, stopped.held, stopped.optimizers)).progress
+
+
+@pytest.mark.parametrize(
+    ("wrappers", "key"),
+    [*(([wrapper], "fedit") for wrapper in WRAPPERS), *((wrappers, "ffa-lora") for wrappers in STACKED)],
+    ids=str,
+)
+def test_a_resumed_run_goes_on_as_one_that_never_stopped(
+    wrappers: list[Any], key: str, tiny_folder: Path, prepared: Prepared
+) -> None:
+    config = wrapped_config(tiny_folder, key, wrappers, training=RAW, federation={"rounds": 3})
+    federation = tiny.variant(prepared, config).federation
+    steps = [federation.begin()]
+    while len(steps) < 4:
+        steps.append(federation.play(steps[-1]).progress)
+    text = yaml.safe_dump(config.model_dump(mode="json"))
+    found = resumed(text, prepared.partition.to_json(), steps[2])
+    assert differences(found, steps[3]) == []
+    assert differences(federation.play(steps[1]).progress, steps[2]) == []  # a round played twice counts once
+
+
+@pytest.mark.parametrize("wrappers", STACKED, ids=str)
+def test_wrappers_around_wrappers(wrappers: list[Any], played_wrapped: PlayWrapped) -> None:
+    run = played_wrapped("fedit", wrappers, training=RAW)
+    assert run.written == ()
+    assert all(value.isfinite().all() for value in run.rounds[-1].after.state.tensors.values())
+    method, kinds = run.federation.method, []
+    while hasattr(method, "inner"):
+        method = method.inner
+        kinds.append(type(method))
+    names = [wrapper if isinstance(wrapper, str) else wrapper["name"] for wrapper in wrappers]
+    assert kinds[: len(names) + 2] == [*(WRAPPERS[name] for name in reversed(names)), WithExtras, METHODS["fedit"]]
+
+
+def test_variates_of_a_tensor_travel_as_often_as_it_changes(played_wrapped: PlayWrapped) -> None:
+    """RoLoRA's factors move in turn: a client that is there in every round is sent the variates of one of them."""
+    run = played_wrapped("rolora", ["scaffold"], federation={"clients_per_round": 4}, model={"extras": "frozen"})
+    head = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
+    for number, round in enumerate(run.rounds):
+        traffic = [run.federation.method.traffic(one, 3, (3,) * 4 if number else (), number) for one in run.layers]
+        for transfer in round.result.transfers:
+            elements = sum(getattr(one, transfer.direction) for one in traffic)
+            once = head if transfer.direction == "down" and number == 0 else 0
+            assert transfer.payload == 4 * (elements + once)
