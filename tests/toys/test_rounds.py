@@ -21,6 +21,7 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.florg import FLoRG
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 
@@ -28,7 +29,6 @@ from .fedgalore import FedGaLore
 from .fedhm import FedHM
 from .fedpaq import FedPAQ
 from .fedprox import FedProx
-from .florg import FLoRG
 from .hetlora import HetLoRA
 from .lora_a2 import LoRAA2
 from .oracle import pair_gradients

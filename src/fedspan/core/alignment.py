@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import fix_signs
 
-__all__ = ["ajive_joint_basis", "procrustes"]
+__all__ = ["ajive_joint_basis", "gram_factor", "procrustes"]
 
 
 def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
@@ -23,6 +23,18 @@ def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
     """
     U, _, Vt = torch.linalg.svd(target_RI @ source_RI.T, full_matrices=False)
     return U @ Vt
+
+
+def gram_factor(stack_QK: Tensor) -> Tensor:
+    """Lambda^(1/2) P (R', K) with ``stack^T stack = P^T Lambda P``, eigenvalues descending, without forming that.
+
+    From the SVD of the stack, which keeps the digits that squaring would lose; in float64, signs fixed. R' is the
+    rank of the stack, and at least 1.
+    """
+    U, S, Vt = torch.linalg.svd(stack_QK.double(), full_matrices=False)
+    V_KR = fix_signs(Vt.T, U.T)[0]
+    present = int((S[:1] * max(stack_QK.shape) * torch.finfo(S.dtype).eps < S).sum())
+    return (S[:, None] * V_KR.T)[: max(1, present)]
 
 
 def ajive_joint_basis(views: Sequence[Tensor], joint_rank: int, view_rank: int | None = None) -> Tensor:

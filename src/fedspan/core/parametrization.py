@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fedspan.core.bases import through_mixing
 from fedspan.core.lowrank import LowRank, concatenate
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Factorised",
     "Gram",
     "LoRA",
+    "MixedGram",
     "PairSum",
     "Parametrization",
     "Projected",
@@ -90,6 +92,26 @@ class Gram:
         # Both thin products once a step, 2 R K (O + I) operations, instead of two K-wide products for every token.
         A_RK = slots["A"]
         return Effective(LowRank(slots["L"] @ A_RK.T, A_RK @ slots["R"], self.scaling))
+
+
+@dataclass(frozen=True)
+class MixedGram:
+    """``Gram`` whose shorter side has the identity as its basis, the longer one a structured basis M of its keys.
+
+    ``right`` (O <= I): ``W + scaling * A^T A M``, so L = I and R = M (K, I). ``left``: ``W + scaling * M^T A^T A``. In
+    L X R only the product of a square basis with the other one matters, as A takes up any rotation; so nothing is lost
+    by choosing the identity.
+    """
+
+    scaling: float
+    side: str
+    slots: ClassVar[tuple[str, ...]] = ("A", "places", "signs")
+
+    def effective(self, slots: Slots) -> Effective:
+        A_RK = slots["A"]
+        mixed = through_mixing(A_RK, slots["places"], slots["signs"])
+        B, A = (A_RK.T, mixed) if self.side == "right" else (mixed.T, A_RK)
+        return Effective(LowRank(B, A, self.scaling))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.ffa_lora import FFALoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.florg import FLoRG
 from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.rolora import RoLoRA
 
@@ -26,6 +27,7 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "fedsa-lora": FedSALoRA,
         "ffa-lora": FFALoRA,
         "flora": FLoRA,
+        "florg": FLoRG,
         "local-only": LocalOnly,
         "rolora": RoLoRA,
     }
