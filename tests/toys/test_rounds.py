@@ -17,6 +17,7 @@ from fedspan.core.values import Job, OptimizerState, Spec, Trained
 from fedspan.engines import federation as product
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.settings import RoundSettings, TrainingSettings
+from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
@@ -25,7 +26,6 @@ from fedspan.methods.florg import FLoRG
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 
-from .fedgalore import FedGaLore
 from .fedhm import FedHM
 from .fedpaq import FedPAQ
 from .fedprox import FedProx

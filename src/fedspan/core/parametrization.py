@@ -118,22 +118,29 @@ class MixedGram:
 class Projected:
     """GaLore as LoRA: an accumulator trained under a projector, plus the segments trained under earlier projectors.
 
-    ``right``: ``W + acc P`` with acc (O, R), P (R, I). ``left``: ``W + P acc`` with P (O, R), acc (R, I).
-    ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
+    ``right``: ``W + scaling acc P`` with acc (O, R), P (R, I). ``left``: ``W + scaling P acc`` with P (O, R),
+    acc (R, I). ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
+    Under Adam, which does not see the scale of a gradient, ``scaling`` is GaLore's ``scale`` of the step.
     """
 
     side: str
+    scaling: float = 1.0
     slots: ClassVar[tuple[str, ...]] = ("acc", "P", "done_A", "done_B")
 
+    @property
+    def finished(self) -> tuple[str, str]:
+        """The slots of the finished segments' accumulators and of their projectors."""
+        return ("done_B", "done_A") if self.side == "right" else ("done_A", "done_B")
+
     def pair(self, acc: Tensor, P: Tensor) -> LowRank:
-        """The current segment as (B, A)."""
-        return LowRank(acc, P) if self.side == "right" else LowRank(P, acc)
+        """A segment as (B, A), the scaling in front."""
+        return LowRank(acc, P, self.scaling) if self.side == "right" else LowRank(P, acc, self.scaling)
 
     def effective(self, slots: Slots) -> Effective:
         current = self.pair(slots["acc"], slots["P"])
         if "done_B" not in slots:
             return Effective(current)
-        return Effective(concatenate([LowRank(slots["done_B"], slots["done_A"]), current]))
+        return Effective(concatenate([LowRank(slots["done_B"], slots["done_A"], self.scaling), current]))
 
 
 @dataclass(frozen=True)

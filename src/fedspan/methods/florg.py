@@ -11,8 +11,8 @@ Q is not formed: A~ comes from the SVD of the stacked sqrt(p_i) A_i. L and R fol
 
 Deviations: the equations have no alpha; s = lora_alpha / r stands before the product here (``lora_alpha: r`` is the
 paper's). r' is up to K r, so U V^T (r, r') cannot have the orthonormal columns that the paper's proof asks for, and
-rank r of Q's r' is kept: ``alignment: paper`` keeps the directions near A_t, ``top-r`` the r greatest eigenpairs, rotated
-towards A_t; ``none`` leaves the rotation out. The paper says no more of L and R than that they are orthonormal:
+rank r of Q's r' is kept: ``alignment: paper`` keeps the directions near A_t, ``top-r`` the r greatest eigenpairs,
+rotated towards A_t; ``none`` leaves the rotation out. The paper says no more of L and R than that they are orthonormal:
 ``bases: structured`` takes the identity on the shorter side and a seeded cosine transform on the longer one, ``dense``
 two uniformly random matrices. A_1 is not established: Gaussian or orthonormal rows of size ``init_std``; A = 0 is a
 stationary point. ``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper.

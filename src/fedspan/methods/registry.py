@@ -8,6 +8,7 @@ from types import MappingProxyType
 from fedspan.core.method import RegisteredMethod
 from fedspan.errors import FedspanError, nearest
 from fedspan.methods.fedavg import FedAvg
+from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
@@ -22,6 +23,7 @@ __all__ = ["METHODS", "method_class"]
 METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
     {
         "fedavg": FedAvg,
+        "fedgalore": FedGaLore,
         "fedit": FedIT,
         "fedloru": FedLoRU,
         "fedsa-lora": FedSALoRA,
