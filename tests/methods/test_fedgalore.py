@@ -76,7 +76,7 @@ class DenseGaLore:
             self.P = dict(renewed)
         dense, decay, self.t = self.gradients(), LR * self.how.get("decay", 0.0), self.t + 1
         for layer in LAYERS:
-            g = self.how.get("scale", 1.0) * tall(layer, dense[layer]) @ self.P[layer].T
+            g = tall(layer, dense[layer]) @ self.P[layer].T
             self.m[layer] = 0.9 * self.m[layer] + 0.1 * g
             self.v[layer] = 0.999 * self.v[layer] + 0.001 * g**2
             m, v = self.m[layer], self.v[layer]

@@ -120,7 +120,7 @@ class Projected:
 
     ``right``: ``W + scaling acc P`` with acc (O, R), P (R, I). ``left``: ``W + scaling P acc`` with P (O, R),
     acc (R, I). ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
-    Under Adam, which does not see the scale of a gradient, ``scaling`` is GaLore's ``scale`` of the step.
+    ``scaling`` is GaLore's ``scale`` of the step: the gradient by acc is that of ``W + acc P``, without it.
     """
 
     side: str
@@ -133,11 +133,14 @@ class Projected:
         return ("done_B", "done_A") if self.side == "right" else ("done_A", "done_B")
 
     def pair(self, acc: Tensor, P: Tensor) -> LowRank:
-        """A segment as (B, A), the scaling in front."""
-        return LowRank(acc, P, self.scaling) if self.side == "right" else LowRank(P, acc, self.scaling)
+        """A segment as (B, A), without the scaling."""
+        return LowRank(acc, P) if self.side == "right" else LowRank(P, acc)
 
     def effective(self, slots: Slots) -> Effective:
-        current = self.pair(slots["acc"], slots["P"])
+        acc = slots["acc"]
+        if self.scaling != 1.0:
+            acc = acc + ((self.scaling - 1.0) * acc).detach()
+        current = self.pair(acc, slots["P"])
         if "done_B" not in slots:
             return Effective(current)
         return Effective(concatenate([LowRank(slots["done_B"], slots["done_A"], self.scaling), current]))
