@@ -14,11 +14,11 @@ from fedspan.engines.wire import payload_size
 from fedspan.errors import FedspanError
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.florg import FLoRG
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 
 from .fedpaq import NORM, FedPAQ, dequantise, quantise
-from .florg import FLoRG
 from .oracle import copied, descend
 from .pfedloru import PFedLoRU
 from .problem import HEAD, LAYERS, Problem

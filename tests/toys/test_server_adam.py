@@ -9,10 +9,10 @@ from fedspan.core.tensors import tensor_name
 from fedspan.errors import FedspanError
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.florg import FLoRG
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 
-from .florg import FLoRG
 from .lora_a2 import LoRAA2
 from .oracle import copied, descend
 from .problem import HEAD, LAYERS, Problem
