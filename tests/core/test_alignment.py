@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.alignment import ajive_joint_basis, nearest_rotation, procrustes
+from fedspan.core.alignment import ajive, nearest_rotation, procrustes
+from fedspan.core.lowrank import LowRank
 
 few = settings(max_examples=25, deadline=None)
 
@@ -109,47 +111,130 @@ def _joint(rng: torch.Generator, rows: int, rank: int) -> Tensor:
 def test_ajive_finds_a_common_space_exactly(rank: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     joint = _joint(rng, 20, rank)
-    U = ajive_joint_basis(_views(rng, joint, 4, individual=1.0), rank)
+    U = ajive(_views(rng, joint, 4, individual=1.0), rank).basis
     assert U.dtype == torch.float64
     assert torch.allclose(U @ U.T, joint @ joint.T, rtol=0, atol=1e-9)
 
 
-def test_ajive_is_its_definition_step_by_step() -> None:
-    """Centre, top singular vectors of each view, SVD of their concatenation; here through sums of projections."""
-    rng = torch.Generator().manual_seed(3)
-    views = [_randn(rng, 8, columns) + 2 for columns in (5, 6, 4)]
-    U = ajive_joint_basis(views, joint_rank=2, view_rank=3)
-    total = torch.zeros(8, 8, dtype=torch.float64)
+def _by_definition(views: list[Tensor], joint_rank: int, view_rank: int, identifiable: bool) -> list[Tensor]:
+    """J_i, from sums of dense projections: centre, top directions of each view, top of their sum, check, project."""
+    size, centred, taus = len(views[0]), [], []
+    total = torch.zeros(size, size, dtype=torch.float64)
     for view in views:
-        centred = view - torch.ones(8, 1, dtype=torch.float64) @ view.mean(0, keepdim=True)
-        vectors = torch.linalg.eigh(centred @ centred.T)[1][:, -3:]
+        X = view - torch.ones(size, 1, dtype=torch.float64) @ view.mean(0, keepdim=True)
+        vectors = torch.linalg.eigh(X @ X.T)[1][:, -view_rank:]
         total += vectors @ vectors.T
-    top = torch.linalg.eigh(total)[1][:, -2:]
-    assert torch.allclose(U @ U.T, top @ top.T, rtol=0, atol=1e-9)
-    assert (U.gather(0, U.abs().argmax(0)[None]) > 0).all()
+        values = [*torch.linalg.svdvals(X).tolist(), 0.0]
+        taus.append((values[view_rank - 1] + values[view_rank]) / 2)
+        centred.append(X)
+    top = torch.linalg.eigh(total)[1][:, -joint_rank:]
+    if identifiable:
+        keep = [all(float((X.T @ u).norm()) >= tau for X, tau in zip(centred, taus, strict=True)) for u in top.T]
+        top = top[:, keep]
+    return [top @ top.T @ X for X in centred]
 
 
-def test_ajive_in_projected_coordinates_is_ajive_on_the_dense_views() -> None:
-    """FedGaLore's shortcut: with orthonormal R the basis of {v_i R^T} is that of {v_i}."""
-    rng = torch.Generator().manual_seed(4)
-    views = [_randn(rng, 9, 3).square() for _ in range(4)]
-    R = torch.linalg.qr(_randn(rng, 7, 3))[0]
-    small = ajive_joint_basis(views, 3)
-    dense = ajive_joint_basis([view @ R.T for view in views], 3, view_rank=3)
-    assert torch.allclose(small @ small.T, dense @ dense.T, rtol=0, atol=1e-9)
+@few
+@given(st.integers(1, 3), st.integers(1, 4), st.booleans(), st.integers(0, 1000))
+def test_ajive_is_its_definition_step_by_step(joint_rank: int, view_rank: int, identifiable: bool, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    views = [_randn(rng, 9, columns) + 2 for columns in (5, 6, 4)]
+    found = ajive(views, joint_rank, view_rank, identifiable=identifiable)
+    for number, expected in enumerate(_by_definition(views, joint_rank, view_rank, identifiable)):
+        assert torch.allclose(found.joint(number), expected, rtol=0, atol=1e-8)
+    if found.basis.numel():
+        assert (found.basis.gather(0, found.basis.abs().argmax(0)[None]) > 0).all()
+
+
+@few
+@given(
+    st.sampled_from(["shared", "different", "any factors"]),
+    st.sampled_from([1, 2, 3, None]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_views_given_as_factors_are_their_dense_matrices(
+    kind: str, joint_rank: int | None, center: bool, identifiable: bool, seed: int
+) -> None:
+    """With one shared projector, with one each, and with factors that are not orthonormal: every output, given and
+    estimated ranks alike. The same draws serve both, so even the estimated cutoff is the same."""
+    rng = torch.Generator().manual_seed(seed)
+    shared = torch.linalg.qr(_randn(rng, 8, 4))[0].T
+    common = _randn(rng, 12, 2)
+    pairs: list[LowRank] = []
+    for _ in range(3):
+        left = torch.cat([4 * common, _randn(rng, 12, 2)], 1) @ _randn(rng, 4, 4)
+        right = torch.linalg.qr(_randn(rng, 8, 4))[0].T if kind == "different" else shared
+        pairs.append(LowRank(left, _randn(rng, 4, 8) if kind == "any factors" else right, 0.5))
+    dense = [pair.dense() for pair in pairs]
+    options = {"center": center, "identifiable": identifiable, "samples": 20}
+    one = ajive(pairs, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
+    other = ajive(dense, joint_rank, 3, **options, rng=torch.Generator().manual_seed(1))
+    assert one.basis.shape == other.basis.shape
+    assert torch.allclose(one.basis @ one.basis.T, other.basis @ other.basis.T, rtol=0, atol=1e-7)
+    assert (one.cutoff is None) == (joint_rank is not None)
+    if one.cutoff is not None and other.cutoff is not None:
+        assert abs(one.cutoff - other.cutoff) < 1e-7
+    for number, (view, matrix) in enumerate(zip(one.views, dense, strict=True)):
+        assert abs(one.thresholds[number] - other.thresholds[number]) < 1e-9
+        assert torch.allclose(view.lifted(view.left), matrix, rtol=0, atol=1e-9)
+        assert torch.allclose(view.lifted(one.joint(number)), other.joint(number), rtol=0, atol=1e-6)
+        assert torch.allclose(view.lifted(one.individual(number)), other.individual(number), rtol=0, atol=1e-6)
+        assert torch.allclose(view.lifted(one.means[number]), other.means[number], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_the_two_bounds_find_the_joint_rank(rank: int, noise: float) -> None:
+    """Planted: ``rank`` common directions and two of each view's own, under noise."""
+    rng = torch.Generator().manual_seed(rank)
+    joint = _joint(rng, 60, max(1, rank))[:, :rank]
+    views = [
+        joint @ _randn(rng, rank, 40) + _joint(rng, 60, 2) @ _randn(rng, 2, 40) + noise * _randn(rng, 60, 40) / 8
+        for _ in range(4)
+    ]
+    found = ajive(views, None, rank + 2, samples=200, rng=torch.Generator().manual_seed(2))
+    assert found.basis.shape == (60, rank)
+    assert (found.basis.T @ joint).square().sum() > 0.95 * rank - 1e-9
+
+
+def test_views_without_a_rest_share_nothing_unless_a_rank_is_given() -> None:
+    """Noise 0 makes Wedin's bound K, which nothing exceeds: why a view rank below the views' own is needed."""
+    rng = torch.Generator().manual_seed(0)
+    views = [_randn(rng, 12, 3).square() for _ in range(4)]
+    assert ajive(views, None, 3, samples=50).basis.shape[1] == 0
+    assert ajive(views, 3, 3).basis.shape[1] == 3
+
+
+def test_joint_and_individual_parts_and_the_rest_make_up_the_view() -> None:
+    rng = torch.Generator().manual_seed(6)
+    joint = _joint(rng, 20, 2)
+    views = _views(rng, joint, 3, individual=1.0)
+    found = ajive(views, 2, 4)
+    for number, view in enumerate(views):
+        rest = view - view.mean(0) - found.joint(number) - found.individual(number)
+        assert torch.linalg.matrix_norm(rest, 2) <= found.thresholds[number]
+        assert (joint.T @ found.individual(number)).norm() < 1e-9
+        assert torch.linalg.matrix_rank(found.individual(number)) == 2
 
 
 def test_ajive_does_not_depend_on_the_order_of_views() -> None:
     rng = torch.Generator().manual_seed(5)
     views = [_randn(rng, 8, 3) for _ in range(4)]
-    one, other = ajive_joint_basis(views, 2), ajive_joint_basis(views[::-1], 2)
+    one, other = ajive(views, 2).basis, ajive(views[::-1], 2).basis
     assert torch.allclose(one @ one.T, other @ other.T, rtol=0, atol=1e-9)
 
 
 def test_directions_without_variation_have_no_vote() -> None:
-    """Views of rank 1 written in 2 columns are views of rank 1."""
+    """Views of rank 1 written in 2 columns are views of rank 1; a view of zeros has none."""
     rng = torch.Generator().manual_seed(0)
     shared = _joint(rng, 8, 1)
     views = [(shared + 0.6 * _randn(rng, 8, 1)) @ _randn(rng, 1, 2) for _ in range(4)]
-    given_rank, default = ajive_joint_basis(views, 1, view_rank=1), ajive_joint_basis(views, 1)
+    given_rank, default = ajive(views, 1, view_rank=1).basis, ajive(views, 1).basis
     assert torch.allclose(default @ default.T, given_rank @ given_rank.T, rtol=0, atol=1e-9)
+    silent = ajive([*views, torch.zeros(8, 2)], 1).basis
+    assert torch.allclose(silent @ silent.T, default @ default.T, rtol=0, atol=1e-9)
+    nothing = ajive([torch.zeros(8, 2)] * 2, 2, identifiable=True)
+    assert nothing.basis.shape == (8, 0)
+    assert not nothing.joint(0).any()

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.projectors import random_projector, reproject, side_of, svd_projector
+from fedspan.core.lowrank import LowRank
+from fedspan.core.projectors import random_projector, reproject, side_of, sketch_projector, svd_projector
 from fedspan.core.tensors import generator
 
 SIDES = ("right", "left")
@@ -27,16 +28,60 @@ def test_the_shorter_side_is_projected_and_square_counts_as_tall() -> None:
     assert side_of((6, 6)) == "right"
 
 
+def _gradient(rows: int, columns: int, tokens: int, seed: int) -> LowRank:
+    """dY^T X, some of whose rows may be linear combinations of others."""
+    rng = torch.Generator().manual_seed(seed)
+    return LowRank(torch.randn((rows, tokens), generator=rng), torch.randn((tokens, columns), generator=rng))
+
+
 @few
-@given(st.integers(2, 8), st.integers(2, 8), st.sampled_from(SIDES), st.integers(0, 1000), st.data())
-def test_svd_projector_keeps_most_of_the_gradient(rows: int, columns: int, side: str, seed: int, data: st.DataObject):
+@given(
+    st.integers(2, 9), st.integers(2, 9), st.integers(1, 12), st.sampled_from(SIDES), st.integers(0, 1000), st.data()
+)
+@pytest.mark.parametrize("rule", ["svd", "rsvd"])
+def test_projectors_of_a_gradient_keep_most_of_it(
+    rule: str, rows: int, columns: int, tokens: int, side: str, seed: int, data: st.DataObject
+) -> None:
+    """As much as any r directions can, whichever form is cheaper; also with fewer tokens than directions asked for.
+
+    So small a gradient has no more directions than the sketch has columns, so the sketch is exact.
+    """
     rank = data.draw(st.integers(1, min(rows, columns)))
-    G = torch.randn((rows, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    P = svd_projector(G, rank, side)
+    factors = _gradient(rows, columns, tokens, seed)
+    rng = torch.Generator().manual_seed(seed)
+    P = svd_projector(factors, rank, side) if rule == "svd" else sketch_projector(factors, rank, side, rng)
+    G = factors.dense().double()
+    gram = P @ P.T if side == "right" else P.T @ P
+    assert (gram - torch.eye(rank)).abs().max() < 1e-5
     assert P.shape == ((rank, columns) if side == "right" else (rows, rank))
     kept = G @ _projection(P, side) if side == "right" else _projection(P, side) @ G
     best = torch.linalg.svdvals(G)[rank:].norm()
     assert abs(float((G - kept).norm() - best)) < 1e-5 * float(G.norm())
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("tokens", [10, 2000])
+def test_a_sketch_of_a_large_gradient_is_nearly_the_best(side: str, tokens: int) -> None:
+    """Singular values that fall like 1 / k, through the factors (10 tokens) and after forming (2000)."""
+    rng = torch.Generator().manual_seed(1)
+    U, V = (torch.linalg.qr(torch.randn(size, 40, generator=rng))[0] for size in (90, 70))
+    B = U / torch.arange(1, 41)
+    mix = torch.linalg.qr(torch.randn(tokens, 40, generator=rng))[0].T if tokens > 40 else torch.eye(40)
+    gradient = LowRank(B @ mix, mix.T @ V.T) if tokens > 40 else LowRank(B[:, :tokens], V.T[:tokens])
+    G = gradient.dense().double()
+    P = sketch_projector(gradient, 4, side, torch.Generator().manual_seed(2))
+    kept = G @ _projection(P, side) if side == "right" else _projection(P, side) @ G
+    assert (G - kept).norm() < 1.01 * torch.linalg.svdvals(G)[4:].norm()
+    again = sketch_projector(gradient, 4, side, torch.Generator().manual_seed(2))
+    assert torch.equal(P, again)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_gradient_of_zeros_still_gives_a_projector(side: str) -> None:
+    zero = LowRank(torch.zeros(6, 3), torch.randn(3, 5))
+    for P in (svd_projector(zero, 2, side), sketch_projector(zero, 2, side, torch.Generator())):
+        gram = P @ P.T if side == "right" else P.T @ P
+        assert (gram - torch.eye(2)).abs().max() < 1e-6
 
 
 @few

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tiny
 from fedspan.config import RunConfig
-from fedspan.core.base import BaseUpdate, materialise
+from fedspan.core.base import BaseUpdate, Increment, materialise
 from fedspan.core.lowrank import LowRank
 from fedspan.core.method import Memory
 from fedspan.core.parametrization import Parametrization, dense_change
@@ -34,6 +34,7 @@ from fedspan.runs.build import Prepared
 from fedspan.wrappers.wrapper import Wrapper
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "fedgalore": {"adaptive_refreshes": 2},
     "fedloru": {"tau": 2},
     "hetlora": {"gamma": 1.0},
     "mfedloru": {"tau": 2},
@@ -226,10 +227,10 @@ class Played:
         """The weighted mean of a layer's change over the models that the clients trained."""
         shares, mean = self.weights(round.result.cohort), torch.zeros((), dtype=torch.float64)
         for id, local in {local.client: local for local in round.trained}.items():  # a client's last phase
-            parametrization = local.job.parametrization[layer]
-            mean = mean + shares[id] * self.change(
-                layer, round.before.state.base, parametrization, local.trained.tensors
-            )
+            parametrization, base = local.job.parametrization[layer], round.before.state.base
+            if local.trained.decay != 1.0:
+                base = base.add(Increment(base.round + 1, {}, local.trained.decay))
+            mean = mean + shares[id] * self.change(layer, base, parametrization, local.trained.tensors)
         return mean
 
 

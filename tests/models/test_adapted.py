@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tiny
 from fedspan.core.base import BaseUpdate, Increment
@@ -159,15 +160,50 @@ def test_captured_gradients_are_those_of_the_whole_weight(kind: str, tiny_folder
     adapted = adapt(model, kind)
     pairs = random_pairs(adapted)
     install_pairs(adapted, pairs, 1.0)
-    adapted.capture_gradients(True)
-    model(**BATCH).logits.square().sum().backward()
+    found: dict[str, list[LowRank]] = {name: [] for name in adapted.layers}
+    with adapted.captured_gradients(lambda name, gradient: found[name].append(gradient)):
+        model(**BATCH).logits.square().sum().backward()
+    model(**BATCH).logits.square().sum().backward()  # outside of the context nothing is captured
     plain = with_weights(kind, tiny_folder, lambda name, W: W + pairs[name].dense(), like=model)
     plain(**BATCH).logits.square().sum().backward()
     for name, layer in adapted.layers.items():
         gradient = plain.get_parameter(f"{name}.weight").grad
         assert gradient is not None
         expected = layer.operator.matrix(gradient)
-        assert distance(layer.take_gradient(), expected) < 1e-5 * float(expected.abs().max())
+        (captured,) = found[name]
+        assert distance(captured.dense(), expected) < 1e-5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_layer_used_twice_has_one_gradient(recomputed: bool) -> None:
+    """The sum over its uses; also where activations are computed anew in the backward pass."""
+    linear = torch.nn.Linear(5, 4)
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            def once(x: Tensor) -> Tensor:
+                return torch.tanh(self.shared(x))
+
+            for number in range(2):
+                x = checkpoint(once, x, use_reentrant=False) if recomputed else once(x)
+                x = torch.cat([x, x[:, :1]], 1) if number == 0 else x
+            return x
+
+    model, x = Twice(), torch.randn(3, 5)
+    loss = model(x).square().sum()
+    (expected,) = torch.autograd.grad(loss, linear.weight)
+    adapted = AdaptedModel(model, {"shared": linear}, {})
+    slots = {"shared/A": torch.zeros(1, 5), "shared/B": torch.zeros(4, 1)}
+    adapted.install({"shared": LoRA(1.0)}, slots, frozenset(slots))
+    found: list[LowRank] = []
+    with adapted.captured_gradients(lambda name, gradient: found.append(gradient)):
+        model(x).square().sum().backward()
+    assert torch.allclose(torch.stack([gradient.dense() for gradient in found]).sum(0), expected, atol=1e-6)
+    assert len(found) == 1
 
 
 def test_what_is_installed_is_a_copy_and_extras_fall_back_to_what_was_loaded(tiny_folder: Path) -> None:

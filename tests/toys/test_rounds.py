@@ -18,11 +18,13 @@ from fedspan.engines import federation as product
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.settings import RoundSettings, TrainingSettings
 from fedspan.methods.fedavg import FedAvg
+from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedhm import FedHM
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.florg import FLoRG
 from fedspan.methods.hetlora import HetLoRA
 from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.mfedloru import MFedLoRU
@@ -35,8 +37,6 @@ from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
 from fedspan.wrappers.scaffold import Scaffold
 
-from .fedgalore import FedGaLore
-from .florg import FLoRG
 from .oracle import pair_gradients
 from .problem import HEAD, LAYERS, Problem
 from .rounds import Double, Federation, adamw, close, sgd, with_extras

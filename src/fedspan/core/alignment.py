@@ -1,18 +1,19 @@
 """Aligning subspaces and factors across clients: Procrustes rotations and AJIVE's joint component.
 
-Shapes: N rows, D columns of a view, R rank, K views.
+Shapes: N rows, D columns of a view, Q of its factors, R rank, K views; in Gram matrices K columns, R and Q rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedspan.core.lowrank import fix_signs
+from fedspan.core.lowrank import LowRank, fix_signs
 
-__all__ = ["ajive_joint_basis", "nearest_rotation", "procrustes"]
+__all__ = ["Ajive", "View", "ajive", "gram_factor", "nearest_rotation", "procrustes"]
 
 
 def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
@@ -35,27 +36,188 @@ def nearest_rotation(matrix_RR: Tensor) -> Tensor:
     return U @ Vt
 
 
-def ajive_joint_basis(views: Sequence[Tensor], joint_rank: int, view_rank: int | None = None) -> Tensor:
-    """AJIVE with a given joint rank: an orthonormal basis of the column space that the views share.
+def gram_factor(stack_QK: Tensor) -> Tensor:
+    """Lambda^(1/2) P (R', K) with ``stack^T stack = P^T Lambda P``, eigenvalues descending, without forming that.
 
-    Feng et al., "Angle-based joint and individual variation explained", J. Multivariate Analysis 2018. Each view is
-    column-centred and replaced by its top left singular vectors; the joint basis is the top of the SVD of their
-    concatenation. View i's joint component is ``U U^T X_i``. Computed in float64.
+    From the SVD of the stack, which keeps the digits that squaring would lose; in float64, signs fixed. R' is the
+    rank of the stack, and at least 1.
+    """
+    U, S, Vt = torch.linalg.svd(stack_QK.double(), full_matrices=False)
+    V_KR = fix_signs(Vt.T, U.T)[0]
+    present = int((S[:1] * max(stack_QK.shape) * torch.finfo(S.dtype).eps < S).sum())
+    return (S[:, None] * V_KR.T)[: max(1, present)]
+
+
+@dataclass(frozen=True)
+class View:
+    """One client's matrix (N, D) for AJIVE, as ``left @ right`` where it is of low rank.
 
     Args:
-        views: K matrices (N, D_k).
-        joint_rank: columns of the result.
-        view_rank: singular vectors kept of each view; all (min(N, D_k)) by default.
-
-    Returns:
-        U (N, joint_rank), signs fixed, in float64.
+        left: (N, Q).
+        right: (Q, D) with orthonormal rows; None: the matrix is ``left`` itself. Everything that AJIVE does to the
+            columns of the matrix it can do to those of ``left``: centring, left singular vectors and singular values
+            are the same.
     """
-    bases: list[Tensor] = []
-    for view in views:
-        centred = view.double() - view.double().mean(0, keepdim=True)
-        U, S, _ = torch.linalg.svd(centred, full_matrices=False)
-        tiny = S[:1] * max(centred.shape) * torch.finfo(S.dtype).eps
-        present = tiny < S  # null directions are arbitrary ones
-        bases.append(U[:, present][:, :view_rank])
-    U, _, Vt = torch.linalg.svd(torch.cat(bases, 1), full_matrices=False)
-    return fix_signs(U, Vt)[0][:, :joint_rank]
+
+    left: Tensor
+    right: Tensor | None = None
+
+    @staticmethod
+    def of(matrix: Tensor | LowRank) -> View:
+        """A view in float64 from a matrix, or from any pair of factors (whose right one is orthonormalised)."""
+        if isinstance(matrix, Tensor):
+            return View(matrix.double())
+        pair = matrix.to(torch.float64).folded()
+        Q, R = torch.linalg.qr(pair.A.T)
+        return View(pair.B @ R.T, Q.T)
+
+    @property
+    def columns(self) -> int:
+        """D."""
+        return self.left.shape[1] if self.right is None else self.right.shape[1]
+
+    def mean(self) -> Tensor:
+        """Column means in the coordinates of ``left``, (1, Q)."""
+        return self.left.mean(0, keepdim=True)
+
+    def lifted(self, left: Tensor) -> Tensor:
+        """The matrix of which ``left`` holds the coordinates, (N, D)."""
+        return left if self.right is None else left @ self.right
+
+
+@dataclass(frozen=True)
+class Ajive:
+    """What the views share and what they do not.
+
+    Args:
+        basis: orthonormal basis U (N, joint rank) of the joint column space, signs fixed, float64.
+        thresholds: tau of every view: the middle of its last kept and first dropped singular value.
+        views: the (uncentred) views.
+        means: column means that were taken off, in the views' coordinates.
+        cutoff: that squared singular values of the concatenated bases had to exceed; None where the rank was given.
+    """
+
+    basis: Tensor
+    thresholds: tuple[float, ...]
+    views: tuple[View, ...]
+    means: tuple[Tensor, ...]
+    cutoff: float | None
+
+    def joint(self, number: int) -> Tensor:
+        """J_i = U U^T (X_i - mean), in the coordinates of the view's ``left``."""
+        centred = self.views[number].left - self.means[number]
+        return self.basis @ (self.basis.T @ centred)
+
+    def individual(self, number: int) -> Tensor:
+        """I_i: what of X_i - mean - J_i has singular values above tau_i, in the coordinates of the view's ``left``."""
+        rest = self.views[number].left - self.means[number] - self.joint(number)
+        U, S, Vt = torch.linalg.svd(rest, full_matrices=False)
+        return (U * torch.where(self.thresholds[number] < S, S, 0.0)) @ Vt
+
+
+def ajive(
+    matrices: Sequence[Tensor | LowRank],
+    joint_rank: int | None,
+    view_rank: int | Sequence[int] | None = None,
+    *,
+    center: bool = True,
+    identifiable: bool = False,
+    samples: int = 1000,
+    rng: torch.Generator | None = None,
+) -> Ajive:
+    """Angle-based joint and individual variation explained.
+
+    Feng et al., J. Multivariate Analysis 2018. Every view is column-centred and replaced by its top left singular
+    vectors; the joint basis is the top of the SVD of their concatenation. In float64. Views of low rank are given as
+    factors: nothing of size N x D is formed, and the result is that of the dense matrices.
+
+    Args:
+        matrices: K views (N, D_k), dense or as factors.
+        joint_rank: columns of the basis; None: as many as have a squared singular value above both bounds, the 5th
+            percentile of Wedin's (directions drawn outside of the views' spaces) and the 95th of that of random spaces.
+        view_rank: singular vectors kept of each view; by default all, null directions left out. For a ``joint_rank``
+            of None it must be below the views' ranks: a view without a rest has a Wedin bound of 0 (no noise), and
+            nothing short of identical spaces passes.
+        center: whether column means are taken off.
+        identifiable: drop directions along which some view varies by less than its threshold.
+        samples: draws for either bound.
+        rng: of those draws.
+    """
+    views = tuple(View.of(matrix) for matrix in matrices)
+    means = tuple(view.mean() if center else torch.zeros_like(view.mean()) for view in views)
+    ranks = [view_rank] * len(views) if view_rank is None or isinstance(view_rank, int) else list(view_rank)
+    spaces = [_space(view.left - mean, rank) for view, mean, rank in zip(views, means, ranks, strict=True)]
+    U, S, Vt = torch.linalg.svd(torch.cat([space.U for space in spaces], 1), full_matrices=False)
+    U = fix_signs(U, Vt)[0]
+    cutoff = None
+    if joint_rank is None:
+        rng = torch.Generator().manual_seed(0) if rng is None else rng
+        cutoff = max(_wedin_bound(views, means, spaces, samples, rng), _random_bound(spaces, samples, rng))
+        joint_rank = int((S.square() > cutoff).sum())
+    basis = U[:, :joint_rank]
+    thresholds = tuple(space.threshold for space in spaces)
+    if identifiable:
+        kept = torch.ones(basis.shape[1], dtype=torch.bool)
+        for view, mean, threshold in zip(views, means, thresholds, strict=True):
+            kept &= ((view.left - mean).T @ basis).norm(dim=0) >= threshold
+        basis = basis[:, kept]
+    return Ajive(basis, thresholds, views, means, cutoff)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Kept singular triples of a centred view, in the coordinates of its ``left``, and its threshold."""
+
+    U: Tensor
+    S: Tensor
+    V: Tensor
+    threshold: float
+
+
+def _space(left: Tensor, rank: int | None) -> _Space:
+    U, S, Vt = torch.linalg.svd(left, full_matrices=False)
+    tiny = S[:1] * max(left.shape) * torch.finfo(S.dtype).eps
+    present = int((tiny < S).sum())  # null directions are arbitrary ones
+    kept = present if rank is None else min(rank, present)
+    following = float(S[kept]) if kept < S.numel() else 0.0
+    threshold = (float(S[kept - 1]) + following) / 2 if kept else 0.0
+    return _Space(U[:, :kept], S[:kept], Vt[:kept].T, threshold)
+
+
+def _outside(space: Tensor, size: int, count: int, rng: torch.Generator) -> Tensor:
+    """``count`` random directions (size, count) orthogonal to a space (size, R), fewer where there are fewer."""
+    drawn = torch.randn((size, min(count, size - space.shape[1])), generator=rng, dtype=torch.float64)
+    return torch.linalg.qr(drawn - space @ (space.T @ drawn))[0]
+
+
+def _largest(matrix: Tensor) -> float:
+    """The largest singular value, 0 of an empty matrix."""
+    return float(torch.linalg.matrix_norm(matrix, 2)) if matrix.numel() else 0.0
+
+
+def _wedin_bound(
+    views: Sequence[View], means: Sequence[Tensor], spaces: Sequence[_Space], samples: int, rng: torch.Generator
+) -> float:
+    lost = torch.zeros(samples, dtype=torch.float64)
+    for view, mean, space in zip(views, means, spaces, strict=True):
+        centred, kept = view.left - mean, space.S.numel()
+        if not kept:
+            lost += 1
+            continue
+        V = space.V if view.right is None else view.right.T @ space.V
+        for number in range(samples):
+            left = centred.T @ _outside(space.U, len(centred), kept, rng)
+            directions = _outside(V, view.columns, kept, rng)
+            right = centred @ (directions if view.right is None else view.right @ directions)
+            noise = max(_largest(left), _largest(right))
+            lost[number] += min(1.0, noise / float(space.S[-1])) ** 2
+    return float(torch.quantile(len(views) - lost, 0.05))
+
+
+def _random_bound(spaces: Sequence[_Space], samples: int, rng: torch.Generator) -> float:
+    largest = torch.empty(samples, dtype=torch.float64)
+    for number in range(samples):
+        drawn = [torch.randn(space.U.shape, generator=rng, dtype=torch.float64) for space in spaces]
+        together = torch.cat([torch.linalg.qr(one)[0] for one in drawn], 1)
+        largest[number] = _largest(together) ** 2
+    return float(torch.quantile(largest, 0.95))

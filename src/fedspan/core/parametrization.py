@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.base import Delta, as_dense
+from fedspan.core.bases import through_mixing
 from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.sparse import scattered
 
@@ -28,6 +29,7 @@ __all__ = [
     "FactorisedConv",
     "Gram",
     "LoRA",
+    "MixedGram",
     "Nested",
     "PairSum",
     "Parametrization",
@@ -132,25 +134,55 @@ class Gram:
 
 
 @dataclass(frozen=True)
+class MixedGram:
+    """``Gram`` whose shorter side has the identity as its basis, the longer one a structured basis M of its keys.
+
+    ``right`` (O <= I): ``W + scaling * A^T A M``, so L = I and R = M (K, I). ``left``: ``W + scaling * M^T A^T A``. In
+    L X R only the product of a square basis with the other one matters, as A takes up any rotation; so nothing is lost
+    by choosing the identity.
+    """
+
+    scaling: float
+    side: str
+    slots: ClassVar[tuple[str, ...]] = ("A", "places", "signs")
+
+    def effective(self, slots: Slots) -> Effective:
+        A_RK = slots["A"]
+        mixed = through_mixing(A_RK, slots["places"], slots["signs"])
+        B, A = (A_RK.T, mixed) if self.side == "right" else (mixed.T, A_RK)
+        return Effective(LowRank(B, A, self.scaling))
+
+
+@dataclass(frozen=True)
 class Projected:
     """GaLore as LoRA: an accumulator trained under a projector, plus the segments trained under earlier projectors.
 
-    ``right``: ``W + acc P`` with acc (O, R), P (R, I). ``left``: ``W + P acc`` with P (O, R), acc (R, I).
-    ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
+    ``right``: ``W + scaling acc P`` with acc (O, R), P (R, I). ``left``: ``W + scaling P acc`` with P (O, R),
+    acc (R, I). ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
+    ``scaling`` is GaLore's ``scale`` of the step: the gradient by acc is that of ``W + acc P``, without it.
     """
 
     side: str
+    scaling: float = 1.0
     slots: ClassVar[tuple[str, ...]] = ("acc", "P", "done_A", "done_B")
 
+    @property
+    def finished(self) -> tuple[str, str]:
+        """The slots of the finished segments' accumulators and of their projectors."""
+        return ("done_B", "done_A") if self.side == "right" else ("done_A", "done_B")
+
     def pair(self, acc: Tensor, P: Tensor) -> LowRank:
-        """The current segment as (B, A)."""
+        """A segment as (B, A), without the scaling."""
         return LowRank(acc, P) if self.side == "right" else LowRank(P, acc)
 
     def effective(self, slots: Slots) -> Effective:
-        current = self.pair(slots["acc"], slots["P"])
+        acc = slots["acc"]
+        if self.scaling != 1.0:
+            acc = acc + ((self.scaling - 1.0) * acc).detach()
+        current = self.pair(acc, slots["P"])
         if "done_B" not in slots:
             return Effective(current)
-        return Effective(concatenate([LowRank(slots["done_B"], slots["done_A"]), current]))
+        return Effective(concatenate([LowRank(slots["done_B"], slots["done_A"], self.scaling), current]))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Projectors of gradients onto r directions (GaLore, FedGaLore), and how moments follow a change of projector.
 
-Shapes: O output features, I input features, R rank. A right projector P (R, I) has orthonormal rows, ``g P^T`` is
-(O, R); a left one P (O, R) has orthonormal columns, ``P^T g`` is (R, I).
+A gradient by a whole weight is ``G = dY^T X``, kept as that pair of factors (``LowRank``, rank N = tokens) as long as
+working through it is cheaper than forming G. Shapes: O output features, I input features, R rank, N tokens. A right
+projector P (R, I) has orthonormal rows, ``g P^T`` is (O, R); a left one P (O, R) has orthonormal columns, ``P^T g`` is
+(R, I).
 """
 
 from __future__ import annotations
@@ -9,10 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedspan.core.lowrank import fix_signs
+from fedspan.core.lowrank import LowRank, fix_signs, svd
 from fedspan.core.tensors import generator
 
-__all__ = ["random_projector", "reproject", "seeded_projector", "side_of", "svd_projector"]
+__all__ = ["random_projector", "reproject", "seeded_projector", "side_of", "sketch_projector", "svd_projector"]
+
+_OVERSAMPLING = 8
+_POWER_STEPS = 2
 
 
 def side_of(shape: tuple[int, int]) -> str:
@@ -20,11 +25,50 @@ def side_of(shape: tuple[int, int]) -> str:
     return "right" if shape[0] >= shape[1] else "left"
 
 
-def svd_projector(gradient_OI: Tensor, rank: int, side: str) -> Tensor:
-    """The top singular directions of a gradient: (R, I) for ``right``, (O, R) for ``left``; float32."""
-    U, _, Vt = torch.linalg.svd(gradient_OI.float(), full_matrices=False)
-    U, Vt = fix_signs(U[:, :rank], Vt[:rank])
-    return (Vt if side == "right" else U).contiguous()
+def svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
+    """The top singular directions of a gradient: (R, I) for ``right``, (O, R) for ``left``; float32.
+
+    By QR of the factors where their rank is below half the gradient's shorter side (``lowrank.svd``), else of the
+    gradient itself in float32.
+    """
+    if rank <= gradient.rank <= min(gradient.shape) // 2:
+        U, _, Vt = svd(gradient, rank)
+    else:
+        U, _, Vt = torch.linalg.svd(gradient.to(torch.float32).dense(), full_matrices=False)
+        U, Vt = fix_signs(U[:, :rank], Vt[:rank])
+    return (Vt if side == "right" else U).float().contiguous()
+
+
+def sketch_projector(gradient: LowRank, rank: int, side: str, rng: torch.Generator) -> Tensor:
+    """``svd_projector`` by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 2011).
+
+    8 extra columns and 2 power steps: 6 products of the gradient with R + 8 columns, through its factors (N (O + I) a
+    column) or after forming it once (N O I, then O I a column), whichever counts fewer operations.
+    """
+    rows, columns = gradient.shape
+    width, products = min(rank + _OVERSAMPLING, rows, columns), 2 * _POWER_STEPS + 2
+    through = products * width * gradient.rank * (rows + columns)
+    formed = gradient.rank * rows * columns + products * width * rows * columns
+    tall = gradient if side == "left" else LowRank(gradient.A.T, gradient.B.T)
+    factors = (tall.B, tall.A) if through <= formed else (tall.dense(),)
+
+    def times(x: Tensor) -> Tensor:
+        for factor in reversed(factors):
+            x = factor @ x
+        return x
+
+    def times_transposed(x: Tensor) -> Tensor:
+        for factor in factors:
+            x = factor.T @ x
+        return x
+
+    start = torch.randn((tall.shape[1], width), generator=rng).to(tall.A)
+    Q = torch.linalg.qr(times(start))[0]
+    for _ in range(_POWER_STEPS):
+        Q = torch.linalg.qr(times(torch.linalg.qr(times_transposed(Q))[0]))[0]
+    u, _, vt = torch.linalg.svd(times_transposed(Q).T, full_matrices=False)
+    P = fix_signs((Q @ u)[:, :rank], vt[:rank])[0].float()
+    return (P.T if side == "right" else P).contiguous()
 
 
 def random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Generator) -> Tensor:

@@ -138,7 +138,11 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Moments by kind and tensor name: ``{"exp_avg": {...}, "exp_avg_sq": {...}}``, and steps taken by tensor name."""
+    """Moments by kind and tensor name: ``{"exp_avg": {...}, "exp_avg_sq": {...}}``, and steps taken by tensor name.
+
+    A name whose second moment is here and whose first is not begins its first moment, and that one's bias correction,
+    at zero.
+    """
 
     moments: Mapping[str, Tensors] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -149,16 +153,19 @@ class Refresh:
     """When and how projectors are renewed during local training (``Projected`` layers).
 
     Args:
-        period: steps between refreshes; the first is at step 0 if ``at_start``.
-        rule: ``svd`` (top singular vectors of the minibatch gradient) or ``random`` (seeded, orthonormal).
+        period: steps between refreshes; the first is at step 0 if ``at_start``. None: no further one.
+        rule: ``svd`` (top singular vectors of the minibatch gradient), ``rsvd`` (the same by a randomised SVD) or
+            ``random`` (seeded, orthonormal).
+        until: refreshes from this one on (counted from 0) are ``random``, whatever the rule; None: none of them.
         seed: of the random rule; advances by one at each refresh.
         moments: ``keep``, ``reset``, ``linear`` (transform by V_old V_new^T, second moment clamped at 0) or
             ``squared`` (second moment by the squared entries).
         at_start: whether step 0 refreshes.
     """
 
-    period: int
-    rule: Literal["svd", "random"] = "svd"
+    period: int | None
+    rule: Literal["svd", "rsvd", "random"] = "svd"
+    until: int | None = None
     seed: int = 0
     moments: Literal["keep", "reset", "linear", "squared"] = "keep"
     at_start: bool = True

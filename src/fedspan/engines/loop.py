@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedspan.core.parametrization import Projected
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState, Trained
 from fedspan.engines.batching import evaluation_batches, training_batches
@@ -142,9 +143,9 @@ class LoopEngine:
         factor = 1 - spec.lr * spec.weight_decay
         for layer in self.adapted.layers.values():
             layer.shrink *= factor
-        for name, tensor in live.items():
-            if name.endswith("/done_B"):
-                tensor.mul_(factor)
+        for layer, parametrization in job.parametrization.items():
+            if isinstance(parametrization, Projected) and (name := f"{layer}/{parametrization.finished[0]}") in live:
+                live[name].mul_(factor)
         return factor
 
     def _set_dropout(self, client: str, round: int, phase: str, step: int) -> None:

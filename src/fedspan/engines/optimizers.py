@@ -62,6 +62,8 @@ class LocalOptimizer:
             for kind, values in state.moments.items()
         }
         self._steps = dict(state.steps)
+        # A first moment that starts at zero beside a second one that is handed over is corrected from here on.
+        self._before = {n: 0 if n in state.moments.get("exp_avg", {}) else steps for n, steps in state.steps.items()}
         self._masks = {name: mask.to(device[name]) for name, mask in (masks or {}).items()}
 
     @property
@@ -110,7 +112,7 @@ class LocalOptimizer:
         tensor.mul_(1 - hyper.lr * hyper.weight_decay)
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        correct1 = 1 - beta1**step if spec.bias_correction[0] else 1.0
+        correct1 = 1 - beta1 ** (step - self._before.get(name, 0)) if spec.bias_correction[0] else 1.0
         correct2 = 1 - beta2**step if spec.bias_correction[1] else 1.0
         denominator = (second.sqrt() / math.sqrt(correct2)).add_(spec.eps)
         tensor.addcdiv_(first, denominator, value=-hyper.lr / correct1)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import reproject, seeded_projector, svd_projector
-from fedspan.core.tensors import tensor_name
-from fedspan.core.values import Job
+from fedspan.core.projectors import reproject, seeded_projector, sketch_projector, svd_projector
+from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.values import Job, Refresh
 from fedspan.engines.optimizers import LocalOptimizer
 from fedspan.tasks.task import Examples
 
@@ -34,37 +34,41 @@ def refresh_projectors(
     """At the steps that ``job.refresh`` names, replace every ``Projected`` layer's projector (in ``live``, in place).
 
     The finished segment ``acc, P`` moves to ``done_B, done_A``; ``acc`` restarts at 0, so the weight does not jump.
+    A layer that has no gradient keeps its projector where that would come from the gradient.
     """
     refresh = job.refresh
     assert refresh is not None
-    if step % refresh.period or (step == 0 and not refresh.at_start):
+    if not (refresh.at_start if step == 0 else refresh.period and step % refresh.period == 0):
         return
-    gradients = _full_gradients(engine, live, examples, batch_indices) if refresh.rule == "svd" else {}
-    number = step // refresh.period
-    for layer, parametrization in job.parametrization.items():
-        if not isinstance(parametrization, Projected):
-            continue
-        side = parametrization.side
-        acc, old = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
-        rank = acc.shape[1] if side == "right" else acc.shape[0]
-        if refresh.rule == "svd":
-            new = svd_projector(gradients[layer], rank, side)
-        else:
-            shape = (acc.shape[0], old.shape[1]) if side == "right" else (old.shape[0], acc.shape[1])
-            new = seeded_projector(layer, shape, rank, side, refresh.seed + number)
-        new = new.to(old)
-        _close_segment(live, layer, parametrization)
-        live[tensor_name(layer, "P")] = new
+    number = step // refresh.period if refresh.period else 0
+    layers = {name: one for name, one in job.parametrization.items() if isinstance(one, Projected)}
+    if refresh.rule == "random" or (refresh.until is not None and number >= refresh.until):
+        new = {name: _random(refresh.seed + number, name, one, live) for name, one in layers.items()}
+    else:
+        new = _from_gradients(engine, refresh, layers, live, number, examples, batch_indices)
+    for layer, parametrization in layers.items():
+        side, old = parametrization.side, live[tensor_name(layer, "P")]
+        if step:
+            _close_segment(live, layer, parametrization)
+        live[tensor_name(layer, "P")] = P = new[layer].to(old) if layer in new else old
         for kind, second in (("exp_avg", False), ("exp_avg_sq", True)):
             moment = optimizer.moment(kind, tensor_name(layer, "acc"))
-            moment.copy_(reproject(moment, old, new, side, refresh.moments, second))
+            moment.copy_(reproject(moment, old, P, side, refresh.moments, second))
     engine.adapted.bind(job.parametrization, live)
+
+
+def _random(seed: int, layer: str, parametrization: Projected, live: dict[str, Tensor]) -> Tensor:
+    acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
+    rows, columns = parametrization.pair(acc, P).shape
+    return seeded_projector(layer, (rows, columns), _rank(P, parametrization.side), parametrization.side, seed)
+
+
+def _rank(P: Tensor, side: str) -> int:
+    return P.shape[0] if side == "right" else P.shape[1]
 
 
 def _close_segment(live: dict[str, Tensor], layer: str, parametrization: Projected) -> None:
     acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
-    if not acc.detach().any():  # nothing was trained under the old projector
-        return
     segment = parametrization.pair(acc.detach().clone(), P)
     name_B, name_A = tensor_name(layer, "done_B"), tensor_name(layer, "done_A")
     done_B, done_A = live.get(name_B), live.get(name_A)
@@ -74,16 +78,34 @@ def _close_segment(live: dict[str, Tensor], layer: str, parametrization: Project
         acc.zero_()
 
 
-def _full_gradients(
-    engine: LoopEngine, live: Mapping[str, Tensor], examples: Examples, batch_indices: np.ndarray
+def _from_gradients(
+    engine: LoopEngine,
+    refresh: Refresh,
+    layers: dict[str, Projected],
+    live: dict[str, Tensor],
+    number: int,
+    examples: Examples,
+    batch_indices: np.ndarray,
 ) -> dict[str, Tensor]:
-    """The minibatch gradient by each target layer's whole weight, (O, I)."""
+    """Projectors from the minibatch gradient by each target layer's whole weight, which is not kept: one extra pass."""
+    found: dict[str, Tensor] = {}
+
+    def take(layer: str, gradient: LowRank) -> None:
+        if layer not in layers:
+            return
+        side = layers[layer].side
+        rank = _rank(live[tensor_name(layer, "P")], side)
+        if refresh.rule == "svd":
+            found[layer] = svd_projector(gradient, rank, side)
+        else:
+            rng = generator(refresh.seed + number, "sketch", layer)
+            found[layer] = sketch_projector(gradient, rank, side, rng)
+
     adapted = engine.adapted
-    adapted.capture_gradients(True)
-    batch = engine.task.batch(examples, batch_indices.tolist(), adapted.device)
-    engine.task.loss(adapted.model, batch).backward()
-    gradients = {name: layer.take_gradient() for name, layer in adapted.layers.items()}
-    adapted.capture_gradients(False)
+    adapted.set_dropout(None)
+    with adapted.captured_gradients(take):
+        batch = engine.task.batch(examples, batch_indices.tolist(), adapted.device)
+        engine.task.loss(adapted.model, batch).backward()
     for tensor in live.values():
         tensor.grad = None
-    return gradients
+    return found

@@ -60,6 +60,7 @@ class FedSB(RegisteredMethod):
         paper="Fed-SB: A Silver Bullet for Extreme Communication Efficiency and Performance in (Private) Federated "
         "LoRA Fine-Tuning (arXiv:2502.15436)",
         exact=True,
+        sends="other",
     )
 
     init_step: float = 1e-4

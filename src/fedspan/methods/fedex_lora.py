@@ -9,8 +9,8 @@ arXiv:2410.09432.
 Exact. The residual equals ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)`` and travels as these factors of rank (K - 1) r, or
 densely where that is fewer elements.
 
-Deviations: the run's weights count (the paper's are uniform). The paper sends the residual densely; its truncated one is
-the option ``residual_rank``. Different ranks are refused: the mean of their factors is not defined.
+Deviations: the run's weights count (the paper's are uniform). The paper sends a dense residual; a truncated one is the
+option ``residual_rank``. Different ranks are refused: the mean of their factors is not defined.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class FedHM(RegisteredMethod):
         reduction="stack",
         adapter=False,
         reinitialises=True,
+        sends="other",
     )
 
     frobenius_decay: float = bounded(0.0, 0.0)

@@ -59,6 +59,7 @@ class LoRAA2(RegisteredMethod):
         paper="Towards Robust and Efficient Federated Low-Rank Adaptation with Heterogeneous Clients "
         "(ACL 2025, arXiv:2410.22815)",
         exact=True,
+        sends="other",
         heterogeneous_ranks=True,
         budgets=True,
     )

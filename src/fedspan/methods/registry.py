@@ -11,6 +11,7 @@ from fedspan.methods.fed_sb import FedSB
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.federa import FeDeRA
 from fedspan.methods.fedex_lora import FedExLoRA
+from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedhm import FedHM
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
@@ -21,6 +22,7 @@ from fedspan.methods.fedsvd import FedSVD
 from fedspan.methods.ffa_lora import FFALoRA
 from fedspan.methods.flexlora import FlexLoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.florg import FLoRG
 from fedspan.methods.fr_lora import FRLoRA
 from fedspan.methods.hetlora import HetLoRA
 from fedspan.methods.local_only import LocalOnly
@@ -40,6 +42,7 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "fedavg": FedAvg,
         "federa": FeDeRA,
         "fedex-lora": FedExLoRA,
+        "fedgalore": FedGaLore,
         "fedhm": FedHM,
         "fedit": FedIT,
         "fedloru": FedLoRU,
@@ -50,6 +53,7 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
         "ffa-lora": FFALoRA,
         "flexlora": FlexLoRA,
         "flora": FLoRA,
+        "florg": FLoRG,
         "fr-lora": FRLoRA,
         "hetlora": HetLoRA,
         "local-only": LocalOnly,

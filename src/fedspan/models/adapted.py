@@ -6,13 +6,14 @@ those of the original model. Shapes: O output features, I input features, R rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fedspan.core.base import BaseUpdate, Delta, materialise
-from fedspan.core.lowrank import LowRank
+from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.core.tensors import EXTRAS, by_layer, extra_name
 from fedspan.core.values import Spec
@@ -45,8 +46,9 @@ class AdaptedLayer:
         self.moved: Delta | None = None
         self.shrink = 1.0  # decay of the frozen base within a job
         self.dropout: Dropout | None = None
-        self.capture = False
-        self._captured: list[Tensor] = []
+        self.capture: Callable[[str, LowRank], None] | None = None
+        self._captured: list[LowRank] = []
+        self._expected = 0  # uses in the forward passes since the last gradient was handed over
         self._base_forward = module.forward
         self._original: Tensor | None = None
         module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
@@ -104,7 +106,8 @@ class AdaptedLayer:
                 y = y + self.operator.product(fixed, x, dtype) * self.shrink
         if pair is not None:
             y = y + pair
-        if self.capture and y.requires_grad:
+        if self.capture is not None and y.requires_grad:
+            self._expected += 1
             inputs = x.detach()
             y.register_hook(lambda gradient: self._collect(gradient, inputs))
         return y
@@ -128,12 +131,19 @@ class AdaptedLayer:
 
     def _collect(self, dy: Tensor, x: Tensor) -> None:
         self._captured.append(self.operator.gradient(dy, x))
+        if len(self._captured) == self._expected:
+            self.hand_over()
 
-    def take_gradient(self) -> Tensor:
-        """The loss's gradient by the layer's whole weight, (O, I), summed over the captured backward passes."""
-        gradient = torch.stack(self._captured).sum(0)
+    def hand_over(self) -> None:
+        """Give what was captured to ``capture``: the loss's gradient by the layer's whole weight, as factors.
+
+        Called as soon as every use of the layer in the forward pass has met its gradient, so that activations do not
+        pile up over layers.
+        """
+        if self._captured and self.capture is not None:
+            self.capture(self.name, concatenate(self._captured))
         self._captured.clear()
-        return gradient
+        self._expected = 0
 
 
 class AdaptedModel:
@@ -258,7 +268,21 @@ class AdaptedModel:
         for layer in self.layers.values():
             layer.dropout = dropout
 
-    def capture_gradients(self, on: bool) -> None:
-        """Whether backward passes collect the target layers' full-weight gradients."""
-        for layer in self.layers.values():
-            layer.capture = on
+    @contextmanager
+    def captured_gradients(self, take: Callable[[str, LowRank], None]) -> Generator[None]:
+        """Within this context, forward and backward passes hand the gradients by whole weights to ``take``.
+
+        Args:
+            take: called once a layer (that has a gradient) and pass, with its name and dY^T X as factors of rank
+                tokens, float32.
+        """
+        try:
+            for layer in self.layers.values():
+                layer.capture = take
+            yield
+            for layer in self.layers.values():
+                layer.hand_over()  # with recomputed activations, more uses are counted than gradients come
+        finally:
+            for layer in self.layers.values():
+                layer.capture = None
+                layer.hand_over()

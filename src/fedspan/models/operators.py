@@ -73,8 +73,8 @@ class Operator(ABC):
         return bias
 
     @abstractmethod
-    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The loss's gradient by the matrix, (O, I) float32, from those by the output and the input."""
+    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
+        """The loss's gradient by the matrix, (O, I), as float32 factors of those by the output and of the input."""
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
         """Factors as PEFT stores them, by the last part of their names."""
@@ -117,8 +117,8 @@ class Linear(Operator):
     def spread(self, h: Tensor, up: Tensor) -> Tensor:
         return F.linear(h, up)
 
-    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return dy.flatten(0, -2).T.float() @ x.flatten(0, -2).float()
+    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
+        return LowRank(dy.flatten(0, -2).T.float(), x.flatten(0, -2).float())
 
 
 class Convolution(Operator):
@@ -160,14 +160,24 @@ class Convolution(Operator):
     def from_peft(self, B: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
         return B.flatten(1), A.flatten(1)
 
-    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         conv = self._conv
-        if isinstance(conv.padding, str):  # "same" may pad one side more; autograd knows how
-            with torch.enable_grad():
-                weight = torch.zeros(self.shape, device=x.device, requires_grad=True)
-                return torch.autograd.grad(self.apply(x.float(), weight), weight, dy.float())[0]
-        columns = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding, conv.stride)
-        return torch.einsum("nol,nil->oi", dy.float().flatten(2), columns)
+        # What the kernel meets at each place of the output; nothing is padded here, as "same" may pad unevenly.
+        padded = F.pad(x.float(), self._margins())
+        columns = F.unfold(padded, conv.kernel_size, conv.dilation, 0, conv.stride)
+        return LowRank(dy.float().transpose(0, 1).flatten(1), columns.transpose(1, 2).flatten(0, 1))
+
+    def _margins(self) -> tuple[int, int, int, int]:
+        """Zeros to the left, to the right, above and below an image."""
+        conv = self._conv
+        if isinstance(conv.padding, str):
+            reach = [
+                d * (k - 1) if conv.padding == "same" else 0 for k, d in zip(self.kernel, conv.dilation, strict=True)
+            ]
+            (above, left), (below, right) = [n // 2 for n in reach], [n - n // 2 for n in reach]
+            return left, right, above, below
+        above, left = conv.padding
+        return left, left, above, above
 
 
 class Lookup(Operator):
@@ -194,9 +204,11 @@ class Lookup(Operator):
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
         return {"lora_embedding_A": A_RI, "lora_embedding_B": B_OR}
 
-    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        rows = torch.zeros(self.shape[::-1], device=dy.device)
-        return rows.index_add_(0, x.flatten(), dy.flatten(0, -2).float()).T
+    def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
+        words, places = x.flatten().unique(return_inverse=True)
+        sums = torch.zeros(len(words), self.shape[0], device=dy.device)
+        sums = sums.index_add_(0, places, dy.flatten(0, -2).float())
+        return LowRank(sums.T, F.one_hot(words, self.shape[1]).float())
 
     @staticmethod
     def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,147 @@
+"""AJIVE of low-rank views: from their factors, from the dense matrices, and by mvlearn.
+
+    python benchmarks/ajive.py [--mvlearn PYTHON] [--size 1024] [--rank 8] [--views 5]
+
+Views have a planted joint component of half their rank. Checked: the factored form is at least 50 times as fast as the
+dense one and equal to it, and, with ``--mvlearn``, to mvlearn's AJIVE, both to 1e-6 of the joint and individual
+matrices, which are not zero. mvlearn needs older libraries than fedspan, so it runs under an interpreter of its own:
+
+    python -m venv /tmp/mvlearn
+    /tmp/mvlearn/bin/pip install "numpy<2" "scipy<1.14" "scikit-learn<1.5" "matplotlib<3.9" "pandas<2.3" \\
+        "seaborn<0.14" joblib
+    /tmp/mvlearn/bin/pip install --no-deps mvlearn==0.5.0
+    python benchmarks/ajive.py --mvlearn /tmp/mvlearn/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.alignment import Ajive, ajive
+from fedspan.core.lowrank import LowRank
+
+TOLERANCE, FASTER = 1e-6, 50.0
+
+PEER = """
+import sys, time
+import numpy as np
+from mvlearn.decomposition import AJIVE
+
+given = np.load(sys.argv[1])
+views = [given[f"view{k}"] for k in range(int(given["views"]))]
+rank, joint = int(given["rank"]), int(given["joint"])
+begin = time.perf_counter()
+found = AJIVE(init_signal_ranks=[rank] * len(views), joint_rank=joint)
+joints = found.fit_transform(views)
+seconds = time.perf_counter() - begin
+individual = found.individual_mats_
+np.savez(sys.argv[2], seconds=seconds, **{f"joint{k}": one for k, one in enumerate(joints)},
+         **{f"individual{k}": one for k, one in enumerate(individual)})
+"""
+
+
+def planted(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> list[LowRank]:
+    """Views v P (size, size) whose column spaces have rank // 2 directions in common, P one for all or one each."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn((rows, columns), generator=rng, dtype=torch.float64)
+
+    def projector() -> Tensor:
+        return torch.linalg.qr(draw(size, rank))[0].T
+
+    common, P = draw(size, rank // 2), projector()
+    own = rank - rank // 2
+    return [
+        LowRank(torch.cat([2 * common, draw(size, own)], 1) @ draw(rank, rank), P if shared else projector())
+        for _ in range(views)
+    ]
+
+
+def best(function: Callable[[], Ajive], repeats: int) -> tuple[float, Ajive]:
+    """The shortest of some runs, in seconds, and its result."""
+    times: list[float] = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        result = function()
+        times.append(time.perf_counter() - begin)
+    return min(times), result
+
+
+def parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
+    """(J_i, I_i) as dense matrices."""
+    return [
+        (view.lifted(found.joint(number)), view.lifted(found.individual(number)))
+        for number, view in enumerate(found.views)
+    ]
+
+
+def difference(left: Sequence[tuple[Tensor, Tensor]], right: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The largest relative difference (Frobenius) over views of J_i and I_i; none of them may be zero."""
+    worst = 0.0
+    for ours, theirs in zip(left, right, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert other.norm() > 1e-3, "nothing was found"
+            worst = max(worst, float((one - other).norm() / other.norm()))
+    return worst
+
+
+def by_mvlearn(
+    python: str, dense: Sequence[Tensor], rank: int, joint: int
+) -> tuple[float, list[tuple[Tensor, Tensor]]]:
+    """Seconds, and J_i and I_i, of mvlearn under another interpreter."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder, "given.npz"), Path(folder, "found.npz")
+        arrays = {f"view{number}": view.numpy() for number, view in enumerate(dense)}
+        np.savez(given, views=len(dense), rank=rank, joint=joint, **arrays)
+        subprocess.run([python, "-c", PEER, str(given), str(found)], check=True)
+        read = np.load(found)
+        pairs = [
+            (torch.from_numpy(read[f"joint{number}"]), torch.from_numpy(read[f"individual{number}"]))
+            for number in range(len(dense))
+        ]
+        return float(read["seconds"]), pairs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="AJIVE: factored, dense, mvlearn.")
+    parser.add_argument("--mvlearn", metavar="PYTHON", help="an interpreter that has mvlearn")
+    parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--views", type=int, default=5)
+    args = parser.parse_args()
+    joint = args.rank // 2
+    for shared in (True, False):
+        pairs = planted(args.size, args.rank, args.views, shared)
+        dense = [pair.dense() for pair in pairs]
+        # With one projector the small factors are the views, in other coordinates.
+        given = [pair.B for pair in pairs] if shared else pairs
+        quick, found = best(lambda given=given: ajive(given, joint, args.rank, identifiable=True), 5)
+        slow, whole = best(lambda dense=dense: ajive(dense, joint, args.rank, identifiable=True), 1)
+        small = parts(found)
+        if shared:
+            small = [(left @ pair.A, right @ pair.A) for (left, right), pair in zip(small, pairs, strict=True)]
+        apart = difference(small, parts(whole))
+        print(f"{args.views} views of {args.size} x {args.size}, rank {args.rank}, joint rank {joint}, ", end="")
+        print("one projector for all" if shared else "a projector each")
+        print(f"  factored {quick * 1e3:.2f} ms, dense {slow * 1e3:.0f} ms: {slow / quick:.0f} x; apart by {apart:.1e}")
+        assert apart < TOLERANCE, f"the factored form differs by {apart}"
+        assert slow / quick >= FASTER, f"only {slow / quick:.0f} times as fast"
+        if args.mvlearn:
+            seconds, theirs = by_mvlearn(args.mvlearn, dense, args.rank, joint)
+            apart = difference(small, theirs)
+            print(f"  mvlearn {seconds * 1e3:.0f} ms: {seconds / quick:.0f} x; apart by {apart:.1e}")
+            assert apart < TOLERANCE, f"mvlearn differs by {apart}"
+
+
+if __name__ == "__main__":
+    main()

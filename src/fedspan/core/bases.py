@@ -1,0 +1,52 @@
+"""Fixed orthonormal bases that follow from a seed: dense, or structured so that they cost neither memory nor time.
+
+Shapes: N the longer, K the shorter of a layer's two sides, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fedspan.core.projectors import random_projector
+from fedspan.core.tensors import generator
+
+__all__ = ["dense_bases", "mixing_keys", "through_mixing"]
+
+
+@lru_cache(maxsize=256)
+def dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, Tensor]:
+    """Uniformly random L (O, K) with orthonormal columns and R (K, I) with orthonormal rows, K = min(O, I); float32.
+
+    Two QR decompositions of matrices as large as the layer, so the last ones are kept.
+    """
+    k = min(shape)
+    L_OK = random_projector(shape, k, "left", generator(seed, "L", layer))
+    return L_OK, random_projector(shape, k, "right", generator(seed, "R", layer))
+
+
+def mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tensor, Tensor]:
+    """What stands for ``through_mixing``'s basis: K distinct places (K,) int64 of N, and N signs (N,) float32."""
+    rng = generator(seed, "mixing", layer)
+    places = torch.randperm(longer, generator=rng)[:shorter]
+    signs = torch.randint(0, 2, (longer,), generator=rng).float() * 2 - 1
+    return places, signs
+
+
+def through_mixing(A_RK: Tensor, places_K: Tensor, signs_N: Tensor) -> Tensor:
+    """``A M`` (R, N) for the basis M = S C D (K, N), which has orthonormal rows and is not formed.
+
+    S puts the K columns in their places among N, C is the orthonormal cosine transform (its rows in the order in which
+    one FFT of length N takes them), D flips signs. R N log N operations; every entry of M is of the order of
+    1 / sqrt(N), as in a random basis. Differentiable in A.
+    """
+    length = signs_N.numel()
+    spread_RN = A_RK.new_zeros(*A_RK.shape[:-1], length).index_copy(-1, places_K.long(), A_RK)
+    number_N = torch.arange(length, device=A_RK.device, dtype=A_RK.dtype)
+    turn_N = torch.polar(torch.full_like(number_N, math.sqrt(2 / length)), number_N * (-math.pi / (2 * length)))
+    mixed_RN = (torch.fft.fft(spread_RN) * turn_N).real
+    level_N = torch.ones_like(number_N).masked_fill(number_N == 0, math.sqrt(0.5))
+    return mixed_RN * level_N * signs_N.to(A_RK.dtype)

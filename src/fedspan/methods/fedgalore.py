@@ -1,0 +1,295 @@
+"""FedGaLore: AdamW in a low-rank subspace of the gradient on the clients, its second moments synchronised by AJIVE.
+
+Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment",
+arXiv:2602.01746; GaLore is arXiv:2403.03507. For a layer of m x n, m >= n (for m < n transpose everything):
+
+    client i:  g~ = g P^T (m, r);  m~, v~ by Adam, from m~ = 0, v~ = vbar;  W <- W - eta (scale u~ P + lambda W)
+               P (r, n) renewed every ``period`` steps; T = P_old P_new^T carries m~ and v~ over
+    server:    W <- W + sum_i p_i (W_i - W);   vbar = AJIVE({v~_i P_i}, joint rank r)
+
+Under one projector that is AdamW on acc in W + scale acc P, so no dense gradient is needed between refreshes and the
+update travels as its accumulators. The first ``adaptive_refreshes`` projectors come from the gradient, later ones from
+a seed, which both sides have: then P does not travel.
+
+Deviations, or what the paper leaves open: the update of a round with J projectors has rank J r and is not truncated.
+vbar is sum_i p_i (J_i + column means), clamped at 0. After a seeded projector its coordinates are that one's; after
+projectors of the clients' own, the r directions that these cover best (``linear``: the top r right singular vectors of
+the joined views), which then travel too. Whether AJIVE's identifiability check is made is an option (it may drop most
+of the r directions). The paper maps v~ by T too, which makes entries negative, and the step m~ / sqrt(v~) unbounded
+where they are clamped at 0: ``moments: linear``. The default here maps v~ by the squared entries of T: nonnegative, and
+the step grows by sqrt(r) at most. ``keep`` leaves it (GaLore's code). Bias correction is off as in algorithm 4; on, the
+second moment's counter is carried over rounds. Weight decay reaches the frozen weight (W <- rho W), which no adapter
+can express. ``lora_alpha`` is not used; ``scale`` is GaLore's. Not in the paper: ``rounds_per_seed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from fedspan.core.alignment import ajive
+from fedspan.core.base import Delta, Increment, as_dense
+from fedspan.core.factors import names
+from fedspan.core.lowrank import LowRank, concatenate, fix_signs, svd
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.parametrization import Projected
+from fedspan.core.projectors import reproject, seeded_projector, side_of
+from fedspan.core.tensors import Tensors, generator, slots_of, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    OptimizerState,
+    Reduced,
+    Refresh,
+    ServerState,
+    StackItem,
+    Trained,
+    Weights,
+)
+from fedspan.errors import FedspanError
+
+__all__ = ["FedGaLore"]
+
+_ROUND = "round"
+_SAMPLES = 200
+
+
+def _tall(value: Tensor, layer: LayerSpec) -> Tensor:
+    """A tensor of a wide layer transposed, so that the projector is always on the right; its own inverse."""
+    return value if side_of(layer.shape) == "right" else value.T
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FedGaLore(RegisteredMethod):
+    """GaLore on clients, summed updates, synchronised second moments.
+
+    Args:
+        projectors: how those from the gradient are found: svd or rsvd (randomised).
+        adaptive_refreshes: so many refreshes take projectors from the gradient, the following ones from the seed.
+        adaptive_in: whether these are counted from the beginning of the run, or of every round.
+        steps: local steps a round; 0: the run's epochs or steps, under one projector a round.
+        period: steps between refreshes (0: one a round); needs ``steps``.
+        rounds_per_seed: rounds that use the same seeded projectors.
+        moments: how the second moment follows a new projector: squared, linear (the paper's, clamped) or keep.
+        scale: of the step (GaLore's ``scale``).
+        bias_correction: of Adam's moments.
+        decay_base: weight decay acts on the target layers' whole weights, as in the paper; if not, they do not decay.
+        synchronisation: of second moments: ajive, average, average-svd or none (FedGaLore-).
+        joint_rank: of ajive and average-svd; 0: r.
+        estimate_joint_rank: let AJIVE's two bounds find the joint rank, from views of rank ``view_rank``.
+        view_rank: directions that AJIVE keeps of each client; 0: r, or r / 2 to estimate the joint rank.
+        identifiable: AJIVE drops directions along which some client varies too little.
+    """
+
+    claims: ClassVar[Claims] = Claims(
+        paper="Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment "
+        "(arXiv:2602.01746)",
+        exact=True,
+        reduction="stack",
+        reinitialises=True,
+        moves_base=True,
+        sends="other",
+    )
+
+    projectors: Literal["rsvd", "svd"] = "rsvd"
+    adaptive_refreshes: int = bounded(5, least=0)
+    adaptive_in: Literal["run", "round"] = "run"
+    steps: int = bounded(0, least=0)
+    period: int = bounded(0, least=0)
+    rounds_per_seed: int = 1
+    moments: Literal["squared", "linear", "keep"] = "squared"
+    scale: float = 1.0
+    bias_correction: bool = False
+    decay_base: bool = True
+    synchronisation: Literal["ajive", "average", "average-svd", "none"] = "ajive"
+    joint_rank: int = bounded(0, least=0)
+    estimate_joint_rank: bool = False
+    view_rank: int = bounded(0, least=0)
+    identifiable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.period and not self.steps:
+            raise FedspanError("method.period", self.period, "0, or set method.steps, the local steps of every client")
+
+    @property
+    def segments(self) -> int:
+        """Projectors of one round, J."""
+        return -(-self.steps // self.period) if self.period else 1
+
+    def adaptive(self, round: int) -> int:
+        """How many of a round's projectors, the first ones, come from the gradient."""
+        before = 0 if self.adaptive_in == "round" else round * self.segments
+        return min(self.segments, max(0, self.adaptive_refreshes - before))
+
+    def fitted(self, round: int) -> bool:
+        """Whether a round ends with projectors of the clients' own, so that vbar needs a basis that travels."""
+        return self.adaptive(round) == self.segments and self.moments != "keep" and self.synchronisation != "none"
+
+    def seed_of(self, round: int) -> int:
+        """The seed of a round's first projector; the following ones have the following integers."""
+        rng = generator(self.seed, "projector seed", max(0, round) // self.rounds_per_seed)
+        return int(torch.randint(2**62, (), generator=rng))
+
+    def projector(self, layer: LayerSpec, round: int, segment: int) -> Tensor:
+        """A seeded projector, (R, n) however the layer stands."""
+        rank, side = min(self.r, *layer.shape), side_of(layer.shape)
+        return _tall(seeded_projector(layer.name, layer.shape, rank, side, self.seed_of(round) + segment), layer)
+
+    def init(self, weights: Weights) -> ServerState:
+        return ServerState(scalars={"steps": 0})
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        held = None if client is None else client.held
+        return Message(state.memory, {"round": state.round, **state.scalars}, state.base.since(held))
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        round, steps = int(message.scalars["round"]), int(message.scalars["steps"])
+        tensors: dict[str, Tensor] = {}
+        second: dict[str, Tensor] = {}
+        for layer in self.spec.layers:
+            given, acc = slots_of(message.tensors, layer.name), tensor_name(layer.name, "acc")
+            P = given["P"] if "P" in given else self.projector(layer, round - 1, self.segments - 1)
+            tensors[acc] = _tall(torch.zeros(max(layer.shape), len(P)), layer)
+            tensors[tensor_name(layer.name, "P")] = _tall(P, layer)
+            if "v" in given:
+                second[acc] = _tall(given["v"], layer)
+        return Job(
+            parametrization={layer.name: Projected(side_of(layer.shape), self.scale) for layer in self.spec.layers},
+            tensors=tensors,
+            trainable=(Group(names(self.spec, "acc"), weight_decay=None if self.decay_base else 0.0),),
+            steps=self.steps or None,
+            optimizer={"name": "adamw", "bias_correction": (self.bias_correction, self.bias_correction)},
+            optimizer_state=OptimizerState({"exp_avg_sq": second}, dict.fromkeys(second, steps)) if second else None,
+            generation=round,
+            refresh=Refresh(
+                self.period or None, self.projectors, self.adaptive(round), self.seed_of(round), self.moments
+            ),
+            decay_base=self.decay_base,
+            scalars={"round": round},
+        )
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        adaptive, reply = self.adaptive(int(job.scalars["round"])), dict[str, Tensor]()
+        for layer in self.spec.layers:
+            accs, Ps = self._trained(layer, slots_of(trained.tensors, layer.name))
+            reply[tensor_name(layer.name, "acc")] = accs
+            if adaptive:  # the others follow from the seed
+                reply[tensor_name(layer.name, "P")] = Ps[: adaptive * min(self.r, *layer.shape)]
+            if self.synchronisation != "none":
+                moment = trained.optimizer_state.moments["exp_avg_sq"][tensor_name(layer.name, "acc")]
+                reply[tensor_name(layer.name, "v")] = _tall(moment, layer)
+        return Message(reply, {"decay": trained.decay, "steps": trained.steps}), memory
+
+    def _trained(self, layer: LayerSpec, slots: Tensors) -> tuple[Tensor, Tensor]:
+        """The round's accumulators (m, J R) and projectors (J R, n)."""
+        accs, Ps = Projected(side_of(layer.shape)).finished
+        done = [(_tall(slots[accs], layer), _tall(slots[Ps], layer))] if accs in slots else []
+        parts = [*done, (_tall(slots["acc"], layer), _tall(slots["P"], layer))]
+        return torch.cat([acc for acc, _ in parts], 1), torch.cat([P for _, P in parts], 0)
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        counts = {name: torch.tensor(float(message.scalars[name]), dtype=torch.float64) for name in ("decay", "steps")}
+        return Contribution(stack={**message.tensors, **{f"{_ROUND}/{name}": value for name, value in counts.items()}})
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        mean = {n: sum(i.weight * float(i.tensors[f"{_ROUND}/{n}"]) for i in reduced.stack) for n in ("decay", "steps")}
+        deltas = {layer.name: self._delta(layer, reduced.stack, state.round) for layer in self.spec.layers}
+        moments: dict[str, Tensor] = {}
+        if self.synchronisation != "none":
+            for layer in self.spec.layers:
+                joined = self._joined(layer, reduced.stack, state.round)
+                dtype = reduced.stack[0].tensors[tensor_name(layer.name, "v")].dtype
+                moments |= {tensor_name(layer.name, slot): value.to(dtype) for slot, value in joined.items()}
+        return state.next(
+            memory=moments,
+            base=state.base.add(Increment(state.round + 1, deltas, mean["decay"])),
+            scalars={"steps": int(state.scalars["steps"]) + round(mean["steps"])},
+            generation=state.generation + 1,
+        )
+
+    def _delta(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> Delta:
+        """sum_i p_i (W_i - rho_i W): accumulators sum under the seed's projectors and stand apart under the others."""
+        acc, P = tensor_name(layer.name, "acc"), tensor_name(layer.name, "P")
+        own, rank = self.adaptive(round) * min(self.r, *layer.shape), min(self.r, *layer.shape)
+        pairs = [LowRank(item.tensors[acc][:, :own], item.tensors[P], item.weight) for item in stack] if own else []
+        for segment in range(self.adaptive(round), self.segments):
+            columns = slice(segment * rank, (segment + 1) * rank)
+            summed = torch.stack([item.weight * item.tensors[acc][:, columns].double() for item in stack]).sum(0)
+            shared = self.projector(layer, round, segment)
+            pairs.append(LowRank(summed.to(stack[0].tensors[acc].dtype), shared.to(stack[0].tensors[acc].dtype)))
+        tall = concatenate([LowRank(pair.B, pair.A, pair.scale * self.scale) for pair in pairs])
+        pair = tall if side_of(layer.shape) == "right" else LowRank(tall.A.T, tall.B.T)
+        return pair if pair.numel() <= layer.out_features * layer.in_features else pair.dense()
+
+    def _joined(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> dict[str, Tensor]:
+        """vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
+        moments = [item.tensors[tensor_name(layer.name, "v")].double() for item in stack]
+        weights, rank = [item.weight for item in stack], moments[0].shape[1]
+        joint = min(self.joint_rank or self.r, rank)
+        if not self.fitted(round):  # one projector for all, or coordinates taken as they are
+            parts = [as_dense(part) for part in self._shared(layer, moments, joint, round)]
+            v = torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(0)
+            return {"v": self._cut(v, joint).clamp_min(0.0)}
+        Ps = [item.tensors[tensor_name(layer.name, "P")][-rank:].double() for item in stack]
+        pairs = [LowRank(v, P) for v, P in zip(moments, Ps, strict=True)]
+        pairs = [part for part in self._shared(layer, pairs, joint, round) if isinstance(part, LowRank)]
+        if self.moments == "linear":  # signed: clamped where a client has put it into its own coordinates
+            whole = concatenate([LowRank(pair.B, pair.A, weight) for pair, weight in zip(pairs, weights, strict=True)])
+            U, S, P_RI = svd(whole, rank)
+            return {"v": self._cut(U * S, joint), "P": P_RI}
+        P_RI = self._between(Ps, weights)
+        v = torch.zeros_like(moments[0])
+        for pair, P, weight in zip(pairs, Ps, weights, strict=True):
+            own = (pair.B @ (pair.A @ P.T)).clamp_min(0.0)
+            v += weight * reproject(own, P, P_RI, "right", "squared", second=True)
+        return {"v": self._cut(v, joint).clamp_min(0.0), "P": P_RI}
+
+    def _shared(self, layer: LayerSpec, views: Sequence[Delta], joint: int, round: int) -> list[Delta]:
+        """J_i and the column means of every view under AJIVE; the views themselves elsewhere."""
+        if self.synchronisation != "ajive":
+            return list(views)
+        found = ajive(
+            views,
+            None if self.estimate_joint_rank else joint,
+            self.view_rank or (max(1, self.r // 2) if self.estimate_joint_rank else self.r),
+            identifiable=self.identifiable,
+            samples=_SAMPLES,
+            rng=generator(self.seed, "ajive", layer.name, round),
+        )
+        parts = [found.joint(number) + mean for number, mean in enumerate(found.means)]
+        return [
+            part if view.right is None else LowRank(part, view.right)
+            for part, view in zip(parts, found.views, strict=True)
+        ]
+
+    def _between(self, Ps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """The R directions (R, n) that projectors cover best on average."""
+        stack = torch.cat([weight**0.5 * P for weight, P in zip(weights, Ps, strict=True)])
+        _, _, Vt = torch.linalg.svd(stack, full_matrices=False)
+        return fix_signs(Vt[: len(Ps[0])].T, Vt[: len(Ps[0])])[0].T
+
+    def _cut(self, v: Tensor, joint: int) -> Tensor:
+        """The nearest matrix of the joint rank, for ``average-svd``."""
+        if self.synchronisation != "average-svd":
+            return v
+        U, S, Vt = torch.linalg.svd(v, full_matrices=False)
+        return (U[:, :joint] * S[:joint]) @ Vt[:joint]
+
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        m, n, rank = max(layer.shape), min(layer.shape), min(rank, *layer.shape)
+        moment = 0 if self.synchronisation == "none" else rank * m
+        up = self.segments * rank * m + self.adaptive(round) * rank * n + moment
+        if not round:
+            return Traffic(down=0, up=up)
+        own = self.adaptive(round - 1)
+        increment = min((own * len(cohort) + self.segments - own) * rank * (m + n), m * n)
+        return Traffic(down=moment + increment + (rank * n if self.fitted(round - 1) else 0), up=up)

@@ -1,0 +1,146 @@
+"""FLoRG: one trainable factor A under fixed bases; the server averages Gram matrices and aligns the new factor.
+
+"FLoRG", ICLR 2026, arXiv:2602.17095. With k = min(m, n) for a layer of m x n:
+
+    W_t = W0 + s L A_t^T A_t R,   L (m, k) and R (k, n) fixed,  L^T L = I,  R R^T = I,  A (r, k)
+    client i:  trains A_i from A_t
+    server:    Q = sum_i p_i A_i^T A_i = P^T Lambda P;   A~ = Lambda^(1/2) P  (r', k)
+               A_t A~^T = U Sigma V^T;   A_{t+1} = U V^T A~  (r, k)
+
+Q is not formed: A~ comes from the SVD of the stacked sqrt(p_i) A_i. L and R follow from the seed and never travel.
+
+Deviations: the equations have no alpha; s = lora_alpha / r stands before the product here (``lora_alpha: r`` is the
+paper's). r' is up to K r, so U V^T (r, r') cannot have the orthonormal columns that the paper's proof asks for, and
+rank r of Q's r' is kept: ``alignment: paper`` keeps the directions near A_t, ``top-r`` the r greatest eigenpairs,
+rotated towards A_t; ``none`` leaves the rotation out. The paper says no more of L and R than that they are orthonormal:
+``bases: structured`` takes the identity on the shorter side and a seeded cosine transform on the longer one, ``dense``
+two uniformly random matrices. A_1 is not established: Gaussian or orthonormal rows of size ``init_std``; A = 0 is a
+stationary point. ``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper.
+One rank for all: rows of zeros, by which a larger client would be served, have no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from fedspan.core.alignment import gram_factor, procrustes
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.bases import dense_bases, mixing_keys
+from fedspan.core.factors import names, reply
+from fedspan.core.lowrank import LowRank
+from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.parametrization import Gram, MixedGram, Parametrization
+from fedspan.core.projectors import random_projector
+from fedspan.core.tensors import Tensors, generator, slots_of, tensor_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Trained,
+    Weights,
+)
+
+__all__ = ["FLoRG"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FLoRG(RegisteredMethod):
+    """Average Gram matrices; align.
+
+    Args:
+        alignment: how rank r is taken of the averaged Gram matrix: paper, top-r, or none (no rotation).
+        bases: structured (no memory) or dense (as large as the layer) L and R.
+        init_A: distribution of A_1; gaussian entries, or orthonormal rows of the same expected length.
+        init_std: of A's entries at the start.
+        center: take the initial product off the base.
+    """
+
+    claims: ClassVar[Claims] = Claims(paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack")
+
+    alignment: Literal["paper", "top-r", "none"] = "paper"
+    bases: Literal["structured", "dense"] = "structured"
+    init_A: Literal["gaussian", "orthonormal"] = "gaussian"
+    init_std: float = 0.01
+    center: bool = False
+
+    def first_A(self, layer: LayerSpec) -> Tensor:
+        """A_1 (R, K), float32."""
+        rng, k = generator(self.seed, "A", layer.name), min(layer.shape)
+        if self.init_A == "gaussian":
+            return self.init_std * torch.randn(self.r, k, generator=rng)
+        rows = random_projector((k, k), min(self.r, k), "right", rng)
+        return self.init_std * math.sqrt(k) * torch.cat([rows, rows.new_zeros(self.r - len(rows), k)])
+
+    def fixed(self, layer: LayerSpec) -> tuple[Parametrization, dict[str, Tensor]]:
+        """The layer's parametrization and the slots in it that stand for L and R, all from the seed."""
+        scaling = self.scaling(None)
+        if self.bases == "dense":
+            L_OK, R_KI = dense_bases(layer.shape, self.seed, layer.name)
+            return Gram(scaling), {"L": L_OK, "R": R_KI}
+        places, signs = mixing_keys(max(layer.shape), min(layer.shape), self.seed, layer.name)
+        side = "right" if layer.out_features <= layer.in_features else "left"
+        return MixedGram(scaling, side), {"places": places, "signs": signs}
+
+    def init(self, weights: Weights) -> ServerState:
+        tensors = {tensor_name(layer.name, "A"): self.first_A(layer) for layer in self.spec.layers}
+        if not self.center:
+            return ServerState(tensors=tensors)
+        taken = {layer.name: self._product(layer, tensors) for layer in self.spec.layers}
+        negative = {name: LowRank(pair.B, pair.A, -pair.scale) for name, pair in taken.items()}
+        return ServerState(tensors=tensors, base=BaseUpdate().add(Increment(0, negative)))
+
+    def _product(self, layer: LayerSpec, tensors: Tensors) -> LowRank:
+        parametrization, fixed = self.fixed(layer)
+        pair = parametrization.effective({**slots_of(tensors, layer.name), **fixed}).pair
+        assert isinstance(pair, LowRank)
+        return pair
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        held = None if client is None else client.held
+        return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        parametrization: dict[str, Parametrization] = {}
+        tensors = dict(message.tensors)
+        for layer in self.spec.layers:
+            parametrization[layer.name], fixed = self.fixed(layer)
+            tensors |= {tensor_name(layer.name, slot): value for slot, value in fixed.items()}
+        generation = int(message.scalars["generation"])
+        return Job(parametrization, tensors, trainable=(Group(names(self.spec, "A")),), generation=generation)
+
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+        return reply(job, trained), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(stack=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        tensors: dict[str, Tensor] = {}
+        for name in names(self.spec, "A"):
+            stack = torch.cat([math.sqrt(item.weight) * item.tensors[name].double() for item in reduced.stack])
+            aligned = self._aligned(gram_factor(stack), state.tensors[name].double())
+            tensors[name] = aligned.to(reduced.stack[0].tensors[name].dtype)
+        return state.next(tensors=tensors, generation=state.generation + 1)
+
+    def _aligned(self, A_tilde: Tensor, before_RK: Tensor) -> Tensor:
+        source = A_tilde if self.alignment == "paper" else A_tilde[: self.r]
+        if self.alignment == "none":
+            return torch.cat([source, source.new_zeros(self.r - len(source), source.shape[1])])
+        return procrustes(source, before_RK) @ source
+
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        factor = rank * min(layer.shape)
+        taken = rank * sum(layer.shape) if self.center and not round else 0
+        return Traffic(down=factor + taken, up=factor)

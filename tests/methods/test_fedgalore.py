@@ -1,0 +1,399 @@
+"""FedGaLore against GaLore-AdamW on dense weights and AJIVE on dense views, all in float64 and written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from watching import Play
+
+from fedspan.core import alignment
+from fedspan.core.tensors import slots_of, tensor_name
+from fedspan.core.values import Job, Trained
+from fedspan.errors import FedspanError
+from fedspan.methods.fedgalore import FedGaLore
+from toys.oracle import Adam, average
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Federation, adamw, close, with_extras
+
+LR, RANK = 0.02, 2
+
+
+def tall(layer: str, x: Tensor) -> Tensor:
+    """fc1 is 8 x 5, fc2 is 6 x 8: transposed, so that everything below projects the right side."""
+    return x if layer == "fc1" else x.T
+
+
+def made(problem: Problem, **options: Any) -> FedGaLore:
+    return FedGaLore(spec=problem.adapted().spec, r=RANK, seed=5, **options)
+
+
+def seeded(method: FedGaLore, round: int, segment: int) -> dict[str, Tensor]:
+    return {layer.name: method.projector(layer, round, segment).double() for layer in method.spec.layers}
+
+
+def carried(moment: Tensor, old: Tensor, new: Tensor, rule: str, second: bool) -> Tensor:
+    """A moment in new coordinates, by way of the dense matrix that it stands for, or entry by entry."""
+    if rule == "keep":
+        return moment
+    if rule == "squared" and second:
+        T = old @ new.T
+        rows = [[sum(float(T[k, j] ** 2 * row[k]) for k in range(len(row))) for j in range(len(new))] for row in moment]
+        return torch.tensor(rows, dtype=torch.float64)
+    moved = (moment @ old) @ new.T
+    return moved.clamp_min(0.0) if second else moved
+
+
+class DenseGaLore:
+    """GaLore-AdamW of one client on dense weights (appendix A.1), in the tall orientation.
+
+    ``begin`` is what the client is sent: (vbar, its basis) by layer, and the steps that vbar has seen.
+    """
+
+    def __init__(self, problem: Problem, client: str, W: dict, head: dict, begin: dict, seen: int, **how: Any) -> None:
+        self.problem, self.client, self.how = problem, client, how
+        self.W, self.head = dict(W), dict(head)
+        self.m = {layer: torch.zeros_like(begin[layer][0]) for layer in LAYERS}
+        self.v = {layer: begin[layer][0] for layer in LAYERS}
+        self.P = {layer: begin[layer][1] for layer in LAYERS}
+        correct = how.get("correct", False)
+        self.heads = {name: Adam(LR, correct=(correct, correct)) for name in HEAD}
+        self.seen, self.t = seen, 0
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.problem.gradients(self.client, {**self.W, **self.head})
+
+    def step(self, renewed: dict[str, Tensor] | None) -> None:
+        if renewed is not None:
+            for layer in LAYERS:
+                old, new, rule = self.P[layer], renewed[layer], self.how["moments"]
+                self.m[layer] = carried(self.m[layer], old, new, rule, second=False)
+                self.v[layer] = carried(self.v[layer], old, new, rule, second=True)
+            self.P = dict(renewed)
+        dense, decay, self.t = self.gradients(), LR * self.how.get("decay", 0.0), self.t + 1
+        for layer in LAYERS:
+            g = tall(layer, dense[layer]) @ self.P[layer].T
+            self.m[layer] = 0.9 * self.m[layer] + 0.1 * g
+            self.v[layer] = 0.999 * self.v[layer] + 0.001 * g**2
+            m, v = self.m[layer], self.v[layer]
+            if self.how.get("correct"):
+                m, v = m / (1 - 0.9**self.t), v / (1 - 0.999 ** (self.t + self.seen))
+            u = m / (v.sqrt() + 1e-8)
+            change = tall(layer, self.how.get("scale", 1.0) * u @ self.P[layer])
+            self.W[layer] = (1 - decay) * self.W[layer] - LR * change
+        for name in HEAD:
+            self.head[name] = (1 - decay) * self.head[name] - self.heads[name].direction(dense[name])
+
+
+def joint_parts(views: Sequence[Tensor], view_rank: int, joint_rank: int) -> list[Tensor]:
+    """AJIVE with given ranks on dense views: J_i + column means."""
+    bases = [torch.linalg.svd(view - view.mean(0))[0][:, :view_rank] for view in views]
+    U = torch.linalg.svd(torch.cat(bases, 1))[0][:, :joint_rank]
+    return [U @ U.T @ (view - view.mean(0)) + view.mean(0) for view in views]
+
+
+def joined(
+    clients: Sequence[DenseGaLore], shares: Sequence[float], layer: str, method: FedGaLore, shared: bool
+) -> tuple[Tensor, Tensor]:
+    """vbar and its basis, from dense m x n views."""
+    joint, sync = method.joint_rank or RANK, method.synchronisation
+    vs, Ps = [one.v[layer] for one in clients], [one.P[layer] for one in clients]
+    basis = torch.linalg.qr(Ps[0].T)[0].T  # orthonormal in float64, for any view that has one basis for all
+    views = [v @ (basis if shared else P) for v, P in zip(vs, Ps, strict=True)]
+    parts = joint_parts(views, RANK, joint) if sync == "ajive" else views
+
+    def total(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack([share * part for share, part in zip(shares, parts, strict=True)]).sum(0)
+
+    def cut(matrix: Tensor, rank: int) -> Tensor:
+        U, S, Vt = torch.linalg.svd(matrix, full_matrices=False)
+        return (U[:, :rank] * S[:rank]) @ Vt[:rank]
+
+    rank = joint if sync == "average-svd" else RANK
+    if shared:
+        return (cut(total(parts), rank) @ basis.T).clamp_min(0.0), Ps[0]
+    if method.moments == "linear":
+        whole = cut(total(parts), rank)
+        right = torch.linalg.svd(total(parts))[2][:RANK]
+        return whole @ right.T, right
+    cover = torch.linalg.eigh(total([P.T @ P for P in Ps]))[1][:, -RANK:].flip(1).T
+    own = [(part @ P.T).clamp_min(0.0) for part, P in zip(parts, Ps, strict=True)]
+    mapped = [carried(v, P, cover, "squared", second=True) for v, P in zip(own, Ps, strict=True)]
+    return cut(total(mapped), rank).clamp_min(0.0), cover
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "seeded, one projector": {"adaptive_refreshes": 0, "steps": 4},
+    "seeded, renewed": {"adaptive_refreshes": 0, "steps": 5, "period": 2},
+    "seeded, renewed, linear": {"adaptive_refreshes": 0, "steps": 5, "period": 2, "moments": "linear"},
+    "seeded, renewed, keep": {"adaptive_refreshes": 0, "steps": 5, "period": 2, "moments": "keep"},
+    "one seed for two rounds": {"adaptive_refreshes": 0, "steps": 2, "rounds_per_seed": 2},
+    "gradients, then seeds": {"adaptive_refreshes": 3, "steps": 4, "period": 2},
+    "gradients, then seeds, linear": {"adaptive_refreshes": 4, "steps": 3, "period": 2, "moments": "linear"},
+    "gradients throughout, keep": {"adaptive_refreshes": 99, "steps": 3, "period": 2, "moments": "keep"},
+    "gradients in every round": {"adaptive_refreshes": 1, "adaptive_in": "round", "steps": 4, "period": 2},
+    "gradients, exact svd": {"adaptive_refreshes": 99, "steps": 2, "projectors": "svd"},
+    "gradients, one joint direction": {"adaptive_refreshes": 99, "steps": 2, "joint_rank": 1, "moments": "linear"},
+    "one joint direction": {"adaptive_refreshes": 0, "steps": 3, "joint_rank": 1},
+    "average": {"adaptive_refreshes": 1, "steps": 3, "synchronisation": "average"},
+    "average and svd": {"adaptive_refreshes": 0, "steps": 3, "synchronisation": "average-svd", "joint_rank": 1},
+    "gradients, average and svd": {
+        "adaptive_refreshes": 9,
+        "steps": 3,
+        "synchronisation": "average-svd",
+        "joint_rank": 1,
+    },
+    "no synchronisation": {"adaptive_refreshes": 1, "steps": 3, "synchronisation": "none"},
+    "bias correction": {"adaptive_refreshes": 0, "steps": 3, "bias_correction": True, "rounds_per_seed": 9},
+    "scale": {"adaptive_refreshes": 1, "steps": 3, "scale": 0.25},
+}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1], ids=["", "decay"])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_rounds_match_dense_galore_and_dense_ajive(options: dict[str, Any], decay: float) -> None:
+    problem = Problem(clients=3)
+    method = made(problem, **options)
+    training = adamw(LR)
+    training = replace(training, optimizer=replace(training.optimizer, weight_decay=decay))
+    federation = Federation(with_extras(method), problem, training)
+    W, head, seen = problem.dense(*LAYERS), problem.dense(*HEAD), 0
+    how = {"moments": method.moments, "scale": method.scale, "correct": method.bias_correction, "decay": decay}
+    nothing = {layer: (torch.zeros(8, RANK, dtype=torch.float64), P) for layer, P in seeded(method, 0, 0).items()}
+    begin = nothing
+    period, T = options.get("period", options["steps"]), options["steps"]
+
+    # Steps of clamped moments are so large (see below) that rounding errors do not stay small for more rounds.
+    for number in range(2 if method.moments == "linear" and period < T else 4):
+        cohort = problem.client_ids if number != 1 else problem.client_ids[1:]
+        federation.round(cohort)
+        shares, own = problem.shares(cohort), method.adaptive(number)
+        clients: dict[str, DenseGaLore] = {}
+        for id in cohort:
+            client = DenseGaLore(problem, id, W, head, begin, seen, **how)
+            for step in range(T):
+                segment, renewed = step // period, None
+                if step % period == 0 and segment >= own:
+                    renewed = seeded(method, number, segment)
+                elif step % period == 0:
+                    rows = slice(RANK * segment, RANK * (segment + 1))
+                    renewed = {layer: federation.replies[id].tensors[f"{layer}/P"][rows] for layer in LAYERS}
+                    for layer, gradient in client.gradients().items():
+                        if layer in LAYERS:  # what the client used spans the gradient's top directions
+                            top = torch.linalg.svd(tall(layer, gradient))[2][:RANK]
+                            assert close(renewed[layer].T @ renewed[layer], top.T @ top, 1e-3)
+                client.step(renewed)
+            clients[id] = client
+        W = average((shares[id], one.W) for id, one in clients.items())
+        head = average((shares[id], one.head) for id, one in clients.items())
+        for layer in LAYERS:
+            assert close(federation.weight(layer), W[layer])
+        for name in HEAD:
+            assert close(federation.state.tensors[f"extras/{name}"], head[name])
+        if method.synchronisation == "none":
+            assert not federation.state.memory
+            continue
+        seen, begin = seen + T, {}
+        shared = own < method.segments or method.moments == "keep"
+        for layer in LAYERS:
+            ordered = list(clients.values())
+            begin[layer] = joined(ordered, [shares[id] for id in clients], layer, method, shared)
+            v, P = begin[layer]
+            found = federation.state.memory[tensor_name(layer, "v")]
+            assert (tensor_name(layer, "P") in federation.state.memory) == (not shared)
+            if shared:
+                assert close(found, v, 1e-6)  # seeded projectors are orthonormal to float32
+            elif method.moments == "linear":
+                assert close(found @ federation.state.memory[tensor_name(layer, "P")], v @ P, 1e-6)
+            else:
+                assert close(found, v, 1e-6)
+            if shared or method.moments == "squared":
+                assert (found >= 0).all()
+
+
+def test_the_oracle_follows_what_a_client_does_step_by_step() -> None:
+    """After each of six steps, on both sides: the weight, and the second moment that would be sent."""
+    problem = Problem()
+    method = made(problem, adaptive_refreshes=0, steps=6)
+    federation = Federation(with_extras(method), problem, adamw(LR))
+    job, P = federation.job(), seeded(method, 0, 0)
+    nothing = {layer: (torch.zeros(8, RANK, dtype=torch.float64), P[layer]) for layer in LAYERS}
+    oracle = DenseGaLore(problem, "client-2", problem.dense(*LAYERS), problem.dense(*HEAD), nothing, 0, moments="keep")
+    for steps in range(1, 7):
+        oracle.step(P if steps == 1 else None)
+        trained = train(federation, replace(job, steps=steps), "client-2")
+        for layer in LAYERS:
+            pair = job.parametrization[layer].effective(slots_of(trained.tensors, layer)).pair
+            assert pair is not None
+            assert close(problem.dense(layer)[layer] + pair.dense(), oracle.W[layer])
+            v = trained.optimizer_state.moments["exp_avg_sq"][tensor_name(layer, "acc")]
+            assert close(tall(layer, v), oracle.v[layer])
+
+
+def train(federation: Federation, job: Job, client: str) -> Trained:
+    indices = federation.problem.indices[client]
+    return federation.engine.train(job, federation.problem.examples, indices, client=client, round=0, lr=LR)
+
+
+def test_clients_of_different_numbers_of_steps_decay_the_base_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch is 2 to 3 steps: W <- sum_i p_i W_i all the same, and rho <- rho sum_i p_i rho_i."""
+    problem = Problem()
+    method = made(problem)
+    training = adamw(LR, batch_size=4)
+    federation = Federation(
+        with_extras(method), problem, replace(training, optimizer=replace(training.optimizer, weight_decay=0.5))
+    )
+    W, rho, trained = problem.dense(*LAYERS), 1.0, dict[str, Trained]()
+    original = federation.engine.train
+
+    def watched(*args: Any, client: str, **options: Any) -> Trained:
+        trained[client] = original(*args, client=client, **options)
+        return trained[client]
+
+    monkeypatch.setattr(federation.engine, "train", watched)
+    for _ in range(2):
+        federation.round()
+        shares = problem.shares(problem.client_ids)
+        assert len({one.steps for one in trained.values()}) > 1
+        rho *= sum(shares[id] * one.decay for id, one in trained.items())
+        assert federation.state.base.rho == pytest.approx(rho)
+        for layer in LAYERS:
+            mean = torch.zeros_like(W[layer])
+            for id, one in trained.items():
+                slots = {slot: value.double() for slot, value in slots_of(one.tensors, layer).items()}
+                pair = federation.job().parametrization[layer].effective(slots).pair
+                assert pair is not None
+                mean += shares[id] * (one.decay * W[layer] + pair.dense())
+            W[layer] = mean
+            assert close(federation.weight(layer), mean)
+
+
+def test_what_does_not_decay_keeps_the_base() -> None:
+    problem = Problem(clients=2)
+    training = adamw(LR, steps=2)
+    training = replace(training, optimizer=replace(training.optimizer, weight_decay=0.5))
+    weights: list[Tensor] = []
+    for decay in (0.0, 0.5):
+        settings = replace(training, optimizer=replace(training.optimizer, weight_decay=decay))
+        federation = Federation(with_extras(made(problem, decay_base=False), "frozen"), problem, settings)
+        federation.round()
+        assert federation.state.base.rho == 1.0
+        weights.append(federation.weight("fc1"))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"adaptive_refreshes": 0},
+        {"adaptive_refreshes": 2},
+        {"adaptive_refreshes": 9, "moments": "keep"},
+        {"adaptive_refreshes": 3, "steps": 4, "period": 2},
+        {"adaptive_refreshes": 1, "adaptive_in": "round", "steps": 5, "period": 2},
+        {"synchronisation": "none"},
+    ],
+)
+def test_traffic_is_what_travels(options: dict[str, Any]) -> None:
+    problem = Problem()
+    method = made(problem, **options)
+    federation = Federation(with_extras(method), problem, adamw(LR))
+    for number in range(4):
+        federation.round()
+        for id in problem.client_ids:
+            assert federation.elements[id] == federation.declared(id, number)
+        synced = {name.partition("/")[2] for name in federation.state.memory}
+        assert synced == (set() if method.synchronisation == "none" else {"v", "P"} if method.fitted(number) else {"v"})
+
+
+def test_under_seeded_projectors_the_uplink_is_an_accumulator_and_a_moment() -> None:
+    """2 m r for either layer, whose longer side is 8; nothing at all goes down in the first round."""
+    method = made(Problem(), adaptive_refreshes=0)
+    for layer in method.spec.layers:
+        assert method.traffic(layer, RANK, 4, 3).up == 2 * 8 * RANK
+        assert method.traffic(layer, RANK, 4, 0).down == 0
+
+
+def test_seeds_of_rounds_and_segments() -> None:
+    problem = Problem()
+    method = made(problem, rounds_per_seed=2, steps=4, period=2)
+    layer = method.spec.layers[0]
+    drawn = [[method.projector(layer, round, segment) for segment in range(2)] for round in range(4)]
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[2][1], drawn[3][1])
+    different = [drawn[0][0], drawn[0][1], drawn[2][0], drawn[2][1], replace(method, seed=6).projector(layer, 0, 0)]
+    for number, one in enumerate(different):
+        assert all(not torch.equal(one, other) for other in different[:number])
+
+
+@pytest.mark.parametrize("moments", ["squared", "linear"])
+def test_steps_stay_bounded_under_new_projectors_unless_moments_are_mapped_linearly(moments: str) -> None:
+    """The paper's map makes second moments negative; clamped at 0 they let a step of 0.02 move weights by more than 1.
+
+    Under squared entries the step grows by sqrt(r) at a refresh, from at most 1 / sqrt(0.001) (no bias correction).
+    """
+    problem = Problem(clients=3)
+    method = made(problem, adaptive_refreshes=0, steps=6, period=1, moments=moments)
+    federation = Federation(with_extras(method), problem, adamw(LR))
+    largest = 0.0
+    for _ in range(4):
+        before = {layer: federation.weight(layer) for layer in LAYERS}
+        federation.round()
+        largest = max(largest, *(float((federation.weight(one) - before[one]).abs().max()) for one in LAYERS))
+    assert (largest > 50 * LR) == (moments == "linear")
+
+
+def test_estimated_joint_ranks_and_the_check_of_identifiability_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(clients=3)
+    seen: list[tuple[object, ...]] = []
+    original = alignment.ajive
+
+    def watched(views: Any, joint: int | None, view_rank: int, **options: Any) -> alignment.Ajive:
+        seen.append((joint, view_rank, options["identifiable"]))
+        return original(views, joint, view_rank, **options)
+
+    monkeypatch.setattr("fedspan.methods.fedgalore.ajive", watched)
+    for options in ({}, {"estimate_joint_rank": True, "identifiable": True}, {"joint_rank": 1, "view_rank": 1}):
+        federation = Federation(with_extras(made(problem, **options)), problem, adamw(LR))
+        federation.round()
+        assert all(value.isfinite().all() for value in federation.state.memory.values())
+    assert seen == [(2, 2, False)] * 2 + [(None, 1, True)] * 2 + [(1, 1, False)] * 2
+
+
+def test_ranks_beyond_a_layer_s_are_the_layer_s() -> None:
+    problem = Problem(clients=2)
+    method = replace(made(problem), r=7)  # fc1 has 5 columns, fc2 6 rows
+    federation = Federation(with_extras(method), problem, adamw(LR), ranks=dict.fromkeys(problem.client_ids, 7))
+    for number in range(2):
+        federation.round()
+        assert federation.elements["client-0"] == federation.declared("client-0", number)
+    assert federation.replies["client-0"].tensors["fc1/acc"].shape == (8, 5)
+    assert federation.replies["client-0"].tensors["fc2/acc"].shape == (8, 6)
+
+
+def test_a_period_needs_a_number_of_steps() -> None:
+    with pytest.raises(FedspanError) as caught:
+        made(Problem(), period=2)
+    assert caught.value.field == "method.period"
+
+
+def test_nothing_of_the_base_or_the_moments_reaches_the_first_round(played: Play) -> None:
+    """On a real transformer: seeds make the first message empty, and v is sent once it is there."""
+    run = played("fedgalore")
+    down = [message for call in run.rounds for message in call.messages() if "round" in message.scalars]
+    assert down
+    for message in down:
+        first = message.scalars["round"] == 0
+        assert first == (message.base is None) == (not any(name.endswith("/v") for name in message.tensors))
+
+
+def test_projectors_of_a_real_model_come_from_its_gradient(played: Play) -> None:
+    """The first two rounds end with projectors of the clients' own, which differ; later ones with the seed's."""
+    run = played("fedgalore")
+    name = tensor_name(run.layers[0].name, "P")
+    for number, round in enumerate(run.rounds):
+        last = [local.trained.tensors[name] for local in round.trained]
+        assert torch.equal(last[0], last[1]) == (number >= 2)

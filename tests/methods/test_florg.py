@@ -1,0 +1,203 @@
+"""FLoRG against dense Gram matrices, their eigendecomposition and the chain rule by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.core.alignment import gram_factor
+from fedspan.core.base import materialise
+from fedspan.core.tensors import tensor_name
+from fedspan.core.values import LayerSpec
+from fedspan.methods.florg import FLoRG
+from toys.oracle import average
+from toys.problem import HEAD, LAYERS, Problem
+from toys.rounds import Federation, close, sgd, with_extras
+
+LR, STEPS = 0.2, 2
+ALIGNMENTS = ("paper", "top-r", "none")
+
+
+def made(problem: Problem, **options: Any) -> FLoRG:
+    return FLoRG(spec=problem.adapted().spec, **{"seed": 11, "r": 2, "lora_alpha": 3.0, "init_std": 0.3, **options})
+
+
+def written_out(method: FLoRG, layer: LayerSpec) -> tuple[Tensor, Tensor]:
+    """L (O, K) and R (K, I) in float64, whatever form the method keeps them in."""
+    _, fixed = method.fixed(layer)
+    if "L" in fixed:
+        return fixed["L"].double(), fixed["R"].double()
+    longer, shorter = max(layer.shape), min(layer.shape)
+    j = torch.arange(longer, dtype=torch.float64)
+    M = torch.cos(math.pi * j * (4 * fixed["places"].double()[:, None] + 1) / (2 * longer)) * math.sqrt(2 / longer)
+    M[:, 0] *= math.sqrt(0.5)
+    M = M * fixed["signs"].double()
+    identity = torch.eye(shorter, dtype=torch.float64)
+    return (identity, M) if layer.out_features <= layer.in_features else (M.T, identity)
+
+
+def next_A(Q: Tensor, before: Tensor, alignment: str) -> Tensor:
+    """The server's step from the dense Gram matrix, for every variant."""
+    eigenvalues, eigenvectors = (part.flip(-1) for part in torch.linalg.eigh(Q))
+    A_tilde = eigenvalues.clamp_min(0).sqrt()[:, None] * eigenvectors.T
+    if alignment != "paper":
+        A_tilde = A_tilde[: len(before)]
+    if alignment == "none":
+        largest = A_tilde.gather(1, A_tilde.abs().argmax(1, keepdim=True))
+        return A_tilde * largest.sign()
+    U, _, Vt = torch.linalg.svd(before @ A_tilde.T, full_matrices=False)
+    return U @ Vt @ A_tilde
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["plain", "centered"])
+@pytest.mark.parametrize("bases", ["structured", "dense"])
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+def test_rounds_match_dense_gram_matrices(alignment: str, bases: str, center: bool) -> None:
+    problem = Problem()
+    method = made(problem, alignment=alignment, bases=bases, center=center)
+    federation = Federation(with_extras(method), problem, sgd(LR, steps=STEPS))
+    W, head, s = problem.dense(*LAYERS), problem.dense(*HEAD), 3.0 / 2
+    LR_of = {layer.name: written_out(method, layer) for layer in method.spec.layers}
+    A = {layer: federation.state.tensors[tensor_name(layer, "A")].double() for layer in LAYERS}
+    if center:
+        W = {one: W[one] - s * LR_of[one][0] @ A[one].T @ A[one] @ LR_of[one][1] for one in LAYERS}
+        for one in LAYERS:
+            assert close(federation.weight(one), problem.dense(one)[one], 1e-7)  # the start is W0
+
+    for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
+        cohort = [problem.client_ids[member] for member in members]
+        federation.round(cohort)
+        shares = problem.shares(cohort)
+        trained = {}
+        for id in cohort:
+            mine, my_head = dict(A), dict(head)
+            for _ in range(STEPS):
+                full = {one: W[one] + s * LR_of[one][0] @ mine[one].T @ mine[one] @ LR_of[one][1] for one in LAYERS}
+                dense = problem.gradients(id, {**full, **my_head})
+                for one in LAYERS:
+                    H = s * LR_of[one][0].T @ dense[one] @ LR_of[one][1].T  # gradient by A^T A
+                    mine[one] = mine[one] - LR * mine[one] @ (H + H.T)
+                my_head = {name: my_head[name] - LR * dense[name] for name in HEAD}
+            trained[id] = mine, my_head
+        head = average((shares[id], own) for id, (_, own) in trained.items())
+        for one in LAYERS:
+            Q = sum((shares[id] * mine[one].T @ mine[one] for id, (mine, _) in trained.items()), torch.zeros(()))
+            A[one] = next_A(Q, A[one], alignment)
+            assert close(federation.state.tensors[tensor_name(one, "A")], A[one], 1e-7 if center else 1e-9)
+            change = s * LR_of[one][0] @ A[one].T @ A[one] @ LR_of[one][1]
+            assert close(federation.weight(one), W[one] + change, 1e-7 if center else 1e-9)
+        for name in HEAD:
+            assert close(federation.state.tensors[f"extras/{name}"], head[name], 1e-7 if center else 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 1000), st.booleans())
+def test_the_stack_s_factor_has_the_gram_matrix_of_the_replies(
+    clients: int, rank: int, k: int, seed: int, equal: bool
+) -> None:
+    """Also where replies are equal, so that the stack is rank-deficient; its rows are the rank of Q."""
+    rng = torch.Generator().manual_seed(seed)
+    one = torch.randn(rank, k, generator=rng, dtype=torch.float64)
+    replies = [one if equal else torch.randn(rank, k, generator=rng, dtype=torch.float64) for _ in range(clients)]
+    shares = torch.rand(clients, generator=rng, dtype=torch.float64) + 0.1
+    shares /= shares.sum()
+    factor = gram_factor(torch.cat([math.sqrt(share) * A for share, A in zip(shares.tolist(), replies, strict=True)]))
+    Q = sum((share * A.T @ A for share, A in zip(shares, replies, strict=True)), torch.zeros(()))
+    assert close(factor.T @ factor, Q)
+    assert len(factor) == int(torch.linalg.matrix_rank(Q))
+    gram = factor @ factor.T
+    assert torch.allclose(gram, torch.diag(gram.diagonal()), atol=1e-9)
+    assert (gram.diagonal().diff() <= 1e-9).all()
+
+
+def test_replies_of_nothing_are_a_factor_of_zeros() -> None:
+    assert torch.equal(gram_factor(torch.zeros(4, 6)), torch.zeros(1, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("r", [2, 7])
+def test_a_round_in_which_nobody_moved(alignment: str, r: int) -> None:
+    """A~ is a rotation of A then. Procrustes undoes it; without, only the weight is the same. Also with r > k."""
+    problem = Problem(clients=3)
+    method = made(problem, alignment=alignment, r=r)
+    federation = Federation(with_extras(method), problem, sgd(lr=0.0))
+    before = {layer: federation.state.tensors[tensor_name(layer, "A")].double() for layer in LAYERS}
+    weights = {layer: federation.weight(layer) for layer in LAYERS}
+    federation.round()
+    for layer in LAYERS:
+        after = federation.state.tensors[tensor_name(layer, "A")]
+        assert close(federation.weight(layer), weights[layer], 1e-7)
+        assert close(after, before[layer], 1e-7) == (alignment != "none")
+
+
+def test_top_r_is_the_nearest_gram_matrix_of_its_rank() -> None:
+    """What is lost under ``top-r`` are the smallest eigenvalues; ``paper`` loses more."""
+    lost: dict[str, float] = {}
+    for alignment in ("paper", "top-r"):
+        problem = Problem()
+        federation = Federation(with_extras(made(problem, alignment=alignment)), problem, sgd(1.0, steps=STEPS))
+        federation.round()
+        shares = problem.shares(problem.client_ids)
+        name = tensor_name("fc1", "A")
+        replies = {id: federation.replies[id].tensors[name].double() for id in problem.client_ids}
+        Q = sum((shares[id] * A.T @ A for id, A in replies.items()), torch.zeros(()))
+        A = federation.state.tensors[name].double()
+        lost[alignment] = float((A.T @ A - Q).norm())
+        tail = float(torch.linalg.eigvalsh(Q)[:-2].norm())
+    assert abs(lost["top-r"] - tail) < 1e-9
+    assert lost["paper"] > tail + 1e-6
+
+
+@pytest.mark.parametrize("bases", ["structured", "dense"])
+@pytest.mark.parametrize("center", [False, True])
+def test_only_A_travels(bases: str, center: bool) -> None:
+    """And, once, what ``center`` takes off the base. k is 5 for the 8 x 5 layer and 6 for the 6 x 8 one."""
+    problem = Problem()
+    federation = Federation(with_extras(made(problem, bases=bases, center=center)), problem, sgd(LR))
+    taken = 2 * (8 + 5 + 6 + 8) if center else 0
+    for number in range(2):
+        federation.round()
+        for id in problem.client_ids:
+            expected = (2 * (5 + 6) + (0 if number else taken), 2 * (5 + 6))
+            assert federation.elements[id] == federation.declared(id, number) == expected
+
+
+def test_structured_bases_hold_no_matrix() -> None:
+    """4096 x 4096: 8192 numbers in place of 33 million."""
+    method = FLoRG(spec=Problem().adapted().spec)
+    _, fixed = method.fixed(LayerSpec("big", 4096, 4096))
+    assert sum(value.numel() for value in fixed.values()) == 2 * 4096
+
+
+def test_zero_is_a_stationary_point_and_the_start_is_not() -> None:
+    problem = Problem()
+    for init_A in ("gaussian", "orthonormal"):
+        method = made(problem, init_A=init_A, init_std=0.01)
+        federation = Federation(with_extras(method), problem, sgd(LR))
+        for layer in method.spec.layers:
+            A = federation.state.tensors[tensor_name(layer.name, "A")].double()
+            assert 0.2 < float(A.norm()) / (0.01 * math.sqrt(A.numel())) < 2
+            gram = A @ A.T / (1e-4 * min(layer.shape))
+            assert close(gram, torch.eye(2), 1e-6) == (init_A == "orthonormal")
+        before = {layer: federation.weight(layer) for layer in LAYERS}
+        federation.round()
+        assert all(not close(federation.weight(layer), before[layer], 1e-6) for layer in LAYERS)
+    for layer in LAYERS:  # nothing was taken off the base
+        assert torch.equal(
+            materialise(problem.dense(layer)[layer], federation.state.base, layer), problem.dense(layer)[layer]
+        )
+
+
+def test_moments_do_not_outlive_a_rotation() -> None:
+    problem = Problem()
+    federation = Federation(with_extras(made(problem)), problem, sgd(LR))
+    for expected in (1, 2):
+        federation.round()
+        assert federation.state.generation == expected
+        assert federation.job().generation == expected
