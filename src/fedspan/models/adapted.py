@@ -162,6 +162,7 @@ class AdaptedModel:
         self._norms = {name: module for name, module in model.named_modules() if is_batch_norm(module)}
         self._initial_extras = {path: value.detach().clone() for path, value in self._values().items()}
         self._base = BaseUpdate()
+        self._kept: dict[str, Tensor] = {}
         model.requires_grad_(False)
 
     @property
@@ -259,6 +260,16 @@ class AdaptedModel:
             layer.dropout = dropout
 
     def capture_gradients(self, on: bool) -> None:
-        """Whether backward passes collect the target layers' full-weight gradients."""
+        """Whether backward passes collect the target layers' full-weight gradients.
+
+        They are no training: once it is off again, running statistics are as they were before.
+        """
         for layer in self.layers.values():
             layer.capture = on
+        live = {path: self.model.get_buffer(path) for path in self.buffers}
+        if on:
+            self._kept = {path: value.clone() for path, value in live.items()}
+        else:
+            for path, value in self._kept.items():
+                live[path].copy_(value)
+            self._kept = {}
