@@ -228,6 +228,8 @@ def unfit(module: nn.Module) -> str | None:
             return f"is a convolution in {module.groups} groups; only those in one group can be targets"
         if module.padding_mode != "zeros":
             return f"pads with {module.padding_mode}; only convolutions that pad with zeros can be targets"
+        if max(module.dilation) > 1:  # huggingface/peft issue 3697
+            return "is a dilated convolution; PEFT's LoRA would not dilate, so no adapter of it could be exported"
         if type(module).forward is not nn.Conv2d.forward:
             return f"is a {type(module).__name__}, which does more than convolve; only plain nn.Conv2d can be a target"
     elif isinstance(module, nn.Embedding):
