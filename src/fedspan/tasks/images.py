@@ -86,7 +86,9 @@ class ImageClassification(Labelling):
         made = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
         if len({np.shape(image) for image in made}) != 1:
             raise _different_sizes()
-        return np.stack(made).astype(np.uint8)
+        # In this order in memory, too: a processor leaves colours last, and oneDNN's convolutions of such images write
+        # beyond their end in the backward pass (torch 2.13; 5 of 3 x 224 x 224 into 6 channels).
+        return np.array(made, np.uint8, order="C")
 
     def _require_likeness(self, image: PIL.Image.Image, pixels: np.ndarray) -> None:
         whole = torch.from_numpy(np.asarray(self.processor([image], return_tensors="np")["pixel_values"])).float()
