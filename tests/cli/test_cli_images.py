@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import Call
 from peft import PeftModel
 
 import tiny_images
+from conftest import Call
 from fedspan import api
 
 

@@ -169,6 +169,10 @@ def load_scratch(
         FedspanError: there is no such architecture, or it has no such head.
     """
     source, shape = source_of(name), architecture_of(name)
+    if shape and head != "image-classification":
+        raise FedspanError(
+            "model.name", name, "a model of texts; this one looks at images (task: image-classification)"
+        )
     with _quiet():
         try:
             config = (
