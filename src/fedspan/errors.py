@@ -42,12 +42,14 @@ def _shown(value: object) -> str:
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """The known names closest to a misspelt one (the first few if none is close), for an error's ``expected``.
 
-    A known name that holds just the initials counts as close: ``lr`` for ``learning_rate``.
+    A known name that holds just the initials counts as close (``lr`` for ``learning_rate``), and one that begins with
+    the name, as far as that says something: ``fedsa-lora`` for ``fedsa``.
     """
     known = sorted(set(known))
     initials = "".join(word[0] for word in re.findall(r"[a-z]+", name.lower()))
     close = [candidate for candidate in known if candidate == initials != name]
-    close += get_close_matches(name, known, n=count - len(close), cutoff=0.4)
+    longer = [candidate for candidate in known if len(name) > 2 and candidate.startswith(name)]
+    close = list(dict.fromkeys([*close, *longer, *get_close_matches(name, known, n=count, cutoff=0.4)]))[:count]
     if not close:
         close = known[: 2 * count]
     return ", ".join(close)

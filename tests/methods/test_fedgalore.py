@@ -313,8 +313,8 @@ def test_under_seeded_projectors_the_uplink_is_an_accumulator_and_a_moment() -> 
     """2 m r for either layer, whose longer side is 8; nothing at all goes down in the first round."""
     method = made(Problem(), adaptive_refreshes=0)
     for layer in method.spec.layers:
-        assert method.traffic(layer, RANK, 4, 3).up == 2 * 8 * RANK
-        assert method.traffic(layer, RANK, 4, 0).down == 0
+        assert method.traffic(layer, RANK, [RANK] * 4, 3).up == 2 * 8 * RANK
+        assert method.traffic(layer, RANK, [], 0).down == 0
 
 
 def test_seeds_of_rounds_and_segments() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fedspan.core.base import BaseUpdate, Increment
-from fedspan.core.lowrank import LowRank
+from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import (
     Dense,
     DenseLoRA,
@@ -146,24 +146,23 @@ def test_every_parametrization_is_the_module_with_that_weight(kind: str, name: s
 
 @of_each_module
 def test_captured_gradients_are_autograd_s(kind: str) -> None:
-    """Two backward passes add up. The captured gradient is float32."""
+    """Each backward pass has its own, and they add up. They are float32 factors."""
     adapted, plain, x = made(kind)
     tensors = drawn(adapted, "LoRA")
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset(tensors))
-    adapted.capture_gradients(True)
+    found: list[LowRank] = []
     original = adapted.layers["layer"].original()
     change = dense_change(LoRA(0.7).effective(by_slot(tensors)), original)
     plain = with_weight(plain, adapted, original + change)
     for _ in range(2):
         direction = torch.randn_like(plain(x))
-        (adapted.model(x) * direction).sum().backward()
+        with adapted.captured_gradients(lambda name, gradient: found.append(gradient)):
+            (adapted.model(x) * direction).sum().backward()
         (plain(x) * direction).sum().backward()
-    adapted.capture_gradients(False)
     expected = plain.get_parameter("weight").grad
     assert expected is not None
-    found = adapted.layers["layer"].take_gradient()
-    assert found.dtype == torch.float32
-    assert close(found.double(), adapted.layers["layer"].operator.matrix(expected), 1e-5)
+    assert {factor.dtype for gradient in found for factor in (gradient.A, gradient.B)} == {torch.float32}
+    assert close(concatenate(found).dense().double(), adapted.layers["layer"].operator.matrix(expected), 1e-5)
 
 
 @of_each_module

@@ -15,6 +15,7 @@ from fedspan.wrappers.fedprox import FedProx
 from toys.oracle import average, copied, pair_gradients
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Double, Federation, close, sgd, with_extras
+from toys.two_phases import ExtrasInBothPhases
 
 LR, MU, SCALING, STEPS = 0.3, 0.7, 2.0, 3
 
@@ -67,9 +68,10 @@ def test_without_strength_it_is_the_inner_method_bit_for_bit() -> None:
 
 
 def test_a_later_phase_is_held_near_the_start_of_the_round() -> None:
-    """The head trains in both of pFedLoRU's phases: in the second its reference is still what the server sent."""
+    """The head trains in both phases: in the second its reference is still what the server sent."""
     problem = Problem(clients=1)
-    inner = WithExtras(inner=PFedLoRU(spec=problem.adapted().spec, r=2, tau=5), policy="average")
+    method = ExtrasInBothPhases(inner=PFedLoRU(spec=problem.adapted().spec, r=2, tau=5))
+    inner = WithExtras(inner=method, policy="average")
     federation = Federation(Double(inner=FedProx(inner=inner, mu=MU)), problem, sgd(LR, steps=STEPS))
     jobs: list[Job] = []
     train = federation.engine.train

@@ -25,6 +25,7 @@ from fedspan.wrappers.scaffold import PREFIX, Scaffold
 from toys.oracle import pair_gradients
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Double, Federation, adamw, close, sgd, with_extras
+from toys.two_phases import ExtrasInBothPhases
 
 LR, STEPS = 0.3, 3
 VARIATES = ("option-I", "option-II", "gradient")
@@ -198,7 +199,7 @@ def test_what_stays_on_a_client_has_no_variate() -> None:
 def test_two_phases_make_one_variate(variate: str) -> None:
     """pFedLoRU: A and B train in the second phase only, the head in both, with a learning rate of its own."""
     problem = Problem(clients=1)
-    inner = PFedLoRU(spec=_spec(problem), r=2, tau=9)
+    inner = ExtrasInBothPhases(inner=PFedLoRU(spec=_spec(problem), r=2, tau=9))
     wrapped = Scaffold(inner=WithExtras(inner=inner, policy="average", lr_scale=0.5), variate=variate)  # type: ignore[arg-type]
     federation = Federation(Double(inner=wrapped), problem, sgd(LR))
     seen: list[tuple[str, Weights, int]] = []
@@ -213,9 +214,7 @@ def test_two_phases_make_one_variate(variate: str) -> None:
     federation.round()
     own = federation.parties["client-0"].memory
     phases = [phase for phase, _, _ in seen]
-    assert phases == (
-        ["scaffold", "personal", "scaffold", "global"] if variate == "option-I" else ["personal", "global"]
-    )
+    assert phases == (["scaffold", "personal", "scaffold", "train"] if variate == "option-I" else ["personal", "train"])
     chosen = [one for one in seen if (one[0] == "scaffold") == (variate == "option-I")]
     (_, first, taken), (_, second, more) = chosen
     pair, head = tensor_name("fc1", "B"), "extras/head.bias"

@@ -92,7 +92,7 @@ def test_fedloru_under_it_matches_the_oracle_and_forgets_at_accumulations(name: 
     W, head = problem.dense(*LAYERS), problem.dense(*HEAD)
 
     def fresh(generation: int) -> dict:
-        tensors = inner._fresh(generation)
+        tensors = inner.fresh(generation)
         return {one: {s: tensors[tensor_name(one, s)].double() for s in "AB"} for one in LAYERS}
 
     server = fresh(0)

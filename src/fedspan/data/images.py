@@ -26,6 +26,7 @@ IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 _IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_PARTS = {"train", "test", "val", "valid", "validation"}
 _SIDE = 32  # of CIFAR's images
 _PIXELS = 3 * _SIDE * _SIDE
 
@@ -125,6 +126,8 @@ def _folders(root: Path) -> dict[str, pa.Array]:
         odd = next(part for part in parts if len(part) not in (2, 3) or len(depths) > 1)
         expected = "class/image, or domain/class/image for all of them"
         raise ValueError(f"{'/'.join(odd)} does not lie there as {expected}")
+    if depths == {3} and {part[0] for part in parts} <= _PARTS:
+        raise ValueError(f"it holds the parts {', '.join(sorted({part[0] for part in parts}))}; name the folder of one")
     images = pa.array([{"bytes": None, "path": str(path)} for path in found], IMAGES)
     columns = {"image": images, "label": pa.array([part[-2] for part in parts])}
     return columns if depths == {2} else {**columns, "domain": pa.array([part[0] for part in parts])}

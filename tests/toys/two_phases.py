@@ -1,0 +1,19 @@
+"""A method whose extras train in both of its phases: pFedLoRU without the rest that it gives them in the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import final
+
+from fedspan.core.method import Memory
+from fedspan.core.values import Client, Job, Message
+from fedspan.wrappers.wrapper import Wrapper
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExtrasInBothPhases(Wrapper):
+    """Around ``PFedLoRU``, inside ``WithExtras``."""
+
+    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        return replace(self.inner.start(message, client, memory), extras=True)
