@@ -13,6 +13,8 @@ from transformers.utils import logging
 
 import tiny
 import tiny_decoders
+import tiny_images
+from fedspan import api
 from fedspan.runs.build import Prepared, prepare
 
 
@@ -42,6 +44,25 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_decoders.save_decoder(family, folder)
     tiny_decoders.save_questions(folder)
     tiny.save_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the image models ``vit`` and ``resnet``, and the folder ``pictures``."""
+    folder = tmp_path_factory.mktemp("images")
+    for kind in ("vit", "resnet"):
+        tiny_images.save_model(kind, folder)
+    tiny_images.save_pictures(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Finished runs, not to be changed: ``vit``, ``resnet``, and ``scratch`` on builtin:resnet-8."""
+    folder = tmp_path_factory.mktemp("image-runs")
+    for name, kind in (("vit", "vit"), ("resnet", "resnet"), ("scratch", "builtin:resnet-8")):
+        api.run(tiny_images.settings(images, kind), folder / name)
     return folder
 
 

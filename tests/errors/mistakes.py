@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import mistakes_config
 import mistakes_data
+import mistakes_images
 import mistakes_model
 import mistakes_runs
 import mistakes_use
@@ -23,6 +24,7 @@ SECTIONS: Mapping[str, Sequence[Mistake]] = {
     "A model's files": mistakes_model.FOLDERS,
     "Layers, ranks, metrics": mistakes_model.LAYERS,
     "An adapter to start from": mistakes_model.STARTS,
+    "Images, convolutions, models from scratch": mistakes_images.IMAGES,
     "Run folders": mistakes_runs.FOLDERS,
     "Disks": mistakes_runs.DISK,
     "The network": mistakes_runs.NETWORK,

@@ -16,6 +16,7 @@ from typing import Any
 
 import tiny
 import tiny_decoders
+import tiny_images
 from fedspan import api
 from fedspan.config import parse_config
 from fedspan.data.loading import LoadedData, load
@@ -123,6 +124,16 @@ class World:
         tiny_decoders.save_questions(folder)
         return folder
 
+    @cached_property
+    def images(self) -> Path:
+        """The tiny image models, with their pictures."""
+        folder = self.root / "images"
+        folder.mkdir()
+        for kind in ("vit", "resnet"):
+            tiny_images.save_model(kind, folder)
+        tiny_images.save_pictures(folder)
+        return folder
+
     def values(self, **changes: Any) -> dict[str, Any]:
         """A run on the tiny BERT, with changes in its sections."""
         top = {name: changes.pop(name) for name in ("threads", "device", "task") if name in changes}
@@ -163,8 +174,14 @@ class World:
         api.run(tiny_decoders.settings(self.tiny, **changes), folder)
         return folder
 
+    @cached_property
+    def _seeing(self) -> Path:
+        folder = self.root / "seeing-run"
+        api.run(tiny_images.settings(self.images, federation={"rounds": 1}), folder)
+        return folder
+
     def run(self, kind: str = "finished") -> Path:
-        """A copy of a run: ``finished``, ``personal`` (a model for each client), ``answering`` or ``stopped``."""
+        """A copy of a run: ``finished``, ``personal`` (one a client), ``answering``, ``seeing``, ``stopped``."""
         folder = Path(
             shutil.copytree(getattr(self, f"_{'finished' if kind == 'stopped' else kind}"), self.folder / kind)
         )

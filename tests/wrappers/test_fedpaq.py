@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from toys.lora_a2 import LoRAA2
-from toys.pfedloru import PFedLoRU
 
 from fedspan.core.method import Method
 from fedspan.core.tensors import generator, tensor_name
@@ -18,6 +16,8 @@ from fedspan.errors import FedspanError
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.lora_a2 import LoRAA2
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedavgm import FedAvgM

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from toys.pfedloru import PFedLoRU
 
 from fedspan.core.penalties import Proximal
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Job
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from toys.oracle import average, copied, pair_gradients

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from toys.pfedloru import PFedLoRU
 
 from fedspan.core.method import Method
 from fedspan.core.tensors import tensor_name
@@ -18,6 +17,7 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.fedsa_lora import FedSALoRA
 from fedspan.methods.flora import FLoRA
+from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from toys.lora_a2 import LoRAA2
 
 from fedspan.core.tensors import tensor_name
 from fedspan.errors import FedspanError
@@ -16,6 +15,7 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.local_only import LocalOnly
+from fedspan.methods.lora_a2 import LoRAA2
 from fedspan.methods.registry import METHODS
 from fedspan.methods.rolora import RoLoRA
 from fedspan.wrappers.extras import WithExtras

@@ -69,9 +69,10 @@ def export(
             source = _source(Path(run_folder), client, round, Path(scratch))
             out.parent.mkdir(parents=True, exist_ok=True)
             remove(partial)
-            if form == "adapter":
-                if not (source / ADAPTER).is_file():
-                    raise FedspanError("form", form, f"merged: {source} holds a merged model")
+            whole = not (source / ADAPTER).is_file()
+            if whole and form == "adapter":
+                raise FedspanError("form", form, f"merged: {source} holds a merged model")
+            if whole or form == "adapter":
                 shutil.copytree(source, partial)
                 if rank is not None:
                     truncate_adapter(partial, rank)
@@ -127,6 +128,5 @@ def _checkpoint(place: RunFolder, round: int | str) -> Path:
 
 def _merge(adapter: Path, out: Path) -> None:
     served = load_served(adapter, device="cpu", quantized=False)  # plain weights, whatever it was trained on
-    model = served.model.merge_and_unload() if hasattr(served.model, "merge_and_unload") else served.model
-    save_model(out, model, served.processor, served.notes["base_model"], served.revision)
+    save_model(out, served.model.merge_and_unload(), served.processor, served.notes["base_model"], served.revision)
     shutil.copyfile(served.folder / NOTES, out / NOTES)

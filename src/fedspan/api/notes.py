@@ -70,6 +70,7 @@ def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
         "max_new_tokens": facts.max_new_tokens >= 1,
         "metric": facts.metric in METRICS_OF[facts.task],
         "answer_pattern": pattern,
+        "image_size": facts.image_size is None or facts.image_size >= 1,
     }
     for name, is_right in right.items():
         if not is_right:

@@ -156,7 +156,9 @@ def load_served(
     return Served(place, notes, facts, model.eval(), loaded.processor, task, target, revision)
 
 
-def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: str | None = None) -> list[Any]:
+def predict(
+    folder: str | Path, texts: Sequence[str | os.PathLike[str] | tuple[str, str]], client: str | None = None
+) -> list[Any]:
     """Use a trained model: label texts, give numbers to them, or answer prompts.
 
     Args:
@@ -185,18 +187,19 @@ def predict(folder: str | Path, texts: Sequence[str | tuple[str, str]], client: 
     return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
 
 
-def _rows(facts: Facts, given: Sequence[str | tuple[str, str]]) -> datasets.Dataset:
+def _rows(facts: Facts, given: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
     """What was given to predict on, in the columns that the task encodes; answers that nobody knows are blank."""
     blank = {"label": [0] * len(given), "target": [0.0] * len(given), "answer": [""] * len(given)}
     if facts.task == "image-classification":
-        paths = [os.path.expanduser(path) if isinstance(path, str) else None for path in given]
+        paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in given]
         if None in paths:
             raise FedspanError("texts", given[paths.index(None)], "paths of images; this model takes no pairs")
         images = datasets.Dataset.from_dict({"image": paths, **blank})
         return images.cast_column("image", datasets.Image())
-    columns: dict[str, list[Any]] = {"text": [text if isinstance(text, str) else text[0] for text in given]}
-    if not all(isinstance(text, str) for text in given):
-        columns["text_pair"] = ["" if isinstance(text, str) else text[1] for text in given]
+    texts = [text if isinstance(text, tuple) else (str(text), "") for text in given]
+    columns: dict[str, list[Any]] = {"text": [text for text, _ in texts]}
+    if any(isinstance(text, tuple) for text in given):
+        columns["text_pair"] = [pair for _, pair in texts]
     if facts.prompt is not None:
         template = template_of(facts.prompt, "data.prompt")
         if len(template.required) == 1:

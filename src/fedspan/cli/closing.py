@@ -42,15 +42,17 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
         out.print()
     id, where = next(iter(report.adapters.items()))
     adapter, own = folder / where, id != "global"
+    sample = "image.png" if report.task == "image-classification" else '"your text"'
+    kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
     chosen = "the best by validation" if "validation" in report.scores else "the last one"
     whose = f" --client {shlex.quote(id)}" if own else ""
     facts = {
         "traffic": f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up",
         "time": f"{duration(report.seconds)} for {report.rounds} rounds",
         "round": f"{report.best_round}, {chosen}",
-        "adapters" if own else "adapter": f"{adapter.parent} (one for each client)" if own else str(adapter),
+        f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
         "report": str(folder / "report.json"),
-        "try": f'fedspan predict {shlex.quote(str(folder))} "your text"{whose}',
+        "try": f"fedspan predict {shlex.quote(str(folder))} {sample}{whose}",
     }
     for name, fact in facts.items():
         out.print(Text.assemble((f"{name:<10}", "dim"), fact), soft_wrap=True)
@@ -126,6 +128,8 @@ def peft_snippet(adapter: Path) -> list[str]:
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
     auto, labels = _CLASSES[notes["task"]]
     options = [f"num_labels={len(notes['labels']) or 1}"] if labels else []
+    if notes["task"] == "image-classification":  # those that are published have been trained for other classes
+        options.append("ignore_mismatched_sizes=True")
     options += [f"revision={revision!r}"] if revision else []
     more = "".join(f", {option}" for option in options)
     base = resolve(notes["base_model"])

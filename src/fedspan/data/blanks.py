@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
+
+import datasets
+import pyarrow as pa
 
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
 from fedspan.data.files import Source
-from fedspan.data.names import names_of
+from fedspan.data.names import arrow_column, names_of
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
 
@@ -29,7 +33,7 @@ def without_blanks(
     blank = [False] * len(dataset)
     for columns in _needed(config, task, field):
         # One that is not there is an error, which whoever checks the columns says better.
-        values = [names_of(dataset, column) for column in columns if column in dataset.column_names]
+        values = [_values(dataset, column) for column in columns if column in dataset.column_names]
         if values:
             blank = [was or not any(row) for was, row in zip(blank, zip(*values, strict=True), strict=True)]
     kept = [row for row, lacks in enumerate(blank) if not lacks]
@@ -38,6 +42,14 @@ def without_blanks(
     if len(kept) == len(dataset):
         return source, 0
     return dataclasses.replace(source, dataset=dataset.select(kept), kept=kept), len(dataset) - len(kept)
+
+
+def _values(dataset: datasets.Dataset, column: str) -> Sequence[object]:
+    """What a row has there, as something false if that is nothing; images, bytes or path, are not turned into text."""
+    values = arrow_column(dataset, column)
+    if not pa.types.is_struct(values.type):
+        return names_of(dataset, column)
+    return [value is not None and any(value.values()) for value in values.to_pylist()]
 
 
 def _needed(config: DataConfig, task: TaskName, field: str) -> list[tuple[str, ...]]:

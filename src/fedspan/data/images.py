@@ -10,6 +10,7 @@ import gzip
 import math
 import os
 import re
+import zlib
 from pathlib import Path
 
 import datasets
@@ -57,7 +58,7 @@ def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
         else:
             batches = sorted(path.glob("data_batch_*.bin"))
             columns = _cifar(batches) if batches else _folders(path)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise FedspanError(option, where, f"images that can be read; {str(error) or type(error).__name__}") from None
     features = {name: datasets.Value("string") for name in columns} | {"image": datasets.Image()}
     return datasets.Dataset(pa.table(columns), info=datasets.DatasetInfo(features=datasets.Features(features)))

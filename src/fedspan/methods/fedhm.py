@@ -25,6 +25,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
+from fedspan.core.aggregation import map_layers
 from fedspan.core.factors import kaiming, names, reply
 from fedspan.core.lowrank import LowRank, balanced, concatenate, leading, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
@@ -83,11 +84,11 @@ class FedHM(RegisteredMethod):
     keep_global: bool = False
 
     def init(self, weights: Weights) -> ServerState:
-        pairs: dict[str, LowRank] = {}
-        for layer in self.spec.layers:
+        def factorised(layer: LayerSpec) -> LowRank:
             matrix = as_rectangle(weights.weight(layer.name), layer.kernel)
-            pairs[layer.name] = balanced(*leading(matrix, min(matrix.shape))).to(matrix.dtype)
-        return ServerState(tensors=_by_slot(pairs))
+            return balanced(*leading(matrix, min(matrix.shape))).to(matrix.dtype)
+
+        return ServerState(tensors=_by_slot(map_layers(factorised, self.spec.layers)))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if client is None:
@@ -129,15 +130,16 @@ class FedHM(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        pairs: dict[str, LowRank] = {}
-        for layer in self.spec.layers:
+        def averaged(layer: LayerSpec) -> LowRank:
             replies = [_pair(item.tensors, layer, item.weight) for item in reduced.stack]
             if self.keep_global and max(reply.rank for reply in replies) < min(layer.rectangle):
                 share = 1 / (len(replies) + 1)
                 replies = [LowRank(reply.B, reply.A, reply.scale * (1 - share)) for reply in replies]
                 replies.append(_pair(state.tensors, layer, share))
             mean = concatenate(replies)
-            pairs[layer.name] = balanced(*svd(mean)).to(mean.B.dtype)
+            return balanced(*svd(mean)).to(mean.B.dtype)
+
+        pairs = map_layers(averaged, self.spec.layers)
         return state.next(tensors=_by_slot(pairs), generation=state.generation + 1)
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:

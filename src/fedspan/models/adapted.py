@@ -272,10 +272,13 @@ class AdaptedModel:
     def captured_gradients(self, take: Callable[[str, LowRank], None]) -> Generator[None]:
         """Within this context, forward and backward passes hand the gradients by whole weights to ``take``.
 
+        They are no training: afterwards running statistics are as they were before.
+
         Args:
             take: called once a layer (that has a gradient) and pass, with its name and dY^T X as factors of rank
                 tokens, float32.
         """
+        before = {path: self.model.get_buffer(path).clone() for path in self.buffers}
         try:
             for layer in self.layers.values():
                 layer.capture = take
@@ -286,3 +289,5 @@ class AdaptedModel:
             for layer in self.layers.values():
                 layer.capture = None
                 layer.hand_over()
+            for path, value in before.items():
+                self.model.get_buffer(path).copy_(value)

@@ -237,7 +237,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdap
         bare = name.removeprefix(_PREFIX)
         if factor := _FACTOR.fullmatch(bare):
             factors.setdefault(factor[1], {})[factor[2]] = value
-        else:
+        elif not _is_base(bare, value, operators):
             extras[bare] = value
     updates: dict[str, LowRank] = {}
     for layer, pair in factors.items():
@@ -258,6 +258,16 @@ def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdap
             raise FedspanError("model.adapter", folder, expected) from None
         updates[layer] = LowRank(B.float(), A.float(), scaling).folded()
     return StartingAdapter(updates, extras)
+
+
+def _is_base(name: str, value: Tensor, operators: Mapping[str, Operator]) -> bool:
+    """Whether a tensor is the weight that a target layer has anyway; PEFT saves those of embeddings, unasked."""
+    layer, found, _ = name.partition(".base_layer.weight")
+    if not found or layer not in operators:
+        return False
+    weight = operators[layer].module.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape == value.shape and torch.equal(weight.cpu(), value.to(weight.dtype))
 
 
 def _fit(B: Tensor, A: Tensor, shape: tuple[int, int]) -> bool:

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    ConvNextImageProcessorPil,
     PreTrainedTokenizerBase,
     ViTImageProcessorPil,
 )
@@ -29,7 +30,7 @@ from fedspan.models.names import architecture_of, resolve
 from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
 from fedspan.models.resnet import SmallResNetConfig
 
-__all__ = ["Head", "Loaded", "Processor", "load_pretrained", "load_scratch"]
+__all__ = ["Head", "Loaded", "Processor", "load_pretrained", "load_scratch", "source_of"]
 
 Processor = Any
 """What turns rows into tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
@@ -93,7 +94,7 @@ def load_pretrained(
     Raises:
         FedspanError: the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
-    source = _source(name)
+    source = source_of(name)
     if architecture_of(name) is not None:
         raise FedspanError("model.name", name, "a pretrained model; this one is an architecture without weights")
     options = {} if quantization is None else quantized_loading(quantization, dtype, keep, device)
@@ -167,7 +168,11 @@ def load_scratch(
     Raises:
         FedspanError: there is no such architecture, or it has no such head.
     """
-    source, shape = _source(name), architecture_of(name)
+    source, shape = source_of(name), architecture_of(name)
+    if shape and head != "image-classification":
+        raise FedspanError(
+            "model.name", name, "a model of texts; this one looks at images (task: image-classification)"
+        )
     with _quiet():
         try:
             config = (
@@ -177,9 +182,10 @@ def load_scratch(
             )
             _prepare_config(config, head, labels)
             if head == "image-classification":
-                size = image_size or getattr(config, "image_size", 224)
+                size = image_size or getattr(config, "image_size", None) or 224
+                height, width = (size, size) if isinstance(size, int) else size
                 config.num_channels, config.image_size = 3, size
-                processor = ViTImageProcessorPil(size={"height": size, "width": size})
+                processor = ViTImageProcessorPil(size={"height": height, "width": width})
             else:
                 processor = _processor(source, head, revision, None)
             with torch.random.fork_rng():
@@ -194,7 +200,8 @@ def load_scratch(
     return Loaded(model.eval(), processor, tuple(path for path, _ in model.named_children()))
 
 
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
+    """What to hand to ``from_pretrained``: as `resolve` says, and a folder may be under one's home (``~``)."""
     source = resolve(name)
     # os.path's, as Path's own raise for names that are too long for the disk and for homes of unknown users.
     return os.path.expanduser(source) if os.path.isdir(os.path.expanduser(source)) else source
@@ -203,9 +210,15 @@ def _source(name: str) -> str:
 def _processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
     if head != "image-classification":
         return AutoTokenizer.from_pretrained(source, revision=revision)
-    size = {} if image_size is None else {"size": {"height": image_size, "width": image_size}, "do_center_crop": False}
     # Pillow's resizing on every machine: torchvision's, where it is installed, gives other pixels.
-    return AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil", **size)
+    processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
+    if image_size is None:
+        return processor
+    size = {"size": {"height": image_size, "width": image_size}}
+    if isinstance(processor, ConvNextImageProcessorPil):  # ResNets have it, too; it knows short edges only
+        names = ("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+        return ViTImageProcessorPil(**size, **{name: getattr(processor, name) for name in names})
+    return AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil", do_center_crop=False, **size)
 
 
 def _prepare(model: Any, processor: Processor, name: str) -> None:

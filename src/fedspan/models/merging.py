@@ -16,10 +16,12 @@ from fedspan.core.base import BaseUpdate, as_dense, materialise
 from fedspan.core.parametrization import dense_change
 from fedspan.core.tensors import by_layer
 from fedspan.core.values import Job
+from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import NOTES
-from fedspan.models.loading import Processor
-from fedspan.models.names import architecture_of, resolve
+from fedspan.models.loading import Processor, source_of
+from fedspan.models.names import architecture_of
+from fedspan.models.quantized import is_quantized
 
 __all__ = ["export_merged", "merged_weights", "needs_merging", "save_model"]
 
@@ -37,16 +39,25 @@ def needs_merging(job: Job, base: BaseUpdate) -> bool:
 
 
 def merged_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str, Tensor]:
-    """All of the model's weights with the target layers' as they compute, by path; extras and buffers as in the job."""
+    """All of the model's weights with the target layers' as they compute, by path; extras and buffers as in the job.
+
+    On the CPU, where a job's tensors are.
+
+    Raises:
+        FedspanError: for a quantised model, whose weights are no numbers that could be written.
+    """
     adapted.install(job.parametrization, job.tensors, frozenset())
-    weights = {path: value.detach() for path, value in adapted.model.state_dict().items()}
+    weights = {path: value.detach().cpu() for path, value in adapted.model.state_dict().items()}
     slots = by_layer(job.tensors)
     for name, layer in adapted.layers.items():
-        W_OI = materialise(layer.original(), base, name)
+        if is_quantized(layer.module):
+            expected = "null: what this method trains is no adapter of the base, and is written as a model of its own"
+            raise FedspanError("model.quantization", type(layer.module).__name__, expected)
+        W_OI = materialise(layer.original().cpu(), base, name)
         if name in job.parametrization:
-            W_OI = W_OI + dense_change(job.parametrization[name].effective(slots[name]), W_OI).to(W_OI.device)
+            W_OI = W_OI + dense_change(job.parametrization[name].effective(slots[name]), W_OI)
         if layer.adopted is not None:
-            W_OI = W_OI + as_dense(layer.adopted)
+            W_OI = W_OI + as_dense(layer.adopted).cpu()
         weights[f"{name}.weight"] = layer.operator.stored(W_OI).to(layer.stored_weight.dtype).contiguous()
     return weights
 
@@ -99,7 +110,7 @@ def save_model(
     """
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
     if architecture_of(name) is None:
-        for key, value in AutoConfig.from_pretrained(resolve(name), revision=revision).to_dict().items():
+        for key, value in AutoConfig.from_pretrained(source_of(name), revision=revision).to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(model.config, key, value)
     transformers_logging.disable_progress_bar()

@@ -181,13 +181,18 @@ class Convolution(Operator):
 
 
 class Lookup(Operator):
-    """``nn.Embedding``: (O, V), its weight (V, O) transposed, meeting one-hot words."""
+    """``nn.Embedding``: (O, V), its weight (V, O) transposed, meeting one-hot words.
+
+    What stands at ``padding_idx`` gives no gradient, as in the module itself.
+    """
+
+    def __init__(self, module: nn.Embedding) -> None:
+        super().__init__(module)
+        self._embedding = module
 
     @property
     def shape(self) -> tuple[int, int]:
-        module = self.module
-        assert isinstance(module, nn.Embedding)
-        return module.embedding_dim, module.num_embeddings
+        return self._embedding.embedding_dim, self._embedding.num_embeddings
 
     def matrix(self, stored: Tensor) -> Tensor:
         return stored.T
@@ -196,10 +201,16 @@ class Lookup(Operator):
         return matrix.T
 
     def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.embedding(x, matrix.T)
+        return F.embedding(x, matrix.T, self._embedding.padding_idx)
 
     def spread(self, h: Tensor, up: Tensor) -> Tensor:
         return F.linear(h, up)
+
+    def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
+        made = super().product(delta, x, like)
+        padding = self._embedding.padding_idx
+        # Of a pair, `apply` keeps the gradient at the padding from A only.
+        return made if padding is None else torch.where((x == padding)[..., None], made.detach(), made)
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
         return {"lora_embedding_A": A_RI, "lora_embedding_B": B_OR}
@@ -207,7 +218,9 @@ class Lookup(Operator):
     def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         words, places = x.flatten().unique(return_inverse=True)
         sums = torch.zeros(len(words), self.shape[0], device=dy.device)
-        sums = sums.index_add_(0, places, dy.flatten(0, -2).float())
+        sums.index_add_(0, places, dy.flatten(0, -2).float())
+        if self._embedding.padding_idx is not None:
+            sums[words == self._embedding.padding_idx] = 0
         return LowRank(sums.T, F.one_hot(words, self.shape[1]).float())
 
     @staticmethod
@@ -226,8 +239,12 @@ def unfit(module: nn.Module) -> str | None:
             return f"is a convolution in {module.groups} groups; only those in one group can be targets"
         if module.padding_mode != "zeros":
             return f"pads with {module.padding_mode}; only convolutions that pad with zeros can be targets"
+        if max(module.dilation) > 1:  # huggingface/peft issue 3697
+            return "is a dilated convolution; PEFT's LoRA would not dilate, so no adapter of it could be exported"
+        if type(module).forward is not nn.Conv2d.forward:
+            return f"is a {type(module).__name__}, which does more than convolve; only plain nn.Conv2d can be a target"
     elif isinstance(module, nn.Embedding):
-        if type(module) is not nn.Embedding or module.max_norm is not None:
+        if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
             return "is an embedding that scales what it looks up; only plain nn.Embedding can be a target"
     elif not isinstance(module, TARGET_TYPES):
         return f"is a {type(module).__name__}; target nn.Linear, Conv1D, nn.Conv2d or nn.Embedding layers"

@@ -23,7 +23,9 @@ def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
     """Last parts of the names of likely targets: layers outside the saved modules, embeddings aside."""
     saved = {f".{name}." for name in config.modules_to_save or ()}
     fit = [
-        name for name, module in model.named_modules() if unfit(module) is None and not isinstance(module, nn.Embedding)
+        name
+        for name, module in model.named_modules()
+        if unfit(module) is None and not isinstance(module, nn.Embedding) and _tied(model, name, module) is None
     ]
     return sorted({name.rpartition(".")[2] for name in fit if not any(part in f".{name}." for part in saved)})
 

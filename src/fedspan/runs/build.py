@@ -17,7 +17,7 @@ from fedspan.engines.federation import Federation, Member
 from fedspan.engines.loop import LoopEngine
 from fedspan.errors import FedspanError
 from fedspan.runs.modelling import RunModel, build_model
-from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.runs.problems import PROBLEMS, Facts, require_size
 from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.tasks.task import Examples, RunTask
 
@@ -107,6 +107,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
     engine = LoopEngine(adapted, task, config.training_settings(), config.seed)
     train = task.encode(data.train)
+    require_size(config, adapted.model, task, train, device)
     federation = Federation(
         config.wrapped(method), engine, _members(config, method, parts), train, config.round_settings()
     )

@@ -19,9 +19,9 @@ from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.images import ImageClassification
 from fedspan.tasks.metrics import METRICS_OF
 from fedspan.tasks.regression import Regression
-from fedspan.tasks.task import RunTask
+from fedspan.tasks.task import Examples, RunTask
 
-__all__ = ["PROBLEMS", "Facts", "Problem", "require_packing"]
+__all__ = ["PROBLEMS", "Facts", "Problem", "require_packing", "require_size"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,24 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
     if config.task == "causal-lm" and config.data.packing and sees_across(model, device):
         kind = type(model).__name__
         raise FedspanError("data.packing", True, f"false: the attention of {kind} does not keep packed examples apart")
+
+
+def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: Examples, device: torch.device) -> None:
+    """Check that a model takes images of the size that they were brought to.
+
+    Raises:
+        FedspanError: if it does not: a ViT knows the positions of one size.
+    """
+    if config.task != "image-classification":
+        return
+    batch = task.batch(examples, [0], device)
+    try:
+        with torch.no_grad():
+            task.predict(model, batch)
+    except (ValueError, RuntimeError) as error:
+        rows, columns = batch["pixel_values"].shape[-2:]
+        expected = f"a size that the model takes; of one of {rows} x {columns} pixels it says: {error}"
+        raise FedspanError("model.image_size", config.model.image_size, expected.splitlines()[0]) from error
 
 
 def _causal(tokenizer: Processor, facts: Facts, config: RunConfig | None) -> RunTask:

@@ -55,6 +55,8 @@ class ImageClassification(Labelling):
     def __init__(self, processor: Any, labels: Sequence[str], metric: str = "accuracy") -> None:
         super().__init__(labels, metric)
         self.processor = processor
+        if not all(hasattr(processor, name) for name in ("do_rescale", "do_normalize")):
+            raise _unlike(processor)
         self._scale = float(processor.rescale_factor) if processor.do_rescale else 1.0
         normalised = processor.do_normalize
         self._mean = torch.tensor(processor.image_mean if normalised else 0.0).reshape(-1, 1, 1)
@@ -64,7 +66,8 @@ class ImageClassification(Labelling):
         """Decode and resize a data set with columns ``image`` and ``label`` (indices), once.
 
         Raises:
-            FedspanError: an image that can't be decoded, or images that the processor leaves at different sizes.
+            FedspanError: an image that can't be decoded, images that the processor leaves at different sizes, or a
+                processor that does more than resize, rescale and normalise.
         """
         stored = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
         chunks: list[np.ndarray] = []
@@ -72,24 +75,46 @@ class ImageClassification(Labelling):
             rows = cast(list[Mapping[str, Any]], stored[start : start + _CHUNK]["image"])
             images = [_decoded(row, start + at) for at, row in enumerate(rows)]
             chunks.append(self._resized(images))
+            if start == 0:
+                self._require_likeness(images[0], chunks[0][:1])
         if len({chunk.shape[1:] for chunk in chunks}) != 1:
             raise _different_sizes()
         labels = np.array(dataset["label"], dtype=np.int64)
         return EncodedImages(np.concatenate(chunks), labels, np.ones(len(labels), np.int64))
 
     def _resized(self, images: list[PIL.Image.Image]) -> np.ndarray:
-        try:
-            made = self.processor(images, do_rescale=False, do_normalize=False, return_tensors="np")
-            return np.asarray(made["pixel_values"], dtype=np.uint8)
-        except ValueError as error:  # NumPy's, of rows that differ
-            raise _different_sizes() from error
+        made = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
+        if len({np.shape(image) for image in made}) != 1:
+            raise _different_sizes()
+        # In this order in memory, too: a processor leaves colours last, and oneDNN's convolutions of such images write
+        # beyond their end in the backward pass (torch 2.13; 5 of 3 x 224 x 224 into 6 channels).
+        return np.array(made, np.uint8, order="C")
+
+    def _require_likeness(self, image: PIL.Image.Image, pixels: np.ndarray) -> None:
+        whole = torch.from_numpy(np.asarray(self.processor([image], return_tensors="np")["pixel_values"])).float()
+        if not torch.allclose(whole, self._scaled(torch.from_numpy(pixels)), rtol=0, atol=1e-4):
+            raise _unlike(self.processor)
+
+    def _scaled(self, pixels: Tensor) -> Tensor:
+        return (pixels.float() * self._scale - self._mean.to(pixels.device)) / self._std.to(pixels.device)
 
     def batch(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """``pixel_values``, (batch, 3, H, W) as the model's processor makes them, and ``labels``."""
         chosen = list(indices)
-        pixels = torch.from_numpy(examples.pixels[chosen]).to(device, torch.float32)
-        scaled = (pixels * self._scale - self._mean.to(device)) / self._std.to(device)
+        scaled = self._scaled(torch.from_numpy(examples.pixels[chosen]).to(device))
         return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[chosen]).to(device)}
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean cross-entropy, in float32.
+
+        Raises:
+            FedspanError: a batch of one image of which so little is left that a norm has nothing to measure.
+        """
+        try:
+            return super().loss(model, batch)
+        except ValueError as error:
+            size = int(batch["pixel_values"].shape[-1])
+            raise FedspanError("model.image_size", size, f"larger images, for batches of one ({error})") from error
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """Logits, (images, labels)."""
@@ -105,11 +130,16 @@ def _decoded(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
     try:
         with PIL.Image.open(io.BytesIO(row["bytes"]) if row["bytes"] else row["path"]) as image:
             return image.convert("RGB")
-    # Pillow raises SyntaxError and struct.error (a ValueError's sibling) of some damaged files, too.
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        expected = f"an image that Pillow can decode ({error})"
+    # Whatever Pillow's readers of many formats make of damaged files: SyntaxError, struct.error, IndexError, ...
+    except Exception as error:
+        expected = f"an image that Pillow can decode ({str(error) or type(error).__name__})"
         raise FedspanError("data", row["path"] or f"image {number + 1}", expected) from None
 
 
 def _different_sizes() -> FedspanError:
     return FedspanError("model.image_size", None, "a number of pixels: as they are, the images differ in size")
+
+
+def _unlike(processor: object) -> FedspanError:
+    expected = "a model whose image processor resizes, rescales and normalises, and does no more"
+    return FedspanError("model.name", type(processor).__name__, expected)

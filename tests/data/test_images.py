@@ -1,0 +1,365 @@
+"""Images as they are published: every layout, every error, and the data sets of the catalogue."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from fedspan.config import parse_config
+from fedspan.data import DataConfig
+from fedspan.data.loading import LoadedData, load
+from fedspan.errors import FedspanError
+
+Refused = Callable[..., FedspanError]
+RNG = np.random.default_rng(0)
+CIFAR_NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+def pixels(count: int, *shape: int) -> np.ndarray:
+    return RNG.integers(0, 256, (count, *shape), np.uint8)
+
+
+def idx(values: np.ndarray, kind: int = 8) -> bytes:
+    return struct.pack(f">BBBB{values.ndim}I", 0, 0, kind, values.ndim, *values.shape) + values.tobytes()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def save_idx(path: Path, images: np.ndarray, labels: np.ndarray) -> Path:
+    write(path, idx(images))
+    write(path.with_name(path.name.replace("images", "labels").replace("idx3", "idx1")), idx(labels))
+    return path
+
+
+def save_png(path: Path, image: np.ndarray | Image.Image) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    made.save(path)
+    return path
+
+
+def png(image: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+def read(train: Path | str, **options: Any) -> LoadedData:
+    given = {"test_fraction": 0, **options, "train": str(train)}
+    return load(DataConfig.model_validate(given), task="image-classification")
+
+
+def decoded(data: datasets.Dataset) -> list[np.ndarray]:
+    """What is in the column of images, as it is stored (grey stays grey)."""
+    return [np.asarray(image) for image in data["image"]]
+
+
+def same(found: list[np.ndarray], wanted: np.ndarray | list[np.ndarray]) -> bool:
+    return len(found) == len(wanted) and all(
+        np.array_equal(one, other) for one, other in zip(found, wanted, strict=True)
+    )
+
+
+def refuse(path: Path, words: list[str], refused: Refused, **options: Any) -> None:
+    refused("data.train", str(path), words, lambda: read(path, **options))
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte.gz", "train-images-idx3-ubyte", "t10k-images.idx3-ubyte"])
+def test_idx_files(name: str, tmp_path: Path) -> None:
+    """Higher than wide, packed or plain, with either of the two spellings; the labels are found beside them."""
+    images, labels = pixels(5, 7, 4), np.array([3, 0, 11, 3, 2], np.uint8)
+    data = read(save_idx(tmp_path / name, images, labels))
+    assert same(decoded(data.train), images)
+    assert data.labels == ("0", "2", "3", "11")
+    assert data.train["label"] == [2, 0, 3, 2, 1]
+    assert data.train.column_names == ["image", "label"]
+    assert data.test is None
+
+
+def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
+    images, labels = pixels(3, 4, 5), np.arange(3, dtype=np.uint8)
+    path = save_idx(tmp_path / "a-images-idx3-ubyte", images, labels)
+    beside = path.with_name("a-labels-idx1-ubyte")
+    whole = path.read_bytes()
+    cases = [
+        (whole[:-1], ["promises 60 bytes and holds 59"]),
+        (whole + b"x", ["promises 60 bytes and holds 61"]),
+        (whole[:9], ["is no idx file of unsigned bytes in 3 dimensions"]),
+        (idx(images.astype(">f4"), 13), ["is no idx file of unsigned bytes"]),
+        (idx(images.reshape(3, 20)), ["in 3 dimensions"]),
+        (b"", ["in 3 dimensions"]),
+        (idx(images[:2]), ["it holds 2 images, a-labels-idx1-ubyte 3 labels"]),
+        (whole, ["its labels are not beside it: a-labels-idx1-ubyte"]),
+    ]
+    for content, words in cases:
+        path.write_bytes(content)
+        if "beside" in words[0]:
+            beside.unlink()
+        refuse(path, ["images that can be read", *words], refused)
+    packed = tmp_path / "b-images-idx3-ubyte.gz"
+    content = bytearray(gzip.compress(whole))
+    write(tmp_path / "b-labels-idx1-ubyte.gz", idx(labels))
+    for damaged in (
+        content[:-20],
+        b"plain",
+        bytes([*content[:12], *(255 - byte for byte in content[12:40]), *content[40:]]),
+    ):
+        packed.write_bytes(damaged)
+        refuse(packed, ["images that can be read"], refused)
+    empty = save_idx(tmp_path / "c-images-idx3-ubyte", pixels(0, 4, 5), labels[:0])
+    refuse(empty, ["this one is empty"], refused)
+
+
+def cifar(count: int, labels: int, classes: int) -> tuple[bytes, np.ndarray, np.ndarray]:
+    """Records, their images (rows, columns, colours) and their last label."""
+    images, given = pixels(count, 32, 32, 3), RNG.integers(0, classes, (count, labels), np.uint8)
+    records = [given[row].tobytes() + images[row].transpose(2, 0, 1).tobytes() for row in range(count)]
+    return b"".join(records), images, given
+
+
+def test_cifar_10(tmp_path: Path) -> None:
+    """The folder is the five batches in order, without the test batch; classes have the names beside them."""
+    folder = tmp_path / "cifar-10-batches-bin"
+    parts = [cifar(3, 1, 10) for _ in range(5)]
+    for number, (content, _, _) in enumerate(parts, start=1):
+        write(folder / f"data_batch_{number}.bin", content)
+    content, test_images, test_labels = cifar(2, 1, 10)
+    write(folder / "test_batch.bin", content)
+    write(folder / "batches.meta.txt", "\n".join([*CIFAR_NAMES, ""]).encode())
+    data = read(folder, test=str(folder / "test_batch.bin"), labels=CIFAR_NAMES)
+    assert data.test is not None
+    assert same(decoded(data.train), np.concatenate([images for _, images, _ in parts]))
+    assert data.train["label"] == np.concatenate([labels[:, 0] for _, _, labels in parts]).tolist()
+    assert same(decoded(data.test), test_images)
+    assert data.test["label"] == test_labels[:, 0].tolist()
+    (folder / "batches.meta.txt").unlink()
+    assert set(read(folder).labels) <= {str(number) for number in range(10)}
+
+
+def test_cifar_100(tmp_path: Path, refused: Refused) -> None:
+    """Two labels a record: the fine one is the label, the coarse one a column of its own."""
+    content, images, labels = cifar(6, 2, 4)
+    path = write(tmp_path / "train.bin", content)
+    write(tmp_path / "coarse_label_names.txt", b"fish\nflowers\npeople\ntrees\n")
+    write(tmp_path / "fine_label_names.txt", b"cod\nrose\nbaby\noak\n")
+    data = read(path)
+    assert same(decoded(data.train), images)
+    fine = [["cod", "rose", "baby", "oak"][row] for row in labels[:, 1]]
+    assert [data.labels[row] for row in data.train["label"]] == fine
+    assert data.train["coarse_label"] == [["fish", "flowers", "people", "trees"][row] for row in labels[:, 0]]
+    coarse = read(path, label="coarse_label")
+    assert set(coarse.labels) <= {"fish", "flowers", "people", "trees"}
+    write(tmp_path / "fine_label_names.txt", b"cod\n")
+    refuse(path, ["has no name among the 1 beside it"], refused)
+    path.write_bytes(content[:-1])
+    refuse(path, ["train.bin does not consist of CIFAR's records"], refused)
+
+
+def test_folders_of_classes(tmp_path: Path) -> None:
+    """Any suffix, whatever its case; other files are passed over; sizes and names may be anything."""
+    for number, name in enumerate(["dog/b.PNG", "dog/a.png", "cat/1.bmp", "a cat/é.gif", "cat/notes.txt"]):
+        if name.endswith("txt"):
+            write(tmp_path / name, b"no image")
+        else:
+            save_png(tmp_path / name, pixels(1, 3 + number, 5, 3)[0])
+    data = read(tmp_path)
+    assert data.labels == ("a cat", "cat", "dog")
+    assert data.train["label"] == [0, 1, 2, 2]
+    stored = data.train.cast_column("image", datasets.Image(decode=False))["image"]
+    names = [Path(row["path"]).relative_to(tmp_path).as_posix() for row in stored]
+    assert names == ["a cat/é.gif", "cat/1.bmp", "dog/a.png", "dog/b.PNG"]
+    assert all(row["bytes"] is None for row in stored)  # they stay where they are
+
+
+def test_folders_of_domains(tmp_path: Path, refused: Refused) -> None:
+    for name in ("clipart/dog/1.png", "clipart/cat/1.png", "sketch/dog/1.png"):
+        save_png(tmp_path / name, pixels(1, 4, 5, 3)[0])
+    data = read(tmp_path)
+    assert data.train["domain"] == ["clipart", "clipart", "sketch"]
+    assert [data.labels[row] for row in data.train["label"]] == ["cat", "dog", "dog"]
+    save_png(tmp_path / "dog" / "2.png", pixels(1, 4, 5, 3)[0])
+    refuse(tmp_path, ["does not lie there as class/image, or domain/class/image for all"], refused)
+
+
+def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -> None:
+    save_png(tmp_path / "flat" / "1.png", pixels(1, 4, 5)[0])
+    refuse(tmp_path / "flat", ["1.png does not lie there as class/image"], refused)
+    save_png(tmp_path / "deep" / "a" / "b" / "c" / "1.png", pixels(1, 4, 5)[0])
+    refuse(tmp_path / "deep", ["a/b/c/1.png does not lie there"], refused)
+    save_png(tmp_path / "one" / "dog" / "1.png", pixels(1, 4, 5)[0])
+    refused("data.label", "label", ["two labels or more; all rows have 'dog'"], lambda: read(tmp_path / "one"))
+    (tmp_path / "none" / "dog").mkdir(parents=True)
+    refuse(tmp_path / "none", ["holds no csv, tsv, json, jsonl or parquet file and no images"], refused)
+    write(tmp_path / "weights" / "x" / "pytorch_model.bin", b"1")
+    refuse(tmp_path / "weights", ["weights holds none (.png"], refused)
+
+
+def table(path: Path, **columns: list[Any]) -> Path:
+    datasets.Dataset.from_dict(columns).to_csv(str(path), index=False)
+    return path
+
+
+def test_csv_files_with_paths(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As seen from the file, or absolute; wherever the command was given."""
+    images = [save_png(tmp_path / "in" / f"{n}.png", pixels(1, 4, 3 + n, 3)[0]) for n in range(3)]
+    paths = ["in/0.png", str(images[1]), "in/2.png"]
+    path = table(tmp_path / "list.csv", file=paths, kind=["b", "a", "b"], site=["x", "y", "y"])
+    for where, folder in ((path, tmp_path), ("list.csv", tmp_path), (f"{tmp_path.name}/list.csv", tmp_path.parent)):
+        monkeypatch.chdir(folder)
+        data = read(where, image="file", label="kind")
+        assert same(decoded(data.train), [np.asarray(Image.open(one)) for one in images])
+        assert (data.labels, data.train["label"], data.train["site"]) == (("a", "b"), [1, 0, 1], ["x", "y", "y"])
+    refused("data.image", "image", ["a column of", "file"], lambda: read(path, label="kind"))
+    numbers = tmp_path / "n.jsonl"
+    numbers.write_text('{"image": 1, "label": "a"}\n{"image": 2, "label": "b"}\n')
+    refused("data.image", "image", ["a column of images or of paths", "int64"], lambda: read(numbers))
+    blank = table(tmp_path / "list.csv", image=["in/0.png", "", "in/2.png", "in/1.png"], label=["a", "b", "b", ""])
+    refuse(blank, ["an image in column 'image' of every row; row 3 of"], refused)
+    kept = read(blank, drop_empty=True)
+    assert (len(kept.train), kept.dropped) == (2, 2)
+
+
+def hub_table(images: list[bytes | None], labels: list[int], **names: str) -> datasets.Dataset:
+    """As the hub's parquet files are: images as bytes with a name, labels as numbers with names in the metadata."""
+    image, label = names.get("image", "image"), names.get("label", "label")
+    features = datasets.Features({image: datasets.Image(), label: datasets.ClassLabel(names=["zebra", "ant"])})
+    rows = [None if content is None else {"bytes": content, "path": f"{n}.png"} for n, content in enumerate(images)]
+    return datasets.Dataset.from_dict({image: rows, label: labels}, features=features)
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_empty": True}])
+def test_parquet_as_the_hub_writes_it(options: dict[str, bool], tmp_path: Path) -> None:
+    images = pixels(4, 5, 3, 3)
+    path = tmp_path / "train.parquet"
+    hub_table([png(image) for image in images], [1, 0, 1, 1], image="img").to_parquet(path)
+    data = read(path, image="img", **options)
+    assert same(decoded(data.train), images)
+    assert data.labels == ("ant", "zebra")
+    assert [data.labels[row] for row in data.train["label"]] == ["ant", "zebra", "ant", "ant"]
+
+
+def test_rows_without_an_image(tmp_path: Path, refused: Refused) -> None:
+    """A null, and the pair of nulls that some writers leave in its place."""
+    path = tmp_path / "train.parquet"
+    hub_table([png(pixels(1, 4, 5)[0]), None, *(png(pixels(1, 4, 5)[0]) for _ in range(2))], [1, 0, 0, -1]).to_parquet(
+        path
+    )
+    refuse(path, ["an image in column 'image' of every row; row 2 of"], refused)
+    assert (len(read(path, drop_empty=True).train), read(path, drop_empty=True).dropped) == (2, 2)
+    struct_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [{"bytes": png(pixels(1, 4, 5)[0]), "path": None}, {"bytes": None, "path": None}] * 2
+    odd = tmp_path / "odd.parquet"
+    pa.parquet.write_table(pa.table({"image": pa.array(rows, struct_type), "label": ["a", "a", "b", "b"]}), odd)
+    refuse(odd, ["row 2 of"], refused)
+    assert (len(read(odd, drop_empty=True).train), read(odd, drop_empty=True).dropped) == (2, 2)
+
+
+def test_a_column_of_the_same_name_gives_way(tmp_path: Path) -> None:
+    """The column called image is not the one that was asked for."""
+    path = tmp_path / "train.parquet"
+    made = hub_table([png(pixels(1, 4, 5)[0])] * 3, [0, 1, 1], image="photo").add_column("image", ["x", "y", "z"])
+    made.to_parquet(path)
+    data = read(path, image="photo")
+    assert data.train.features["image"] == datasets.Image()
+    assert data.train.column_names == ["image", "label"]
+
+
+def test_a_folder_of_images_is_nothing_for_a_text_task(tmp_path: Path, refused: Refused) -> None:
+    save_png(tmp_path / "a" / "1.png", pixels(1, 4, 5)[0])
+    save_png(tmp_path / "b" / "1.png", pixels(1, 4, 5)[0])
+    refused("data.text", "text", ["a column of", "image"], load, DataConfig(train=str(tmp_path)))
+
+
+def original(key: str, folder: Path) -> tuple[dict[str, str], int]:
+    """The options for a data set's files in their original layout, and the rows of its training part."""
+    if key in ("mnist", "fashion-mnist"):
+        for name, count in (("train", 12), ("t10k", 4)):
+            save_idx(
+                folder / f"{name}-images-idx3-ubyte.gz", pixels(count, 28, 28), np.arange(count).astype(np.uint8) % 4
+            )
+        return {
+            part: str(folder / f"{name}-images-idx3-ubyte.gz") for part, name in (("train", "train"), ("test", "t10k"))
+        }, 12
+    if key == "domainnet":
+        for domain in ("real", "sketch"):
+            for number in range(6):
+                save_png(folder / domain / f"c{number % 2}" / f"{number}.png", pixels(1, 6, 4, 3)[0])
+        return {"train": str(folder)}, 12
+    labels = {"cifar10": 1, "cifar100": 2}[key]
+    names = ["data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"] if labels == 1 else ["train.bin", "test.bin"]
+    counts = [6, 6, 4] if labels == 1 else [12, 4]
+    for name, count in zip(names, counts, strict=True):
+        content = b"".join(bytes([row % 2] * labels) + pixels(1, 3 * 32 * 32).tobytes() for row in range(count))
+        write(folder / name, content)
+    return {"train": str(folder if labels == 1 else folder / "train.bin"), "test": str(folder / names[-1])}, 12
+
+
+KEYS = ("mnist", "fashion-mnist", "cifar10", "cifar100", "domainnet")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_data_sets_in_their_original_layout(key: str, tmp_path: Path) -> None:
+    options, rows = original(key, tmp_path)
+    config = parse_config({"data": {"dataset": key, **options}})
+    assert (config.task, config.evaluation.metric) == ("image-classification", "accuracy")
+    data = load(config.data, task=config.task)
+    assert data.test is not None
+    assert (len(data.train), len(data.test)) == ((rows, 4) if "test" in options else (10, 2))
+    assert len(data.labels) == (4 if "mnist" in key else 2)
+    assert "domain" in data.train.column_names or key != "domainnet"
+    assert all(image.size == {"domainnet": (4, 6), "mnist": (28, 28), "fashion-mnist": (28, 28)}.get(key, (32, 32))
+               for image in data.train["image"])  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_data_sets_with_the_hub_s_columns(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a parquet file of the hub's, and from the hub itself."""
+    columns = {"cifar10": {"image": "img"}, "cifar100": {"image": "img", "label": "fine_label"}}.get(key, {})
+    made = hub_table([png(pixels(1, 8, 6, 3)[0]) for _ in range(10)], [row % 2 for row in range(10)], **columns)
+    path = tmp_path / "train-00000-of-00001.parquet"
+    made.to_parquet(path)
+    data = load(parse_config({"data": {"dataset": key, "train": str(path)}}).data, task="image-classification")
+    assert (data.labels, len(data.train), len(data.test or ())) == (("ant", "zebra"), 8, 2)
+    asked: list[tuple[str, str]] = []
+
+    def answer(path: str, *, name: str | None, split: str) -> datasets.Dataset:
+        asked.append((path, split))
+        return made
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    data = load(parse_config({"data": {"dataset": key}}).data, task="image-classification")
+    assert (len(data.train), len(data.test or ())) == (10, 10)
+    assert [split for _, split in asked] == ["train", "test"]
+
+
+@pytest.mark.parametrize(("key", "folder"), [("mnist", "mnist"), ("fashion-mnist", "fashion-mnist")])
+def test_the_real_files(key: str, folder: str, real_data: Path) -> None:
+    """Counts, classes, and the mean brightness that everybody normalises with (0.1307 and 0.2860 of white)."""
+    there = real_data / folder
+    if not (there / "train-images-idx3-ubyte.gz").is_file():
+        pytest.skip(f"no files in {there}")
+    options = {
+        part: str(there / f"{name}-images-idx3-ubyte.gz") for part, name in (("train", "train"), ("test", "t10k"))
+    }
+    data = load(
+        parse_config({"data": {"dataset": key, "max_examples": 2000, **options}}).data, task="image-classification"
+    )
+    assert data.test is not None
+    assert (len(data.train), len(data.test)) == (2000, 2000)
+    assert data.labels == tuple("0123456789")
+    mean = np.mean([image.mean() for image in decoded(data.train)]) / 255
+    assert mean == pytest.approx({"mnist": 0.1307, "fashion-mnist": 0.2860}[key], abs=0.006)

@@ -1,0 +1,191 @@
+"""Mistakes with images, with convolutions and embeddings as targets, and with models from scratch."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from world import Mistake, World, cut, edit_json
+
+import tiny_images
+from fedspan import api
+from fedspan.config import parse_config
+from fedspan.runs.build import prepare
+
+TASK = "image-classification"
+
+
+def _idx(*shape: int) -> bytes:
+    return struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape) + bytes(int(np.prod(shape)))
+
+
+def _files(train: str, **content: bytes) -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        for name, data in content.items():
+            world.file(name.replace("__", "/").replace("_at_", "-").replace("_dot_", "."), data)
+        world.load(train=train, task=TASK)
+
+    return provoke
+
+
+def _idx_pair(images: bytes, labels: bytes | None = None, suffix: str = "") -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        name = world.file(f"a-images-idx3-ubyte{suffix}", images)
+        if labels is not None:
+            world.file(f"a-labels-idx1-ubyte{suffix}", labels)
+        world.load(train=name, task=TASK)
+
+    return provoke
+
+
+def _folder(*names: str) -> Callable[[World], object]:
+    def provoke(world: World) -> None:
+        for name in names:
+            path = world.folder / "images" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (6, 4)).save(path)
+        world.load(train="images", task=TASK)
+
+    return provoke
+
+
+def _list(content: str, **options: Any) -> Callable[[World], object]:
+    return lambda world: world.load(content, task=TASK, **options)
+
+
+def _prepare(kind: str = "vit", **changes: Any) -> Callable[[World], object]:
+    return lambda world: prepare(tiny_images.config(world.images, kind, **changes))
+
+
+def _model(kind: str, **model: Any) -> Callable[[World], object]:
+    return _prepare(kind, model=model)
+
+
+def _decoder(target: str) -> Callable[[World], object]:
+    return lambda world: world.decoder("opt", model={"target_modules": [target]})
+
+
+def _damaged(world: World) -> None:
+    folder = Path(shutil.copytree(world.images / "pictures", world.folder / "pictures"))
+    cut(folder / "east" / "red" / "02.png")
+    prepare(tiny_images.config(world.images, data={"train": "pictures"}))
+
+
+def _sizes(world: World) -> None:
+    folder = Path(shutil.copytree(world.images / "vit", world.folder / "model"))
+    edit_json(folder / "preprocessor_config.json", do_resize=False)
+    prepare(tiny_images.config(world.images, model={"name": "model"}))
+
+
+def _processor(world: World) -> None:
+    folder = Path(shutil.copytree(world.images / "vit", world.folder / "model"))
+    content = {"image_processor_type": "EfficientNetImageProcessor", "include_top": True}
+    edit_json(folder / "preprocessor_config.json", **content)
+    prepare(tiny_images.config(world.images, model={"name": "model"}))
+
+
+def _no_processor(world: World) -> None:
+    folder = Path(shutil.copytree(world.images / "vit", world.folder / "model"))
+    (folder / "preprocessor_config.json").unlink()
+    prepare(tiny_images.config(world.images, model={"name": "model"}))
+
+
+def _narrow(world: World) -> None:
+    made = prepare(tiny_images.config(world.images, "resnet", model={"image_size": 8}, training={"batch_size": 1}))
+    made.federation.play(made.federation.begin())
+
+
+def _predict(*given: Any) -> Callable[[World], object]:
+    return lambda world: api.predict(world.run("seeing"), given)
+
+
+def _notes(world: World) -> None:
+    folder = api.export(world.run("seeing"), world.folder / "adapter")
+    edit_json(folder / "fedspan.json", image_size=-3)
+    api.predict(folder, ["x.png"])
+
+
+def _texts(world: World) -> None:
+    world.load(train=str(world.images / "pictures"))
+
+
+def _parse(**values: Any) -> Callable[[World], object]:
+    return lambda world: parse_config({"data": {"train": "train.csv"}, **values})
+
+
+IMAGES = [
+    Mistake("no-labels", "An idx file without the one of its labels.", "data.train", _idx_pair(_idx(2, 3, 4))),
+    Mistake("counts", "Fewer images than labels.", "data.train", _idx_pair(_idx(2, 3, 4), _idx(3))),
+    Mistake("idx-cut", "An idx file that was cut.", "data.train", _idx_pair(_idx(2, 3, 4)[:-3], _idx(2))),
+    Mistake("idx-kind", "An idx file that is none.", "data.train", _idx_pair(b"images", _idx(2))),
+    Mistake(
+        "idx-gzip",
+        "A packed idx file that is not packed.",
+        "data.train",
+        _idx_pair(_idx(2, 3, 4), gzip.compress(_idx(2)), ".gz"),
+        "can be read; ",
+    ),
+    Mistake("cifar", "A binary batch that is none of CIFAR's.", "data.train", _files("x.bin", x_dot_bin=b"x" * 1000)),
+    Mistake("flat", "Images without folders of classes.", "data.train", _folder("1.png", "2.png")),
+    Mistake("mixed", "Some classes lie in domains.", "data.train", _folder("cat/1.png", "photo/dog/2.png")),
+    Mistake("one-class", "A single folder of images.", "data.label", _folder("cat/1.png", "cat/2.png")),
+    Mistake("no-column", "There is no column of images.", "data.image", _list("file,label\n1.png,a\n2.png,b\n")),
+    Mistake(
+        "numbers",
+        "The column of images holds numbers.",
+        "data.image",
+        _list('{"image": 1, "label": "a"}\n', name="t.jsonl"),
+    ),
+    Mistake("no-path", "A path is missing.", "data.train", _list("image,label\n1.png,a\n,b\n")),
+    Mistake("texts", "Images for a task on texts.", "data.text", _texts),
+    Mistake("decode", "An image was cut.", "data", _damaged, "decode ("),
+    Mistake("sizes", "Images of different sizes, which the model's processor leaves so.", "model.image_size", _sizes),
+    Mistake("size", "A size that a ViT does not take.", "model.image_size", _model("vit", image_size=16), "it says: "),
+    Mistake(
+        "size-small", "Batches of one image of which one pixel is left.", "model.image_size", _narrow, "(Expected "
+    ),
+    Mistake("processor", "A processor that does more than resize and normalise.", "model.name", _processor),
+    Mistake("no-processor", "A model without an image processor.", "model.name", _no_processor, "NAME ("),
+    Mistake(
+        "architecture-task",
+        "An architecture for images, for texts.",
+        "model.name",
+        lambda world: world.prepare(model={"name": "builtin:resnet-8"}),
+    ),
+    Mistake(
+        "architecture",
+        "An architecture that there is none of.",
+        "model.name",
+        _model("builtin:resnet-8", name="builtin:resnet-50"),
+    ),
+    Mistake(
+        "scratch-save",
+        "modules_to_save of a model from scratch.",
+        "model",
+        _parse(model={"pretrained": False, "modules_to_save": ["pooler"]}),
+    ),
+    Mistake(
+        "scratch-adapter",
+        "An adapter for a model from scratch.",
+        "model",
+        _parse(model={"pretrained": False, "adapter": "a"}),
+    ),
+    Mistake(
+        "tied", "An embedding that is the head, too, as a target.", "model.target_modules", _decoder("embed_tokens")
+    ),
+    Mistake(
+        "norm",
+        "A norm as a target.",
+        "model.target_modules",
+        _model("resnet", target_modules=["normalization"], modules_to_save=[]),
+    ),
+    Mistake("see-missing", "`fedspan predict` on a file that is not there.", "data", _predict("no.png"), "decode ("),
+    Mistake("see-pair", "A pair of texts for a model of images.", "texts", _predict("no.png", ("one", "two"))),
+    Mistake("see-notes", "fedspan.json's image_size is negative.", "FOLDER/adapter/fedspan.json.image_size", _notes),
+]

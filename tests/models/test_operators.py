@@ -1,0 +1,335 @@
+"""Linear layers, convolutions and embeddings as targets: what they compute, and their gradients, against plain modules.
+
+The oracle is the module itself, with the dense weight put in and differentiated by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import (
+    Dense,
+    DenseLoRA,
+    Factorised,
+    Gram,
+    LoRA,
+    PairSum,
+    Parametrization,
+    Projected,
+    dense_change,
+)
+from fedspan.core.tensors import tensor_name
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.operators import Convolution, Linear, Lookup, operator_of, unfit
+from fedspan.models.targets import find_targets
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+RANK = 2
+
+
+def images(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape, dtype=torch.float64)
+
+
+def words(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(0, 7, shape)
+
+
+MODULES: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(5, 3), images(2, 4, 5)),
+    "linear without bias": (lambda: nn.Linear(3, 6, bias=False), images(4, 3)),
+    "conv1d": (lambda: Conv1D(6, 4), images(2, 3, 4)),
+    "conv": (lambda: nn.Conv2d(3, 5, 3, padding=1), images(2, 3, 6, 4)),
+    "conv 1x1": (lambda: nn.Conv2d(4, 3, 1, bias=False), images(2, 4, 3, 5)),
+    "conv strided": (lambda: nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0)), images(3, 2, 7, 5)),
+    "conv dilated": (lambda: nn.Conv2d(3, 4, (2, 3), dilation=(2, 1), bias=False), images(2, 3, 6, 7)),
+    "conv same": (lambda: nn.Conv2d(3, 4, (2, 5), padding="same"), images(2, 3, 6, 9)),
+    "conv same dilated": (lambda: nn.Conv2d(3, 4, (3, 4), padding="same", dilation=(2, 1)), images(2, 3, 6, 9)),
+    "conv valid": (lambda: nn.Conv2d(3, 4, (1, 3), padding="valid", bias=False), images(2, 3, 4, 5)),
+    "embedding": (lambda: nn.Embedding(7, 4), words(3, 5)),
+    "embedding padded": (lambda: nn.Embedding(7, 4, padding_idx=2), lambda: torch.tensor([[2, 2, 0], [6, 2, 6]])),
+}
+SLOTS: Mapping[str, tuple[Parametrization, Callable[[int, int], dict[str, tuple[int, int]]]]] = {
+    "LoRA": (LoRA(0.7), lambda m, n: {"A": (RANK, n), "B": (m, RANK)}),
+    "PairSum": (PairSum(0.7, 1.3), lambda m, n: {"A": (RANK, n), "B": (m, RANK), "L": (m, 1), "U": (1, n)}),
+    "Gram": (Gram(0.5), lambda m, n: {"A": (RANK, min(m, n)), "L": (m, min(m, n)), "R": (min(m, n), n)}),
+    "Projected right": (
+        Projected("right"),
+        lambda m, n: {"acc": (m, RANK), "P": (RANK, n), "done_A": (1, n), "done_B": (m, 1)},
+    ),
+    "Projected left": (Projected("left"), lambda m, n: {"acc": (RANK, n), "P": (m, RANK)}),
+    "Factorised": (Factorised(), lambda m, n: {"U": (m, RANK), "V": (RANK, n)}),
+    "Dense": (Dense(), lambda m, n: {"W": (m, n)}),
+    "DenseLoRA": (DenseLoRA(1.3), lambda m, n: {"W": (m, n), "L": (m, 1), "U": (1, n)}),
+}
+of_each_module = pytest.mark.parametrize("kind", MODULES)
+of_each_fit = pytest.mark.parametrize("kind", [kind for kind in MODULES if "dilated" not in kind])
+
+
+class Whole(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def made(kind: str, dtype: torch.dtype = torch.float64) -> tuple[AdaptedModel, nn.Module, Tensor]:
+    """A model of one adapted layer, the same module as it was, and an input."""
+    torch.manual_seed(sum(map(ord, kind)))
+    module, x = MODULES[kind][0]().to(dtype), MODULES[kind][1]()
+    plain = MODULES[kind][0]().to(dtype)
+    plain.load_state_dict(module.state_dict())
+    model = Whole(module)
+    return AdaptedModel(model, {"layer": module}, {}), plain, x.to(dtype) if x.is_floating_point() else x
+
+
+def drawn(adapted: AdaptedModel, name: str) -> dict[str, Tensor]:
+    shapes = SLOTS[name][1](*adapted.layers["layer"].operator.shape)
+    return {tensor_name("layer", slot): torch.randn(shape, dtype=torch.float64) for slot, shape in shapes.items()}
+
+
+def by_slot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("layer/"): value for name, value in tensors.items()}
+
+
+def close(one: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
+    return float((one - other).detach().abs().max()) <= tolerance * (1 + float(other.detach().abs().max()))
+
+
+def with_weight(plain: nn.Module, adapted: AdaptedModel, W_OI: Tensor) -> nn.Module:
+    weight = plain.get_parameter("weight")
+    weight.data = adapted.layers["layer"].operator.stored(W_OI.detach()).to(weight.dtype).clone()
+    return plain
+
+
+@of_each_module
+@pytest.mark.parametrize("name", SLOTS)
+def test_every_parametrization_is_the_module_with_that_weight(kind: str, name: str) -> None:
+    """Output and the gradient of every slot, in float64; the chain rule goes through the dense weight."""
+    adapted, plain, x = made(kind)
+    parametrization, tensors = SLOTS[name][0], drawn(adapted, name)
+    live = adapted.install({"layer": parametrization}, tensors, frozenset(tensors))
+    out = adapted.model(x)
+    direction = torch.randn_like(out)
+    (out * direction).sum().backward()
+
+    leaves = {name: value.clone().requires_grad_() for name, value in tensors.items()}
+    original = adapted.layers["layer"].original()
+    W_OI = original + dense_change(parametrization.effective(by_slot(leaves)), original)
+    expected = with_weight(plain, adapted, W_OI)(x)
+    assert close(out.detach(), expected.detach())
+    (expected * direction).sum().backward()
+    gradient = plain.get_parameter("weight").grad
+    assert gradient is not None
+    W_OI.backward(adapted.layers["layer"].operator.matrix(gradient))
+    for name, leaf in leaves.items():
+        found, wanted = live[name].grad, leaf.grad
+        assert found is not None
+        assert wanted is not None
+        assert close(found, wanted), name
+        assert float(wanted.abs().max()) > 0.001, name
+
+
+@of_each_module
+def test_captured_gradients_are_autograd_s(kind: str) -> None:
+    """Two backward passes add up. The captured gradient is float32."""
+    adapted, plain, x = made(kind)
+    tensors = drawn(adapted, "LoRA")
+    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset(tensors))
+    adapted.capture_gradients(True)
+    original = adapted.layers["layer"].original()
+    change = dense_change(LoRA(0.7).effective(by_slot(tensors)), original)
+    plain = with_weight(plain, adapted, original + change)
+    for _ in range(2):
+        direction = torch.randn_like(plain(x))
+        (adapted.model(x) * direction).sum().backward()
+        (plain(x) * direction).sum().backward()
+    adapted.capture_gradients(False)
+    expected = plain.get_parameter("weight").grad
+    assert expected is not None
+    found = adapted.layers["layer"].take_gradient()
+    assert found.dtype == torch.float32
+    assert close(found.double(), adapted.layers["layer"].operator.matrix(expected), 1e-5)
+
+
+@of_each_module
+@pytest.mark.parametrize("form", ["pair", "dense"])
+def test_a_base_update_moves_the_weight_and_leaves_w0(kind: str, form: str) -> None:
+    adapted, plain, x = made(kind, torch.float32)
+    layer = adapted.layers["layer"]
+    m, n = layer.operator.shape
+    stored, W_OI = layer.stored_weight.detach().clone(), layer.original().clone()
+    delta = LowRank(torch.randn(m, 1), torch.randn(1, n), 0.5) if form == "pair" else torch.randn(m, n)
+    dense = delta.dense() if isinstance(delta, LowRank) else delta
+    base = BaseUpdate().add(Increment(0, {"layer": delta}, decay=0.5))
+    tensors = {name: value.float() for name, value in drawn(adapted, "LoRA").items()}
+    pair = LoRA(0.7).effective(by_slot(tensors)).pair
+    assert pair is not None
+    adapted.set_base(base)
+    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
+    expected = with_weight(plain, adapted, 0.5 * W_OI + dense + pair.dense())(x)
+    assert close(adapted.model(x), expected, 1e-5)
+    assert torch.equal(layer.original(), W_OI)
+    assert torch.equal(adapted.weight("layer"), W_OI)
+    adapted.set_base(BaseUpdate())
+    adapted.install({}, {}, frozenset())
+    assert torch.equal(layer.stored_weight, stored)
+
+
+@of_each_module
+@pytest.mark.parametrize("form", ["pair", "dense"])
+def test_in_bfloat16_the_update_stays_beside_the_weight(kind: str, form: str) -> None:
+    """A change far below bfloat16's resolution of the weight is not lost in it."""
+    adapted, plain, x = made(kind, torch.bfloat16)
+    layer = adapted.layers["layer"]
+    m, n = layer.operator.shape
+    stored = layer.stored_weight.detach().clone()
+    delta = LowRank(torch.randn(m, 1), torch.randn(1, n)) if form == "pair" else torch.randn(m, n)
+    adapted.set_base(BaseUpdate().add(Increment(0, {"layer": delta})))
+    tensors = {name: torch.zeros_like(value).float() for name, value in drawn(adapted, "LoRA").items()}
+    adapted.install({"layer": LoRA(1.0)}, tensors, frozenset())
+    out = adapted.model(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(layer.stored_weight, stored)
+    dense = delta.dense() if isinstance(delta, LowRank) else delta
+    wide = with_weight(plain.double(), adapted, layer.original().double() + dense.double())
+    expected = wide(x.double() if x.is_floating_point() else x)
+    assert close(out.double(), expected, 2e-2)
+    with pytest.raises(FedspanError, match="this method scales the base"):
+        adapted.set_base(BaseUpdate().add(Increment(0, {}, decay=0.5)))
+
+
+@of_each_module
+def test_decay_within_a_job_shrinks_the_base_and_not_the_bias(kind: str) -> None:
+    adapted, plain, x = made(kind)
+    layer = adapted.layers["layer"]
+    tensors = drawn(adapted, "LoRA")
+    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
+    layer.shrink = 0.25
+    pair = LoRA(0.7).effective(by_slot(tensors)).pair
+    assert pair is not None
+    expected = with_weight(plain, adapted, 0.25 * layer.original() + pair.dense())(x)
+    assert close(adapted.model(x), expected)
+
+
+@of_each_fit
+def test_peft_computes_the_same_from_the_same_factors(kind: str) -> None:
+    """PEFT's own layers, with the factors as they are exported; and they come back as they went."""
+    adapted, plain, x = made(kind, torch.float32)
+    operator = adapted.layers["layer"].operator
+    m, n = operator.shape
+    tensors = {tensor_name("layer", "A"): torch.randn(RANK, n), tensor_name("layer", "B"): torch.randn(m, RANK)}
+    adapted.install({"layer": LoRA(1.5)}, tensors, frozenset())
+    config = LoraConfig(r=RANK, lora_alpha=3, target_modules=["layer"], fan_in_fan_out=isinstance(plain, Conv1D))
+    theirs = get_peft_model(Whole(plain), config).eval()
+    A, B = tensors["layer/A"], tensors["layer/B"]
+    stored = operator.to_peft(B, A)
+    state = theirs.state_dict()
+    for name, value in stored.items():
+        first, _, last = name.partition(".")
+        full = ".".join(filter(None, ["base_model.model.layer", first, "default", last]))
+        assert state[full].shape == value.shape, full
+        state[full] = value
+    theirs.load_state_dict(state)
+    assert close(adapted.model(x), theirs(x), 1e-5)
+    back = operator.from_peft(*(stored[name] for name in sorted(stored, reverse=True)))
+    assert all(torch.equal(one, other) for one, other in zip(back, (B, A), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv strided", "conv1d"])
+def test_dropout_is_on_the_input_of_the_pair_alone(kind: str) -> None:
+    adapted, plain, x = made(kind)
+    tensors = drawn(adapted, "LoRA")
+    adapted.install({"layer": LoRA(0.7)}, tensors, frozenset())
+    adapted.set_dropout(lambda x, layer: torch.zeros_like(x))
+    assert close(adapted.model(x), plain(x))
+
+
+def test_words_are_not_dropped() -> None:
+    adapted, _, x = made("embedding")
+    adapted.install({"layer": LoRA(0.7)}, drawn(adapted, "LoRA"), frozenset())
+    before = adapted.model(x)
+    adapted.set_dropout(lambda x, layer: x * 0)
+    assert torch.equal(adapted.model(x), before)
+
+
+def test_shapes_and_kernels() -> None:
+    """As in PEFT, a convolution is its unfolded weight and an embedding (dimension, vocabulary)."""
+    conv, table = nn.Conv2d(3, 5, (2, 4)), nn.Embedding(7, 4)
+    found = [
+        (type(one), one.shape, one.kernel) for one in map(operator_of, (nn.Linear(5, 3), Conv1D(6, 4), conv, table))
+    ]
+    assert found == [
+        (Linear, (3, 5), (1, 1)),
+        (Linear, (6, 4), (1, 1)),
+        (Convolution, (5, 24), (2, 4)),
+        (Lookup, (4, 7), (1, 1)),
+    ]
+    adapted = AdaptedModel(Whole(conv), {"layer": conv}, {})
+    (layer,) = adapted.spec.layers
+    assert (layer.shape, layer.kernel) == ((5, 24), (2, 4))
+    assert torch.equal(adapted.weight("layer")[:, 8:16], conv.weight[:, 1].flatten(1))
+
+
+class Scaled(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+
+UNFIT: Mapping[str, tuple[nn.Module, str]] = {
+    "groups": (nn.Conv2d(4, 6, 3, groups=2), "a convolution in 2 groups"),
+    "dilated": (nn.Conv2d(2, 3, (1, 3), dilation=(1, 2)), "is a dilated convolution; PEFT's LoRA would not dilate"),
+    "padding": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), "pads with reflect"),
+    "standardised": (Standardised(2, 3, 3), "is a Standardised, which does more than convolve"),
+    "max_norm": (nn.Embedding(5, 3, max_norm=1.0), "scales what it looks up"),
+    "frequency": (nn.Embedding(5, 3, scale_grad_by_freq=True), "scales what it looks up"),
+    "subclass": (Scaled(5, 3), "scales what it looks up"),
+    "other": (nn.Conv3d(2, 3, 1), "is a Conv3d; target nn.Linear, Conv1D, nn.Conv2d or nn.Embedding"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_layers_that_compute_something_else_are_refused(kind: str) -> None:
+    module, words = UNFIT[kind]
+    assert words in (unfit(module) or "")
+    with pytest.raises(FedspanError) as caught:
+        find_targets(Whole(module), LoraConfig(target_modules=["layer"]))
+    assert (caught.value.field, caught.value.value) == ("model.target_modules", "layer")
+    assert words in caught.value.expected
+
+
+@of_each_fit
+def test_these_are_fit(kind: str) -> None:
+    assert unfit(MODULES[kind][0]()) is None
+
+
+@pytest.mark.parametrize("target", ["embedding", "head"])
+def test_a_shared_weight_is_no_target(target: str) -> None:
+    """An update of one of the two would part them, and a merged model could not hold both."""
+    model: Any = nn.ModuleDict({"embedding": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    other = {"embedding": "head", "head": "embedding"}[target]
+    with pytest.raises(FedspanError, match=f"shares its weight with {other}") as caught:
+        find_targets(model, LoraConfig(target_modules=[target]))
+    assert (caught.value.field, caught.value.value) == ("model.target_modules", target)
+    model["head"].weight = nn.Parameter(torch.zeros(7, 4))
+    assert list(find_targets(model, LoraConfig(target_modules=[target]))) == [target]

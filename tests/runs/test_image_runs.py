@@ -1,0 +1,317 @@
+"""Federations on images, on convolutions and embeddings, and from scratch: what they train is what others can load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import tiny
+import tiny_decoders
+import tiny_images
+from fedspan import api
+from fedspan.config import RunConfig, parse_config
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.parametrization import Factorised
+from fedspan.core.values import Job
+from fedspan.engines.federation import Progress
+from fedspan.models.merging import export_merged, needs_merging
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.session import write_adapters
+
+Load = Callable[[Path], nn.Module]
+
+
+def played(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
+    made = prepare(config)
+    progress = made.federation.begin()
+    for _ in range(rounds):
+        progress = made.federation.play(progress).progress
+    return made, progress
+
+
+def ours(made: Prepared, progress: Progress, client: str | None = None) -> Tensor:
+    """Logits of the held-out set, by the engine."""
+    assert made.test is not None
+    return made.engine.predict(made.evaluator.job(progress, client), made.test, np.arange(len(made.test)), 50)
+
+
+def theirs(made: Prepared, model: nn.Module) -> Tensor:
+    assert made.test is not None
+    batch = made.task.batch(made.test, range(len(made.test)), torch.device("cpu"))
+    with torch.no_grad():
+        return made.task.predict(model.eval(), batch)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["fedit", "ffa-lora", "fedloru", "flora", "fedavg"])
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_an_adapter_reloads_in_peft(kind: str, method: str, images: Path, tmp_path: Path) -> None:
+    """Linear layers and a patch projection; convolutions with trained norms and their statistics."""
+    made, progress = played(tiny_images.config(images, kind, method={"name": method}))
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    expected = ours(made, progress)
+    base = tiny_images.fresh_classifier(images / kind)
+    assert not close(theirs(made, base), expected)
+    model = PeftModel.from_pretrained(base, str(folder))
+    assert close(theirs(made, model), expected)
+    merged: Any = model.merge_and_unload()
+    assert close(theirs(made, merged), expected)
+
+
+def test_every_client_s_own_model_reloads(images: Path, tmp_path: Path) -> None:
+    """Norms kept on the client, so statistics differ from client to client."""
+    config = tiny_images.config(images, "resnet", method={"name": "fedsa-lora"})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"extras": "local"})})
+    made, progress = played(config)
+    folders = write_adapters(made, progress, RunFolder(tmp_path))
+    assert set(folders) == set(tiny_images.SITES)
+    logits = {}
+    for id, folder in folders.items():
+        model = PeftModel.from_pretrained(tiny_images.fresh_classifier(images / "resnet"), str(folder))
+        logits[id] = theirs(made, model)
+        assert close(logits[id], ours(made, progress, id))
+    assert not close(logits["east"], logits["west"])
+
+
+@pytest.mark.parametrize("method", ["fedit", "fedloru", "fedavg"])
+def test_a_model_from_scratch_is_exported_whole(method: str, images: Path, tmp_path: Path) -> None:
+    made, progress = played(tiny_images.config(images, "builtin:resnet-8", method={"name": method}))
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    assert not (folder / "adapter_config.json").exists()
+    model = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    assert model.config.id2label == dict(enumerate(tiny_images.COLOURS))
+    assert close(theirs(made, model), ours(made, progress))
+    paths = sorted((images / "pictures" / "east" / "red").iterdir())
+    mine = made.task.processor([tiny_images.Image.open(path) for path in paths], return_tensors="pt")["pixel_values"]
+    assert torch.equal(tiny_images.pixels(folder, paths), mine)
+    assert mine.shape[-2:] == (9, 9)
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_only_the_architecture_is_taken(kind: str, images: Path, tmp_path: Path) -> None:
+    """Nothing of the checkpoint is left, all that is no target trains, and the seed decides the weights."""
+    model = {"pretrained": False, "modules_to_save": [], "target_modules": tiny_images.TARGETS[kind][:1]}
+    config = tiny_images.config(images, kind, model=model, method={"name": "fedavg"})
+    made = prepare(config)
+    adapted = made.engine.adapted
+    before = {name: value.clone() for name, value in adapted.model.named_parameters()}
+    kept = {name: v for name, v in load_file(images / kind / "model.safetensors").items() if v.double().std() > 0}
+    assert not [name for name, value in before.items() if name in kept and torch.equal(value, kept[name])]
+    targets = {f"{name}.weight" for name in adapted.layers}
+    assert set(adapted.spec.extras) - adapted.spec.buffers == set(before) - targets
+    again = prepare(config).engine.adapted.model
+    assert all(torch.equal(value, before[name]) for name, value in again.named_parameters())
+    other = prepare(config.model_copy(update={"seed": 4})).engine.adapted.model
+    assert not torch.equal(other.get_parameter(min(targets)), before[min(targets)])
+    progress = made.federation.play(made.federation.begin()).progress
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    back = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    assert close(theirs(made, back), ours(made, progress))
+    moved = [name for name, value in back.named_parameters() if not torch.equal(value, before[name])]
+    # The keys' bias shifts all scores of a query alike, so that it has no gradient, but for rounding.
+    assert {name for name in before if "k_proj.bias" not in name} <= set(moved)
+
+
+@pytest.mark.parametrize("method", ["fedit", "fedavg"])
+def test_a_text_model_from_scratch(method: str, tiny_folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"model": {"pretrained": False}, "method": {"name": method}}
+    made, progress = played(tiny.config(tiny_folder, "bert", **changes))
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert close(theirs(made, model), ours(made, progress))
+    assert model.config.hidden_dropout_prob == 0.1  # of the architecture; fedspan trains without
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("lab1 word2")["input_ids"] == made.task.tokenizer("lab1 word2")["input_ids"]
+
+
+def test_a_language_model_from_scratch_keeps_its_weights_tied(decoders: Path, tmp_path: Path) -> None:
+    """Gemma's head is its embedding: one tensor, averaged once."""
+    made, progress = played(parse_config(tiny_decoders.settings(decoders, "gemma", model={"pretrained": False})), 1)
+    assert not [path for path in made.engine.adapted.spec.extras if path.startswith("lm_head")]
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert close(theirs(made, model), ours(made, progress))
+
+
+@pytest.mark.parametrize("method", ["fedit", "flora", "fedavg"])
+def test_an_embedding_of_a_language_model(method: str, decoders: Path, tmp_path: Path) -> None:
+    model = {"target_modules": ["embed_tokens", "q_proj"]}
+    values = tiny_decoders.settings(decoders, "llama", model=model, method={"name": method, "r": 2})
+    made, progress = played(parse_config(values))
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    expected = ours(made, progress)
+    base = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm")
+    assert not close(theirs(made, base), expected)
+    assert close(theirs(made, PeftModel.from_pretrained(base, str(folder))), expected)
+
+
+def test_embeddings_of_an_encoder(tiny_folder: Path, tmp_path: Path) -> None:
+    """Words, positions and types; BERT's words have a padding index."""
+    targets = ["word_embeddings", "position_embeddings", "token_type_embeddings", "query"]
+    changes: dict[str, Any] = {"model": {"target_modules": targets}, "method": {"name": "fedit", "r": 2}}
+    made, progress = played(tiny.config(tiny_folder, "bert", **changes))
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    model = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / "bert"), str(folder))
+    assert close(theirs(made, model), ours(made, progress))
+
+
+@pytest.mark.parametrize("method", ["fedit", "fedavg"])
+@pytest.mark.parametrize("what", ["convolutions", "embeddings"])
+def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders: Path, tmp_path: Path) -> None:
+    """PEFT's own factors of convolutions, norms with statistics, and of an embedding, whose weight PEFT saves too."""
+    values: dict[str, Any]
+    changes: dict[str, Any] = {"method": {"name": method, "r": 2}}
+    start = {"adapter": str(tmp_path / "start")}
+    options: dict[str, Any] = {"r": 3, "lora_alpha": 5, "init_lora_weights": False}
+    if what == "convolutions":
+        base = tiny_images.fresh_classifier(images / "resnet")
+        options |= {"target_modules": ["convolution"], "modules_to_save": ["normalization", "classifier"]}
+        values = tiny_images.settings(images, "resnet", **changes)
+    else:
+        base = transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm")
+        options |= {"target_modules": ["embed_tokens", "q_proj"], "task_type": "CAUSAL_LM"}
+        values = tiny_decoders.settings(decoders, "llama", **changes)
+        values["model"]["target_modules"] = ["embed_tokens", "q_proj"]
+    values["model"] |= start
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        model = get_peft_model(base, LoraConfig(**options)).eval()
+        for name, value in model.named_buffers():
+            if "modules_to_save" in name and "running" in name:
+                value += torch.rand_like(value)
+    model.save_pretrained(str(tmp_path / "start"))
+    made, progress = played(parse_config(values), 0)
+    first = ours(made, progress)
+    assert close(first, theirs(made, model))
+    progress = made.federation.play(progress).progress
+    folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
+    fresh = (
+        tiny_images.fresh_classifier(images / "resnet")
+        if what == "convolutions"
+        else transformers.AutoModelForCausalLM.from_pretrained(decoders / "llama-lm")
+    )
+    expected = ours(made, progress)
+    assert close(theirs(made, PeftModel.from_pretrained(fresh, str(folder))), expected)
+    assert not close(first, expected)
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
+def test_evaluate_gives_the_report_s_scores(name: str, images: Path, image_runs: Path) -> None:
+    report = json.loads((image_runs / name / "report.json").read_text())
+    found = api.evaluate(image_runs / name)
+    wanted = report["scores"]["test"]
+    assert found == pytest.approx({**{key: wanted[key] for key in found if key in wanted}, "examples": 10}, abs=1e-4)
+    assert {"accuracy", "loss"} <= set(found)
+    everywhere = api.evaluate(image_runs / name, data=images / "pictures")
+    assert everywhere["examples"] == sum(tiny_images.SITES.values())
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
+def test_predictions_on_files(name: str, images: Path, image_runs: Path) -> None:
+    """The same as somebody without fedspan gets; paths as text or as paths."""
+    folder = image_runs / name / "adapter"
+    paths = sorted((images / "pictures").rglob("0[0-4].png"))
+    if name == "scratch":
+        model = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+        pixels = tiny_images.pixels(folder, paths)
+    else:
+        base = tiny_images.fresh_classifier(images / name)
+        model = PeftModel.from_pretrained(base, str(folder)).eval()
+        pixels = tiny_images.pixels(images / name, paths)
+    with torch.no_grad():
+        shares = model(pixel_values=pixels).logits.softmax(1)
+    found = api.predict(image_runs / name, [str(paths[0]), *paths[1:]])
+    assert [label for label, _ in found] == [tiny_images.COLOURS[index] for index in shares.argmax(1).tolist()]
+    assert [share for _, share in found] == pytest.approx(shares.amax(1).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
+def test_merged_exports(name: str, images: Path, image_runs: Path, tmp_path: Path) -> None:
+    out = api.export(image_runs / name, tmp_path / "merged", form="merged")
+    paths = sorted((images / "pictures" / "west").rglob("*.png"))
+    model = transformers.AutoModelForImageClassification.from_pretrained(out).eval()
+    with torch.no_grad():
+        shares = model(pixel_values=tiny_images.pixels(out, paths)).logits.softmax(1).amax(1)
+    for folder in (image_runs / name, out):
+        found = api.predict(folder, paths)
+        assert [share for _, share in found] == pytest.approx(shares.tolist(), abs=1e-4)
+    again = api.export(out, tmp_path / "again", form="merged")
+    assert api.predict(again, paths) == api.predict(out, paths)
+    if name == "scratch":
+        with pytest.raises(Exception, match="holds a merged model"):
+            api.export(image_runs / name, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("name", ["resnet", "scratch"])
+def test_a_run_that_was_stopped_ends_with_the_same_bits(
+    name: str, images: Path, image_runs: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(image_runs / name, tmp_path / name))
+    (folder / "report.json").unlink()
+    shutil.rmtree(folder / "adapter")
+    shutil.rmtree(folder / "checkpoints" / "round-00002")
+    api.resume(folder)
+    again = tmp_path / "again"
+    api.run(tiny_images.settings(images, {"scratch": "builtin:resnet-8"}.get(name, name)), again)
+    weights = "model.safetensors" if name == "scratch" else "adapter_model.safetensors"
+    bits = [(place / "adapter" / weights).read_bytes() for place in (image_runs / name, folder, again)]
+    assert bits[0] == bits[1] == bits[2]
+
+
+def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> None:
+    values = tiny_images.settings(images, "builtin:resnet-8", federation={"rounds": 1})
+    report = api.run({**values, "baselines": ["local", "centralised"]}, tmp_path / "run")
+    assert set(report.baselines) == {"local", "centralised"}
+    assert all(made["scores"]["test"]["loss"] > 0 for made in report.baselines.values())
+
+
+def factorised(made: Prepared, progress: Progress) -> Job:
+    """The trained model with other factors in place of its weights."""
+    job = made.evaluator.job(progress, None)
+    tensors = {name: value for name, value in job.tensors.items() if name.startswith("extras/")}
+    rng = torch.Generator().manual_seed(0)
+    for layer in made.engine.adapted.spec.layers:
+        tensors[f"{layer.name}/U"] = torch.randn(layer.out_features, 2, generator=rng) / 4
+        tensors[f"{layer.name}/V"] = torch.randn(2, layer.in_features, generator=rng) / 4
+    return Job({layer.name: Factorised() for layer in made.engine.adapted.spec.layers}, tensors, ())
+
+
+@pytest.mark.parametrize("what", ["factors", "decay"])
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_what_is_no_change_of_the_base_is_written_whole(kind: str, what: str, images: Path, tmp_path: Path) -> None:
+    """Factors in place of the weights, and a base that was scaled: the model on disk computes what the engine does."""
+    made, progress = played(tiny_images.config(images, kind), 1)
+    job, base = made.evaluator.job(progress, None), BaseUpdate()
+    assert not needs_merging(job, base)
+    if what == "factors":
+        job = factorised(made, progress)
+    else:
+        layers = made.engine.adapted.spec.layers
+        base = base.add(Increment(1, {one.name: torch.ones(one.shape) / 50 for one in layers}, decay=0.7))
+    assert needs_merging(job, base)
+    adapted = made.engine.adapted
+    adapted.set_base(base)
+    assert made.test is not None
+    expected = made.engine.predict(job, made.test, np.arange(len(made.test)), 50)
+    notes = {"base_model": made.config.model.name}
+    export_merged(tmp_path, adapted, job, base, made.model.processor, notes)
+    back = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert close(theirs(made, back), expected)
+    assert all(value.dtype == torch.float32 for value in back.parameters())
+    adapted.set_base(BaseUpdate())

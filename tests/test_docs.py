@@ -1,0 +1,26 @@
+"""The configs that docs/tasks.md shows are configs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedspan.config import parse_config
+
+_PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text(encoding="utf-8")
+_SNIPPETS = re.findall(r"```yaml\n(.*?)```", _PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("text", _SNIPPETS, ids=[text.split("\n")[0].replace(" ", "") for text in _SNIPPETS])
+def test_a_snippet_parses(text: str) -> None:
+    values: dict[str, Any] = yaml.safe_load(text)
+    config = parse_config({"data": {"train": "train.csv"}, **values})
+    assert config.task == values.get("task", "sequence-classification")
+    dumped = config.model_dump(mode="json")
+    for section, given in values.items():
+        if isinstance(given, dict):
+            assert {name: dumped[section][name] for name in given} == given
