@@ -163,3 +163,18 @@ def test_resumed_after_a_round_it_ends_with_the_same_bits(
     for expected in rest:
         progress = federation.play(progress).progress
         assert differences(progress, expected) == []
+
+
+@each
+@pytest.mark.parametrize("key", METHODS)
+def test_a_rank_equal_to_a_layer_s_side_is_taken_for_nothing_else(
+    kind: str, key: str, folder: Path, loaded: dict[str, Prepared]
+) -> None:
+    """A (r, I) and B (O, r) cannot be told apart by a side of length r, as code that looks for one does."""
+    rank = min(min(shape) for shape in SHAPES[kind].values())
+    run = play(loaded[kind], layers_config(folder, kind, key, method={"r": rank, "lora_alpha": rank}))
+    assert all(loss.result.loss > 0 for loss in run.rounds)
+    if METHODS[key].claims.exact and key in GLOBAL:
+        stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]
+        assert max(max(errors(run, round).values()) for round in stepped) < 1e-6
+    require_declared_traffic(run, METHODS[key].claims.extras)
