@@ -16,7 +16,8 @@ INTRO = """# Configuration
 A run is described by one YAML file; `--set section.field=value` overrides any field, and a mistake is answered with the
 field, the value and what would be right. Only `data.train` or `data.dataset` is required. This page is written by
 `python docs/generate_config.py` from the descriptions in `fedspan.config`; options of a method stand beside
-`method.name`, those of a wrapper beside its `name` (`fedspan methods --json` lists them).
+`method.name`, those of a wrapper beside its `name` (`fedspan methods --json` lists them). Every method has `r` (the
+adapter's rank, 8), `lora_alpha` (B A counts lora_alpha / r times, 16) and `use_rslora` (lora_alpha / sqrt(r), false).
 """
 
 

@@ -31,3 +31,18 @@ def test_slot_product_has_no_gradient_by_a_factor_that_is_zero_and_its_norm_by_n
     assert B.grad is not None
     assert not A.grad.any()
     assert not B.grad.any()
+
+
+def test_slot_product_pulls_both_factors_and_no_earlier_slot() -> None:
+    """By hand: lambda ||A_g|| B_g / ||B_g||, and likewise by A; on tensors without a graph it would be none."""
+    rng = torch.Generator().manual_seed(1)
+    A = torch.randn((3, 4), generator=rng).requires_grad_()
+    B = torch.randn((5, 3), generator=rng).requires_grad_()
+    SlotProduct(0.5, 1, ("one",)).value({"one/A": A, "one/B": B}).backward()
+    a, b = A.detach()[1:], B.detach()[:, 1:]
+    assert A.grad is not None
+    assert B.grad is not None
+    assert torch.allclose(A.grad[1:], 0.5 * b.norm() * a / a.norm(), rtol=1e-5)
+    assert torch.allclose(B.grad[:, 1:], 0.5 * a.norm() * b / b.norm(), rtol=1e-5)
+    assert not A.grad[0].any()
+    assert not B.grad[:, 0].any()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from watching import Play
+from watching import Play, differences
 
 from fedspan.core import alignment
 from fedspan.core.tensors import slots_of, tensor_name
@@ -397,3 +397,32 @@ def test_projectors_of_a_real_model_come_from_its_gradient(played: Play) -> None
     for number, round in enumerate(run.rounds):
         last = [local.trained.tensors[name] for local in round.trained]
         assert torch.equal(last[0], last[1]) == (number >= 2)
+
+
+@pytest.mark.parametrize(("key", "acts"), [("fedgalore", False), ("fedit", True)])
+def test_dropout_of_adapters_does_not_act_on_a_projected_change(key: str, acts: bool, played: Play) -> None:
+    """GaLore's step is by the gradient of the weight; with its input dropped beside the base's it would be another."""
+    ends = [
+        played(key, federation={"rounds": 2}, training={"lora_dropout": rate}).rounds[-1].after.state
+        for rate in (0.0, 0.5)
+    ]
+    assert bool(differences(*ends)) == acts
+
+
+def test_a_warm_second_moment_comes_with_its_steps() -> None:
+    """v / (1 - beta2) at a counter restarted at 1 would be 1000 times too large, and the steps 30 times too small.
+
+    Under bias correction a client's step of the third round is of the size of one of the first.
+    """
+    problem = Problem(clients=3)
+    method = made(problem, adaptive_refreshes=0, steps=3, bias_correction=True, rounds_per_seed=9)
+    federation, moved = Federation(with_extras(method), problem, adamw(LR)), list[float]()
+    for number in range(3):
+        state = federation.job("client-0").optimizer_state
+        assert (state is None) == (number == 0)
+        if state is not None:
+            assert set(state.steps.values()) == {3 * number}
+        before = federation.weight("fc1")
+        federation.round()
+        moved.append(float((federation.weight("fc1") - before).norm()))
+    assert min(moved) > max(moved) / 5

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from measuring import errors, relative
 from watching import Play, Played, Round, differences, method_config
 
 from fedspan.core.parametrization import LoRA
@@ -23,16 +23,6 @@ HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous
 BUDGETS = [key for key, cls in METHODS.items() if cls.claims.budgets]
 RANKS = {"east": 1, "north": 2, "south": 3, "west": 5}
 SGD = {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
-def errors(played: Played, round: Round) -> dict[str, float]:
-    """By layer: how far the aggregated change of weight is from the mean of the clients' changes."""
-    names = [layer.name for layer in played.layers]
-    return {name: relative(played.global_change(name, round.after), played.mean_change(name, round)) for name in names}
 
 
 @pytest.mark.parametrize("key", GLOBAL)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from measuring import require_declared_traffic
 from torch import Tensor
 from watching import Play, Played, method_config
 
@@ -62,25 +62,6 @@ def test_declared_for_unequal_ranks_too(key: str, played: Play) -> None:
     ranks = {tuple(RANKS[id] for id in round.result.cohort) for round in run.rounds}
     assert len({sum(cohort) for cohort in ranks}) > 1
     require_declared_traffic(run, METHODS[key].claims.extras)
-
-
-def require_declared_traffic(run: Played, policy: str) -> None:
-    steady, before = set(run.federation.members), list[int]()
-    extras = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
-    for number, round in enumerate(run.rounds):
-        cohort, sent = round.result.cohort, round.messages()
-        for transfer, message in zip(round.result.transfers, sent, strict=True):
-            assert transfer.bytes == len(encode(message))
-            if transfer.direction == "down" and transfer.client not in steady:
-                continue
-            rank = run.federation.members[transfer.client].client.rank
-            traffic = [run.federation.method.traffic(one, rank, before, number) for one in run.layers]
-            elements = sum(getattr(one, transfer.direction) for one in traffic)
-            travel = policy == "average" or (transfer.direction == "down" and number == 0)
-            assert transfer.payload == 4 * (elements + travel * extras)
-        steady &= set(cohort)
-        before = [run.federation.members[id].client.rank for id in cohort]
-    assert steady, "nobody took part in every round"
 
 
 @both

@@ -6,12 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import RegisteredMethod
-from fedspan.core.values import LayerSpec, Spec
+from fedspan.core.values import Client, LayerSpec, Spec
 from fedspan.errors import FedspanError
 from fedspan.runs.ranks import client_ranks, client_scaling
 
@@ -84,6 +86,38 @@ def test_ranks_that_do_not_fit_are_refused_whoever_has_them() -> None:
         client_ranks(*made([8, 4], "fedit"), ids(2))
     with pytest.raises(FedspanError, match="no such client"):
         client_ranks(*made({"client-09": 4}), ids(2))
+
+
+def test_where_the_whole_weight_is_factorised_every_layer_has_a_full_rank_of_its_own() -> None:
+    """Of a convolution that of the (O k1) x (C k2) rectangle, which may be far above min(O, C k1 k2)."""
+    spec = Spec((LayerSpec("conv", 4, 12 * 9, (3, 3)), LayerSpec("linear", 6, 5)))
+    values = {"data": {"train": "x.csv"}, "method": {"name": "fedhm"}, "federation": {"ranks": [1, 12]}}
+    config = parse_config(values)
+    method = config.build_method(spec)
+    assert set(client_ranks(config, method, ids(4)).values()) == {1, 12}
+    client = Client("client-01", 12, 1.0, 1, 1.0)
+    job = method.start(method.sync(method.init(_Ones(spec)), client), client, {})
+    assert {name: tuple(value.shape) for name, value in job.tensors.items()} == {
+        **{"conv/U": (12, 12), "conv/V": (12, 36), "linear/U": (6, 5), "linear/V": (5, 5)},
+    }
+    with pytest.raises(FedspanError, match="from 1 to 12, the full rank of the largest layer"):
+        client_ranks(parse_config({**values, "federation": {"ranks": [13]}}), method, ids(1))
+    adapters = parse_config({**values, "method": {"name": "flora", "r": 2}})
+    with pytest.raises(FedspanError, match="from 1 to 4, the smallest layer's side"):
+        client_ranks(adapters, adapters.build_method(spec), ids(2))
+
+
+class _Ones:
+    """Pretrained weights."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.shapes = {layer.name: layer.shape for layer in spec.layers}
+
+    def weight(self, layer: str) -> Tensor:
+        return torch.ones(self.shapes[layer])
+
+    def extra(self, parameter: str) -> Tensor:
+        raise KeyError(parameter)
 
 
 def test_scalings_follow_from_ranks_unless_they_are_to_be_equal() -> None:

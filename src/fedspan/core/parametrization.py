@@ -50,11 +50,13 @@ class Effective:
         pair: factors added, or a matrix (O, I), or None.
         weight: (O, I) in place of the base's weight, or None.
         base: whether the base's own product takes part (never together with ``weight``).
+        dropout: whether the pair is an adapter, whose input an adapter's dropout acts on.
     """
 
     pair: Delta | None = None
     weight: Tensor | None = None
     base: bool = True
+    dropout: bool = True
 
 
 @runtime_checkable
@@ -159,7 +161,8 @@ class Projected:
 
     ``right``: ``W + scaling acc P`` with acc (O, R), P (R, I). ``left``: ``W + scaling P acc`` with P (O, R),
     acc (R, I). ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
-    ``scaling`` is GaLore's ``scale`` of the step: the gradient by acc is that of ``W + acc P``, without it.
+    ``scaling`` is GaLore's ``scale`` of the step: the gradient by acc is that of ``W + acc P``, without it. A projected
+    change of the weight is no adapter: dropout on its input alone would not be the weight's gradient any more.
     """
 
     side: str
@@ -180,9 +183,9 @@ class Projected:
         if self.scaling != 1.0:
             acc = acc + ((self.scaling - 1.0) * acc).detach()
         current = self.pair(acc, slots["P"])
-        if "done_B" not in slots:
-            return Effective(current)
-        return Effective(concatenate([LowRank(slots["done_B"], slots["done_A"], self.scaling), current]))
+        if "done_B" in slots:
+            current = concatenate([LowRank(slots["done_B"], slots["done_A"], self.scaling), current])
+        return Effective(current, dropout=False)
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ class DenseChange:
     slots: ClassVar[tuple[str, ...]] = ("D",)
 
     def effective(self, slots: Slots) -> Effective:
-        return Effective(slots["D"])
+        return Effective(slots["D"], dropout=False)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ class LayerSpec:
         """(O, I)."""
         return self.out_features, self.in_features
 
+    @property
+    def rectangle(self) -> tuple[int, int]:
+        """(O k1, channels * k2): the matrix of the same numbers that is nearer to a square; (O, I) without a kernel."""
+        return self.out_features * self.kernel[0], self.in_features // self.kernel[0]
+
 
 @dataclass(frozen=True)
 class Spec:

@@ -48,11 +48,6 @@ from fedspan.core.values import (
 __all__ = ["FedHM"]
 
 
-def _rectangle(layer: LayerSpec) -> tuple[int, int]:
-    k1 = layer.kernel[0]
-    return layer.out_features * k1, layer.in_features // k1
-
-
 def _pair(tensors: Tensors, layer: LayerSpec, scale: float = 1.0) -> LowRank:
     return LowRank(tensors[tensor_name(layer.name, "U")], tensors[tensor_name(layer.name, "V")], scale)
 
@@ -103,7 +98,7 @@ class FedHM(RegisteredMethod):
 
     def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:
         """The first ``rank`` components of a layer, filled up with such as add nothing."""
-        whole, (rows, columns) = _pair(state.tensors, layer), _rectangle(layer)
+        whole, (rows, columns) = _pair(state.tensors, layer), layer.rectangle
         kept = LowRank(whole.B[:, :rank], whole.A[:rank])
         missing = min(rank, rows, columns) - kept.rank
         if missing <= 0:
@@ -137,7 +132,7 @@ class FedHM(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def averaged(layer: LayerSpec) -> LowRank:
             replies = [_pair(item.tensors, layer, item.weight) for item in reduced.stack]
-            if self.keep_global and max(reply.rank for reply in replies) < min(_rectangle(layer)):
+            if self.keep_global and max(reply.rank for reply in replies) < min(layer.rectangle):
                 share = 1 / (len(replies) + 1)
                 replies = [LowRank(reply.B, reply.A, reply.scale * (1 - share)) for reply in replies]
                 replies.append(_pair(state.tensors, layer, share))
@@ -148,5 +143,5 @@ class FedHM(RegisteredMethod):
         return state.next(tensors=_by_slot(pairs), generation=state.generation + 1)
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = min(rank, *_rectangle(layer)) * sum(_rectangle(layer))
+        both = min(rank, *layer.rectangle) * sum(layer.rectangle)
         return Traffic(down=both, up=both)

@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedspan.core.aggregation import smaller
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.factors import a_factors, b_factors, kaiming, lora_job, reply
 from fedspan.core.lowrank import LowRank
@@ -105,10 +106,12 @@ class FedLoRU(RegisteredMethod):
         if (state.round + 1) % self.tau:
             return state.next(tensors=reduced.mean)
         deltas = {
-            layer.name: LowRank(
-                reduced.mean[tensor_name(layer.name, "B")],
-                reduced.mean[tensor_name(layer.name, "A")],
-                self.scaling(None),
+            layer.name: smaller(
+                LowRank(
+                    reduced.mean[tensor_name(layer.name, "B")],
+                    reduced.mean[tensor_name(layer.name, "A")],
+                    self.scaling(None),
+                )
             )
             for layer in self.spec.layers
         }
@@ -120,5 +123,6 @@ class FedLoRU(RegisteredMethod):
         )
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = self.r * (layer.out_features + layer.in_features)
-        return Traffic(down=both if round else 0, up=both)
+        both = self.r * sum(layer.shape)
+        accumulated = min(both, layer.out_features * layer.in_features)  # what a new A and B follow upon
+        return Traffic(down=0 if not round else both if round % self.tau else accumulated, up=both)

@@ -98,7 +98,8 @@ class AdaptedLayer:
         dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
         pair: Tensor | None = None
         if effective.pair is not None:
-            dropped = x if self.dropout is None or not x.is_floating_point() else self.dropout(x, self.name)
+            dropout = self.dropout if effective.dropout and x.is_floating_point() else None
+            dropped = x if dropout is None else dropout(x, self.name)
             pair = self.operator.product(effective.pair, dropped, dtype)
         y = self._without_pair(x, effective, pair)
         for fixed in (self.adopted, self.moved if effective.base else None):

@@ -29,13 +29,13 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
             method takes one.
     """
     wanted = _wanted(config, ids)
-    smallest = min(min(layer.shape) for layer in method.spec.layers)
+    most, whose = _most(method)
     for id, rank in wanted.items():
         field = f"federation.ranks.{id}"
         if id not in ids:
             raise FedspanError(field, rank, f"no such client; the nearest are {nearest(id, ids)}")
-        if rank > smallest:
-            raise FedspanError(field, rank, f"a rank from 1 to {smallest}, the smallest layer's side")
+        if rank > most:
+            raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")
         if rank != method.r and not method.claims.heterogeneous_ranks:
             raise FedspanError(field, rank, f"{config.method.name} needs one rank for all clients, {method.r}")
     return {id: wanted.get(id, method.r) for id in ids}
@@ -45,6 +45,14 @@ def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> fl
     """The factor on a client's B A."""
     counted = method.r if config.federation.scaling == "equal" else rank
     return scaling_of(method.lora_alpha, counted, method.use_rslora)
+
+
+def _most(method: RegisteredMethod) -> tuple[int, str]:
+    """The highest rank, and where it is from: adapters have one rank in all layers, a layer's whole weight its own."""
+    layers = method.spec.layers
+    if method.claims.adapter:
+        return min(min(layer.shape) for layer in layers), "the smallest layer's side"
+    return max(min(layer.rectangle) for layer in layers), "the full rank of the largest layer"
 
 
 def _wanted(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:

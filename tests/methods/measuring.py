@@ -1,0 +1,41 @@
+"""What a federation that was played shows of its method's claims."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from watching import Played, Round
+
+from fedspan.engines.wire import encode
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius norm of the difference."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+def errors(played: Played, round: Round) -> dict[str, float]:
+    """By layer: how far the aggregated change of weight is from the mean of the clients' changes."""
+    names = [layer.name for layer in played.layers]
+    return {name: relative(played.global_change(name, round.after), played.mean_change(name, round)) for name in names}
+
+
+def require_declared_traffic(run: Played, policy: str) -> None:
+    """Bytes sent to and by clients that took part in every round before are those that the method declares."""
+    steady, before = set(run.federation.members), list[int]()
+    extras = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
+    for number, round in enumerate(run.rounds):
+        cohort, sent = round.result.cohort, round.messages()
+        for transfer, message in zip(round.result.transfers, sent, strict=True):
+            assert transfer.bytes == len(encode(message))
+            if transfer.direction == "down" and transfer.client not in steady:
+                continue
+            rank = run.federation.members[transfer.client].client.rank
+            traffic = [run.federation.method.traffic(one, rank, before, number) for one in run.layers]
+            elements = sum(getattr(one, transfer.direction) for one in traffic)
+            travel = policy == "average" or (transfer.direction == "down" and number == 0)
+            assert transfer.payload == 4 * (elements + travel * extras)
+        steady &= set(cohort)
+        before = [run.federation.members[id].client.rank for id in cohort]
+    assert steady, "nobody took part in every round"

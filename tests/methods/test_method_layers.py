@@ -1,0 +1,180 @@
+"""Every method on layers that are no linear maps of a vector: convolutions of odd kernels and strides, an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from measuring import errors, require_declared_traffic
+from peft import PeftModel
+from torch import Tensor, nn
+from watching import Play, Played, differences, method_config, play
+
+import tiny
+import tiny_convolutions
+from fedspan.config import RunConfig, parse_config
+from fedspan.engines.federation import Progress
+from fedspan.methods.registry import METHODS
+from fedspan.runs import checkpoint
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.exports import write_adapters
+from fedspan.runs.folder import RunFolder
+
+KINDS = ("convolution", "embedding")
+SHAPES = {
+    "convolution": {"tall": (5, 9), "wide": (6, 30), "point": (7, 6)},
+    "embedding": {"bert.embeddings.word_embeddings": (16, 48)},
+}
+GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
+each = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: Path) -> Path:
+    """Also holds ``convolutions`` and ``pictures``."""
+    tiny_convolutions.save_model(tiny_folder)
+    tiny_convolutions.save_pictures(tiny_folder)
+    return tiny_folder
+
+
+def layers_config(folder: Path, kind: str, key: str, **changes: Mapping[str, Any]) -> RunConfig:
+    """Three rounds, three of four clients."""
+    changes = {
+        "federation": {"rounds": 3, "clients_per_round": 3},
+        "training": {"lr": 0.05, "weight_decay": 0},  # no adapter can say that the base itself has decayed
+        **changes,
+    }
+    if kind == "embedding":
+        model = {"target_modules": ["word_embeddings"], **changes.pop("model", {})}
+        return method_config(folder, key, model=model, **changes)
+    model = {
+        "name": str(folder / "convolutions"),
+        "target_modules": tiny_convolutions.LAYERS,
+        **changes.pop("model", {}),
+    }
+    config = method_config(
+        folder, key, model=model, data={"train": str(folder / "pictures")}, partition={"column": "domain"}, **changes
+    )
+    return parse_config({**config.model_dump(mode="json"), "task": "image-classification"})
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> dict[str, Prepared]:
+    """A model of each kind, for all methods."""
+    return {kind: prepare(layers_config(folder, kind, "fedit")) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, loaded: dict[str, Prepared]) -> Play:
+    """``runs(kind, key)``: a method's rounds; the same object every time."""
+    known: dict[tuple[str, str], Played] = {}
+
+    def get(kind: str, key: str) -> Played:
+        if (kind, key) not in known:
+            known[kind, key] = play(loaded[kind], layers_config(folder, kind, key))
+        return known[kind, key]
+
+    return get
+
+
+@each
+def test_the_layers_are_those_meant(kind: str, loaded: dict[str, Prepared]) -> None:
+    layers = loaded[kind].engine.adapted.spec.layers
+    assert {layer.name: layer.shape for layer in layers} == SHAPES[kind]
+
+
+@each
+@pytest.mark.parametrize("key", GLOBAL)
+def test_exact_where_claimed_and_measurably_not_elsewhere(kind: str, key: str, runs: Play) -> None:
+    run = runs(kind, key)
+    stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]  # no mere probe
+    found = [errors(run, round) for round in stepped]
+    if METHODS[key].claims.exact:
+        assert max(max(layers.values()) for layers in found) < 1e-6
+    else:
+        assert max(min(layers.values()) for layers in found) > 1e-3
+
+
+@each
+@pytest.mark.parametrize("key", METHODS)
+def test_bytes_sent_are_bytes_declared(kind: str, key: str, runs: Play) -> None:
+    require_declared_traffic(runs(kind, key), METHODS[key].claims.extras)
+
+
+def by_peft(made: Prepared, adapter: Path) -> Tensor:
+    """Logits of whoever has the adapter, PEFT and the published model, or the whole model that was written."""
+    images = made.config.task == "image-classification"
+    auto: Any = (
+        transformers.AutoModelForImageClassification if images else transformers.AutoModelForSequenceClassification
+    )
+    if not (adapter / "adapter_config.json").is_file():
+        model: nn.Module = auto.from_pretrained(adapter)
+    else:
+        base = made.config.model.name
+        fresh = auto.from_pretrained(base) if images else tiny.fresh_classifier(base)
+        model = PeftModel.from_pretrained(fresh, str(adapter))
+    assert made.test is not None
+    batch = made.task.batch(made.test, range(len(made.test)), torch.device("cpu"))
+    with torch.no_grad():
+        return made.task.predict(model.eval(), batch)
+
+
+def by_engine(made: Prepared, progress: Progress, client: str | None) -> Tensor:
+    assert made.test is not None
+    return made.engine.predict(made.evaluator.job(progress, client), made.test, np.arange(len(made.test)), 50)
+
+
+@each
+@pytest.mark.parametrize("key", METHODS)
+def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: Play, tmp_path: Path) -> None:
+    run = runs(kind, key)
+    made, progress = run.prepared, run.rounds[-1].after
+    folders = write_adapters(made, progress, RunFolder(tmp_path))
+    assert set(folders) == (set(made.federation.members) if METHODS[key].claims.personal else {"global"})
+    gained = 0.0
+    for id, adapter in folders.items():
+        client = None if id == "global" else id
+        expected = by_engine(made, progress, client)
+        assert torch.allclose(by_peft(made, adapter), expected, rtol=0, atol=1e-4)
+        gained = max(gained, float((expected - by_engine(made, run.rounds[0].before, client)).abs().max()))
+    assert gained > 0.01, "training changed nothing"
+
+
+@each
+@pytest.mark.parametrize("key", METHODS)
+def test_resumed_after_a_round_it_ends_with_the_same_bits(
+    kind: str, key: str, folder: Path, loaded: dict[str, Prepared], runs: Play, tmp_path: Path
+) -> None:
+    """Through a checkpoint on the disk, with an engine and a federation that know of no round before."""
+    run, place = runs(kind, key), RunFolder(tmp_path)
+    first, *rest = (round.after for round in run.rounds)
+    checkpoint.save(place, Checkpoint(first.state, first.memories, first.held, first.optimizers))
+    kept = checkpoint.latest(place)
+    assert kept is not None
+    held = {id: round for id, round in kept.held.items() if round is not None}
+    progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
+    federation = tiny.variant(loaded[kind], layers_config(folder, kind, key)).federation
+    for expected in rest:
+        progress = federation.play(progress).progress
+        assert differences(progress, expected) == []
+
+
+@each
+@pytest.mark.parametrize("key", METHODS)
+def test_a_rank_equal_to_a_layer_s_side_is_taken_for_nothing_else(
+    kind: str, key: str, folder: Path, loaded: dict[str, Prepared]
+) -> None:
+    """A (r, I) and B (O, r) cannot be told apart by a side of length r, as code that looks for one does."""
+    rank = min(min(shape) for shape in SHAPES[kind].values())
+    run = play(loaded[kind], layers_config(folder, kind, key, method={"r": rank, "lora_alpha": rank}))
+    assert all(loss.result.loss > 0 for loss in run.rounds)
+    if METHODS[key].claims.exact and key in GLOBAL:
+        stepped = [round for round in run.rounds if any(local.trained.steps for local in round.trained)]
+        assert max(max(errors(run, round).values()) for round in stepped) < 1e-6
+    require_declared_traffic(run, METHODS[key].claims.extras)
