@@ -150,20 +150,21 @@ def test_captured_gradients_are_autograd_s(kind: str) -> None:
     adapted, plain, x = made(kind)
     tensors = drawn(adapted, "LoRA")
     adapted.install({"layer": LoRA(0.7)}, tensors, frozenset(tensors))
-    adapted.capture_gradients(True)
+    found: list[LowRank] = []
     original = adapted.layers["layer"].original()
     change = dense_change(LoRA(0.7).effective(by_slot(tensors)), original)
     plain = with_weight(plain, adapted, original + change)
-    for _ in range(2):
-        direction = torch.randn_like(plain(x))
-        (adapted.model(x) * direction).sum().backward()
-        (plain(x) * direction).sum().backward()
-    adapted.capture_gradients(False)
+    with adapted.captured_gradients(lambda name, gradient: found.append(gradient)):
+        for _ in range(2):
+            direction = torch.randn_like(plain(x))
+            (adapted.model(x) * direction).sum().backward()
+            (plain(x) * direction).sum().backward()
     expected = plain.get_parameter("weight").grad
     assert expected is not None
-    found = adapted.layers["layer"].take_gradient()
-    assert found.dtype == torch.float32
-    assert close(found.double(), adapted.layers["layer"].operator.matrix(expected), 1e-5)
+    assert len(found) == 2
+    assert {gradient.A.dtype for gradient in found} == {torch.float32}
+    total = sum(gradient.dense().double() for gradient in found)
+    assert close(total, adapted.layers["layer"].operator.matrix(expected), 1e-5)
 
 
 @of_each_module
