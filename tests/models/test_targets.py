@@ -151,3 +151,15 @@ def test_what_peft_takes_for_a_head_is_no_target(tiny_folder: Path, tmp_path: Pa
         adapters = write_adapters(prepared, prepared.federation.begin(), RunFolder(tmp_path))
         model = PeftModel.from_pretrained(tiny.fresh_classifier(folder), str(adapters["global"]))
         assert len(model.base_model.targeted_module_names) == 12
+
+
+def test_a_name_that_the_head_has_too_is_no_target_there(tiny_folder: Path, tmp_path: Path) -> None:
+    """RoBERTa's classifier has a layer called dense; it trains whole, with the head, and PEFT loads what is written."""
+    prepared = prepare(tiny.config(tiny_folder, "roberta", model={"target_modules": ["dense"]}))
+    spec = prepared.engine.adapted.spec
+    assert len(spec.layers) == 6  # attention.output, intermediate and output of two layers
+    assert not any("classifier" in layer.name for layer in spec.layers)
+    assert {"classifier.dense.weight", "classifier.out_proj.weight"} <= set(spec.extras)
+    adapter = write_adapters(prepared, prepared.federation.begin(), RunFolder(tmp_path))["global"]
+    model = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / "roberta"), str(adapter))
+    assert len(model.base_model.targeted_module_names) == 6
