@@ -340,7 +340,7 @@ The paper gives the SoftMin, the character of the two basins and the three updat
   another reading *aside* by {ASIDE.aside} c along e1. How far along the line, full SGD alone decides:
   {args.calibration} trials of other seeds, bisected until {100 * SHARE:.0f} % of them reach the flat basin, the share
   in the paper. W_ref / c = -0.5 is where the bisection ends: full SGD reaches the flat basin from there too.
-- **The other numbers** of the first rows were picked by hand, with full SGD, GaLore and LoRA in view. So the rows
+- **The other numbers** of the first rows were picked by hand, after a look at all three methods. So the rows
   *drawn* take theirs at random: rank 1 to 5, steep 1 to 4, shallow 0.1 to 0.5, tau 0.1 to 2, noise 0.05 to 0.3, aside
   0 to 1.
 - **e1 and e2** are vectors in the paper, and W_1 = c e2 is a matrix: here W_1 = c u e2^T, and the valley is shallow in
@@ -355,8 +355,8 @@ The paper gives the SoftMin, the character of the two basins and the three updat
 Both low-rank methods leave out part of the gradient. Noise costs {MAIN.steep / MAIN.flat:g} times as much in the valley
 as in the flat basin, so who removes less of it stays in the flat basin more easily: that favours GaLore and LoRA of
 small rank over full SGD, against the paper's order. The paper's mechanism is there too: LoRA's first steps remove
-noise in the row space of A_0, which leads into the valley, and move along e2 only once A has turned. It needs a rank
-that is a good part of the matrix's, or a W_ref aside."""
+noise in the row space of A_0, which leads into the valley, and move along e2 only once A has turned. But it takes LoRA
+well below full SGD only where the rank is 5, half of the matrix's."""
 
 
 def main() -> None:
