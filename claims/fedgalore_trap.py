@@ -298,7 +298,7 @@ def figure(played: Mapping[str, Mapping[str, Outcome]]) -> Figure:
     axes.invert_yaxis()
     axes.axvline(100 * SHARE, color="grey", linewidth=0.8)
     axes.set(xlabel="trials in the flat basin, %", xlim=(0, 100))
-    axes.legend(loc="lower left")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return shown
 
 
