@@ -18,16 +18,15 @@ from __future__ import annotations
 import argparse
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedspan.analysis.ajive import planted, shortest
 from fedspan.core.alignment import Ajive, ajive
-from fedspan.core.lowrank import LowRank
 
 TOLERANCE, FASTER = 1e-6, 50.0
 
@@ -47,34 +46,6 @@ individual = found.individual_mats_
 np.savez(sys.argv[2], seconds=seconds, **{f"joint{k}": one for k, one in enumerate(joints)},
          **{f"individual{k}": one for k, one in enumerate(individual)})
 """
-
-
-def planted(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> list[LowRank]:
-    """Views v P (size, size) whose column spaces have rank // 2 directions in common, P one for all or one each."""
-    rng = torch.Generator().manual_seed(seed)
-
-    def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn((rows, columns), generator=rng, dtype=torch.float64)
-
-    def projector() -> Tensor:
-        return torch.linalg.qr(draw(size, rank))[0].T
-
-    common, P = draw(size, rank // 2), projector()
-    own = rank - rank // 2
-    return [
-        LowRank(torch.cat([2 * common, draw(size, own)], 1) @ draw(rank, rank), P if shared else projector())
-        for _ in range(views)
-    ]
-
-
-def best(function: Callable[[], Ajive], repeats: int) -> tuple[float, Ajive]:
-    """The shortest of some runs, in seconds, and its result."""
-    times: list[float] = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        result = function()
-        times.append(time.perf_counter() - begin)
-    return min(times), result
 
 
 def parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
@@ -125,8 +96,8 @@ def main() -> None:
         dense = [pair.dense() for pair in pairs]
         # With one projector the small factors are the views, in other coordinates.
         given = [pair.B for pair in pairs] if shared else pairs
-        quick, found = best(lambda given=given: ajive(given, joint, args.rank, identifiable=True), 5)
-        slow, whole = best(lambda dense=dense: ajive(dense, joint, args.rank, identifiable=True), 1)
+        quick, found = shortest(lambda given=given: ajive(given, joint, args.rank, identifiable=True), 5)
+        slow, whole = shortest(lambda dense=dense: ajive(dense, joint, args.rank, identifiable=True), 1)
         small = parts(found)
         if shared:
             small = [(left @ pair.A, right @ pair.A) for (left, right), pair in zip(small, pairs, strict=True)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import importlib
 import json
 import os
 import re
@@ -13,9 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 CLAIMS = Path(__file__).resolve().parents[2] / "claims"
 SMOKE = {
+    "fedgalore_ajive": [
+        *("--size", "20", "--sizes", "24", "--clients", "2", "3", "--drifts", "1", "--noises", "0.1"),
+        *("--seeds", "0", "1"),
+    ],
+    "fedgalore_ajive_time": ["--sizes", "24", "32", "--views", "1", "2", "--rank", "4", "--seeds", "0", "1"],
+    "fedgalore_trap": ["--seeds", "4", "--calibration", "8", "--settings", "2", "--drawn", "1", "--steps", "20"],
     "rolora_linear": ["--seeds", "2", "--samples", "30", "--draws", "50"],
     "rolora_mnist": [
         *("--train", "60", "--validation", "20", "--test", "30", "--rounds", "2"),
@@ -102,3 +111,45 @@ def test_the_exact_statements_of_the_linear_model_hold_at_any_size(pages: Path) 
     verdicts = {finding["statement"].split(":")[0].split(",")[0]: finding["verdict"] for finding in findings}
     assert verdicts["Lemma 5.3 as stated"] == "contradicted"
     assert verdicts["Theorem A.14"] == verdicts["Proposition A.17"] == "holds"
+
+
+def test_the_trap_trains_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the engine: full SGD is plain gradient descent, and low-rank methods of full rank reach what it reaches.
+
+    LoRA stays in W(0) + the row space that A spans; with B = 0 its first step leaves A alone.
+    """
+    monkeypatch.syspath_prepend(str(CLAIMS))
+    trap = importlib.import_module("fedgalore_trap")
+    setting = trap.Setting(size=4, rank=2, steps=7, period=3)
+    trials = trap.draw(setting, range(3))
+    W = trials.start(setting, 0.3)
+    full = trap.train("full", setting, trials, W)
+    assert (full - W).norm() > 0.1
+    torch.testing.assert_close(full, trap.plain_sgd(setting, trials, W), rtol=1e-12, atol=1e-12)
+
+    whole = dataclasses.replace(setting, rank=4)
+    square = dataclasses.replace(trials, A=torch.eye(4, dtype=torch.float64).expand(3, -1, -1))
+    torch.testing.assert_close(trap.train("galore", whole, square, W), full, rtol=1e-5, atol=1e-6)
+
+    one = dataclasses.replace(setting, steps=1)
+    gradient = (W - trap.plain_sgd(one, trials, W)) * setting.steep
+    expected = W - gradient @ trials.A.mT @ trials.A / setting.steep
+    torch.testing.assert_close(trap.train("lora", one, trials, W), expected, rtol=1e-12, atol=1e-12)
+    U, S, Vt = torch.linalg.svd(gradient)
+    cut = (U[..., :2] * S[:, None, :2]) @ Vt[:, :2] / setting.steep
+    torch.testing.assert_close(trap.train("galore", one, trials, W), W - cut, rtol=1e-5, atol=1e-6)
+
+
+def test_the_trap_has_the_two_minima_that_the_paper_describes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flat basin's centre is u c e2^T, out of A's row space; the valley's curvature along e1 is ``shallow``."""
+    monkeypatch.syspath_prepend(str(CLAIMS))
+    trap = importlib.import_module("fedgalore_trap")
+    setting = trap.Setting(size=6, rank=2, shallow=0.3)
+    trials = trap.draw(setting, range(5))
+    flat, valley = trap.basins(setting, trials, trials.centre)
+    assert float(flat.abs().max()) == 0.0
+    torch.testing.assert_close(valley, torch.full_like(valley, setting.steep / 2 * setting.distance**2))
+    assert float((trials.centre @ trials.A.mT).abs().max()) < 1e-12
+    torch.testing.assert_close(trap.basins(setting, trials, trials.aside)[1], torch.full_like(valley, 0.15))
+    rest = trials.aside - trials.aside @ torch.linalg.pinv(trials.A) @ trials.A
+    assert float(rest.abs().max()) < 1e-12

@@ -1,0 +1,71 @@
+"""AJIVE on views whose answer is known: a planted joint component, second moments under drift; and how long it takes.
+
+``second_moments`` is the synthetic setting of Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning:
+Subspace and State Alignment", arXiv:2602.01746, appendix F. Shapes: N rows, M columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedspan.core.lowrank import LowRank
+
+__all__ = ["planted", "second_moments", "shortest"]
+
+Result = TypeVar("Result")
+
+
+def planted(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> list[LowRank]:
+    """Views v P (size, size) whose column spaces have rank // 2 directions in common, P one for all or one each."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn((rows, columns), generator=rng, dtype=torch.float64)
+
+    def projector() -> Tensor:
+        return torch.linalg.qr(draw(size, rank))[0].T
+
+    common, P = draw(size, rank // 2), projector()
+    own = rank - rank // 2
+    return [
+        LowRank(torch.cat([2 * common, draw(size, own)], 1) @ draw(rank, rank), P if shared else projector())
+        for _ in range(views)
+    ]
+
+
+def second_moments(
+    size: int, clients: int, drift: float, noise: float, seed: int, rank: int = 5, drift_rank: int = 2
+) -> tuple[Tensor, list[Tensor]]:
+    """V* = (G*)^2 and the clients' V_k = (G* + L_k + Xi_k)^2, squares of entries, all (size, size).
+
+    G* and L_k are products of Gaussian factors, of ranks ``rank`` and ``drift_rank``, Xi_k is Gaussian; entries have
+    variance 1 in G*, ``drift ** 2`` in L_k and ``noise ** 2`` in Xi_k. The clients of a seed come in a fixed order:
+    more clients are the same ones and others.
+    """
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn((rows, columns), generator=rng, dtype=torch.float64)
+
+    def product(inner: int) -> Tensor:
+        return draw(size, inner) @ draw(inner, size) / inner**0.5
+
+    G = product(rank)
+    views = [(G + drift * product(drift_rank) + noise * draw(size, size)).square() for _ in range(clients)]
+    return G.square(), views
+
+
+def shortest(function: Callable[[], Result], repeats: int) -> tuple[float, Result]:
+    """The shortest time of some calls, in seconds, and the last call's result."""
+    times: list[float] = []
+    while True:
+        begin = time.perf_counter()
+        result = function()
+        times.append(time.perf_counter() - begin)
+        if len(times) >= repeats:
+            return min(times), result
