@@ -5,7 +5,8 @@
 
 32 decoder layers x q, k, v, o of 4096 x 4096 at rank 8, 50 clients, one process. Counted: ``contribute`` of every
 reply, the reduction and ``update``; the slower of two rounds, on random replies made by the method's own ``start`` and
-``finish``. Methods are those of the registry that train an adapter and whose ``init`` does not read W0.
+``finish``. Methods are those of the registry that send no whole weights (or gradients) and whose ``init`` does not
+read W0.
 Beside that: the SVD of one layer's aggregate from its factors, against LAPACK on the dense float64 matrix.
 """
 
@@ -205,6 +206,13 @@ def compare(size: int, rank: int, clients: int) -> Comparison:
     return Comparison(factored, dense, float(((U * S) @ Vt - expected).norm() / expected.norm()))
 
 
+def sends_whole(key: str, args: argparse.Namespace) -> bool:
+    """Whether a reply of the first round holds as many numbers as the weights themselves."""
+    spec = Spec((LayerSpec("layer", args.size, args.size),), clients=args.clients)
+    method = METHODS[key](spec=spec, r=args.rank)
+    return not method.claims.adapter or method.traffic(spec.layers[0], args.rank, [], 0).up >= args.size**2
+
+
 def verdict(kept: bool, full: bool) -> str:
     """``pass`` or ``FAIL``, where a limit applies."""
     return ("pass" if kept else "**FAIL**") if full else "not judged"
@@ -216,7 +224,7 @@ def page(args: argparse.Namespace) -> str:
     rows: list[list[str]] = []
     skipped: list[str] = []
     for key in args.methods:
-        if not METHODS[key].claims.adapter:
+        if sends_whole(key, args):
             skipped.append(f"{key} (sends whole weights)")
             continue
         try:
@@ -234,6 +242,7 @@ def page(args: argparse.Namespace) -> str:
     one = compare(args.size, args.rank, at)
     faster = one.dense / one.factored
     kept = faster >= SPEEDUP and one.error < ERROR
+    chosen = "" if args.methods == sorted(METHODS) else f" --methods {' '.join(args.methods)}"
     sizes = " ".join(f"--{name} {getattr(args, name)}" for name in FULL)
     cells = f"{one.factored:.4f} | {one.dense:.2f} | {faster:.0f} | {one.error:.0e} | {verdict(kept, full)}"
     return "\n".join(
@@ -245,7 +254,7 @@ def page(args: argparse.Namespace) -> str:
             "rounds. Memory is the peak beside the replies. Limits are judged at 128 layers of 4096 x 4096, rank 8, "
             "50 clients.",
             "",
-            f"Command: `python benchmarks/server.py {sizes} --threads {args.threads}`  ",
+            f"Command: `python benchmarks/server.py {sizes} --threads {args.threads}{chosen}`  ",
             f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
             f"torch {torch.__version__}.",
             "",
