@@ -5,8 +5,8 @@
 
 32 decoder layers x q, k, v, o of 4096 x 4096 at rank 8, 50 clients, one process. Counted: ``contribute`` of every
 reply, the reduction and ``update``; the slower of two rounds, on random replies made by the method's own ``start`` and
-``finish``. Methods are those of the registry that send no whole weights (or gradients) and whose ``init`` does not
-read W0.
+``finish``. Methods are those of the registry that send no whole weights (or gradients), whose ``init`` does not
+read W0, and whose clients' side can be simulated in minutes.
 Beside that: the SVD of one layer's aggregate from its factors, against LAPACK on the dense float64 matrix.
 """
 
@@ -37,6 +37,8 @@ from fedspan.methods.registry import METHODS
 FULL = {"layers": 128, "size": 4096, "rank": 8, "clients": 50}
 AVERAGING, DECOMPOSING, MEMORY, SPEEDUP, ERROR = 2.0, 60.0, 2.0, 100.0, 1e-5
 """Limits: seconds, seconds, GiB beside the replies, times faster than dense, relative error."""
+CLIENTS_DEAR = {"slora": "each of the simulated clients draws a mask over all entries of every layer anew"}
+"""Methods whose clients' side would take hours here, and why."""
 DECOMPOSITIONS = ("svd", "qr", "eigh", "eig", "cholesky", "solve", "lstsq", "inv", "pinv", "svdvals")
 GIB = 2**30
 
@@ -224,6 +226,9 @@ def page(args: argparse.Namespace) -> str:
     rows: list[list[str]] = []
     skipped: list[str] = []
     for key in args.methods:
+        if key in CLIENTS_DEAR:
+            skipped.append(f"{key} ({CLIENTS_DEAR[key]})")
+            continue
         if sends_whole(key, args):
             skipped.append(f"{key} (sends whole weights)")
             continue
@@ -262,7 +267,10 @@ def page(args: argparse.Namespace) -> str:
             "|---|---|---|---|---|---|",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
-            f"Left out: {', '.join(skipped) or 'none'}.",
+            f"Left out: {'; '.join(skipped) or 'none'}.",
+            "",
+            "Methods that move the base by stacks of all replies' factors hold one such increment beside the replies, "
+            f"{args.clients * args.rank * 2 * args.size * args.layers * 4 / GIB:.1f} GiB here.",
             "",
             f"Truncated SVD of one layer's aggregate of {at} clients, from its factors against dense float64 (limits: "
             f"{SPEEDUP:g} times faster, relative error {ERROR:g}):",

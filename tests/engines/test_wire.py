@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -82,7 +83,7 @@ def bits(value: object) -> object:
     """Any of the values as nested plain data with types, for comparing exactly: tensors as bits, floats as hex."""
     if isinstance(value, Tensor):
         return str(value.dtype), tuple(value.shape), raw(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [bits(item) for item in value]

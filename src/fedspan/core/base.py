@@ -8,7 +8,7 @@ representation of the total (factors while rank * (O + I) <= O * I, dense beyond
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, concatenate
 
-__all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "apply_patch", "as_dense", "materialise"]
+__all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "Total", "apply_patch", "as_dense", "materialise"]
 
 Delta = LowRank | Tensor
 """A layer's change of weight, (O, I): a pair of factors, or the dense matrix."""
@@ -27,18 +27,65 @@ def as_dense(delta: Delta) -> Tensor:
     return delta.dense() if isinstance(delta, LowRank) else delta
 
 
-def _accumulate(total: Delta | None, delta: Delta) -> Delta:
+class Total(Mapping[str, Delta]):
+    """The sum of all increments, by layer: one pair of factors, or the dense matrix.
+
+    Pairs are held as they were added, not copied (a server holds the recent ones as increments too), and joined when a
+    layer is asked for.
+
+    Args:
+        deltas: what there is already.
+    """
+
+    def __init__(self, deltas: Mapping[str, Delta] | None = None) -> None:
+        self._parts: dict[str, tuple[LowRank, ...] | Tensor] = (
+            dict(deltas._parts)
+            if isinstance(deltas, Total)
+            else {layer: (delta,) if isinstance(delta, LowRank) else delta for layer, delta in (deltas or {}).items()}
+        )
+
+    def __getitem__(self, layer: str) -> Delta:
+        parts = self._parts[layer]
+        if isinstance(parts, Tensor):
+            return parts
+        return parts[0] if len(parts) == 1 else concatenate(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def numel(self) -> int:
+        """Elements over all layers."""
+        return sum(
+            parts.numel() if isinstance(parts, Tensor) else sum(pair.numel() for pair in parts)
+            for parts in self._parts.values()
+        )
+
+    def after(self, increment: Increment) -> Total:
+        """The sum after one more increment; a layer turns dense where its factors would outgrow the matrix."""
+        total = Total() if increment.decay != 1.0 else Total(self)
+        if increment.decay != 1.0:
+            total._parts = {layer: _decayed(parts, increment.decay) for layer, parts in self._parts.items()}
+        for layer, delta in increment.deltas.items():
+            total._parts[layer] = _accumulate(total._parts.get(layer, ()), delta)
+        return total
+
+
+def _accumulate(parts: tuple[LowRank, ...] | Tensor, delta: Delta) -> tuple[LowRank, ...] | Tensor:
+    if isinstance(parts, Tensor):
+        return parts + as_dense(delta)
     if isinstance(delta, LowRank):
-        delta = delta.folded()
         rows, columns = delta.shape
-        if total is None or isinstance(total, LowRank):
-            joined = delta if total is None else concatenate([total, delta])
-            return joined if joined.numel() <= rows * columns else joined.dense()
-    return as_dense(delta) if total is None else as_dense(total) + as_dense(delta)
+        joined = (*parts, delta.folded())
+        fits = sum(pair.numel() for pair in joined) <= rows * columns
+        return joined if fits else concatenate(joined).dense()
+    return concatenate(parts).dense() + delta if parts else delta
 
 
-def _scaled(delta: Delta, factor: float) -> Delta:
-    return LowRank(delta.B * factor, delta.A, delta.scale) if isinstance(delta, LowRank) else delta * factor
+def _decayed(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[LowRank, ...] | Tensor:
+    return parts * factor if isinstance(parts, Tensor) else tuple(LowRank(pair.B * factor, pair.A, pair.scale) for pair in parts)
 
 
 @dataclass(frozen=True)
@@ -72,7 +119,7 @@ class BasePatch:
 
     def numel(self) -> int:
         """Elements that travel."""
-        return sum(delta.numel() for delta in self.total.values()) + sum(inc.numel() for inc in self.increments)
+        return Total(self.total).numel() + sum(inc.numel() for inc in self.increments)
 
 
 @dataclass(frozen=True)
@@ -106,12 +153,8 @@ class BaseUpdate:
         """
         if increment.round <= self.round:
             raise ValueError(f"increment of round {increment.round} on a base of round {self.round}")
-        total = dict(self.total)
-        if increment.decay != 1.0:
-            total = {layer: _scaled(delta, increment.decay) for layer, delta in total.items()}
-        for layer, delta in increment.deltas.items():
-            total[layer] = _accumulate(total.get(layer), delta)
-        limit = sum(delta.numel() for delta in total.values())
+        total = Total(self.total).after(increment)
+        limit = total.numel()
         recent, recent_from = (*self.recent, increment), self.recent_from
         while len(recent) > 1 and sum(kept.numel() for kept in recent) > limit:
             recent_from, recent = recent[0].round, recent[1:]

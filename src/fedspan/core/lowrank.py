@@ -95,17 +95,20 @@ def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]
     Returns:
         ``U`` (O, k), ``S`` (k,) descending, ``Vt`` (k, I).
     """
-    double = pair.to(torch.float64)
     if pair.rank >= min(pair.shape):
-        U, S, Vt = torch.linalg.svd(double.dense(), full_matrices=False)
+        U, S, Vt = torch.linalg.svd(pair.to(torch.float64).dense(), full_matrices=False)
         keep = S.numel() if rank is None else min(rank, S.numel())
         U, Vt = U[:, :keep], Vt[:keep]
     else:
-        B, A = torch.geqrf(double.B), torch.geqrf(double.A.T)
+        # Few large temporaries at a time: servers do this for several layers at once.
+        B, A = torch.geqrf(pair.B.to(torch.float64)), torch.geqrf(pair.A.to(torch.float64).T)
         R_B, R_A = B[0][: pair.rank].triu(), A[0][: pair.rank].triu()
         u, S, vt = torch.linalg.svd(R_B @ R_A.T * pair.scale)
         keep = S.numel() if rank is None else min(rank, S.numel())
-        U, Vt = _reflected(*B, u[:, :keep]), _reflected(*A, vt[:keep].T).T
+        U = _reflected(*B, u[:, :keep])
+        del B
+        Vt = _reflected(*A, vt[:keep].T).T
+        del A
     U, Vt = fix_signs(U, Vt)
     return U, S[:keep], Vt
 

@@ -78,11 +78,11 @@ class FedMomentum(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         def parted(layer: LayerSpec) -> tuple[LowRank, Delta]:
-            stacked = concatenate([products(layer.name, reduced), self._frozen(layer.name, state, reduced)])
-            U, S, Vt = svd(stacked)
+            U, S, Vt = svd(self._sum(layer.name, state, reduced))
+            dtype = state.tensors[tensor_name(layer.name, "B")].dtype
             kept = balanced(U[:, : self.r], S[: self.r] / self.scaling(None), Vt[: self.r])
             rest = upward(U[:, self.r :], S[self.r :], Vt[self.r :])
-            return kept.to(stacked.B.dtype), smaller(rest).to(stacked.B.dtype)
+            return kept.to(dtype), smaller(rest).to(dtype)
 
         parts = map_layers(parted, self.spec.layers)
         increment = Increment(state.round + 1, {name: rest for name, (_, rest) in parts.items() if rest.numel()})
@@ -91,6 +91,11 @@ class FedMomentum(RegisteredMethod):
             base=state.base.add(increment),
             generation=state.generation + 1,
         )
+
+    def _sum(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
+        """D, with what rode along."""
+        trained, frozen = products(layer, reduced), self._frozen(layer, state, reduced)
+        return concatenate([trained, frozen]) if frozen.rank else trained
 
     def _frozen(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
         """``sum_i p_i`` of what rode along: component j counts for the clients of rank j or less."""
