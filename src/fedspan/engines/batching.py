@@ -8,8 +8,11 @@ import numpy as np
 import torch
 
 from fedspan.core.tensors import generator
+from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.work import Assignment
+from fedspan.tasks.task import Examples
 
-__all__ = ["epoch_batches", "evaluation_batches", "training_batches"]
+__all__ = ["epoch_batches", "evaluation_batches", "job_batches", "training_batches"]
 
 _WINDOW = 8
 
@@ -57,6 +60,25 @@ def training_batches(
             yield batch
             given += 1
         epoch += 1
+
+
+def job_batches(
+    settings: TrainingSettings, seed: int, work: Assignment, examples: Examples
+) -> Iterator[np.ndarray]:
+    """The batches of an assignment: as many epochs or steps as its job, or else the run, says; a probe: one epoch."""
+    job = work.job
+    steps = settings.steps if job.steps is None and job.epochs is None else job.steps
+    epochs = settings.epochs if job.epochs is None else job.epochs
+    return training_batches(
+        work.indices,
+        examples.lengths,
+        batch_size=settings.batch_size,
+        epochs=1 if job.steps == 0 else epochs,
+        batches=steps * settings.accumulate if steps else None,
+        seed=seed,
+        key=(work.round, work.client, job.phase),
+        group_by_length=settings.group_by_length,
+    )
 
 
 def evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ Shapes: O output features, I input features, R rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,15 +16,16 @@ from torch import Tensor
 from fedspan.core.parametrization import Projected
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState, Trained
-from fedspan.engines.batching import evaluation_batches, training_batches
+from fedspan.engines.batching import evaluation_batches, job_batches
 from fedspan.engines.optimizers import LocalOptimizer
 from fedspan.engines.refresh import refresh_projectors
 from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 
-__all__ = ["LoopEngine"]
+__all__ = ["LoopEngine", "dropout_mask", "joined_state", "not_finite"]
 
 
 class LoopEngine:
@@ -69,16 +70,17 @@ class LoopEngine:
             FedspanError: if the loss stops being finite.
         """
         settings, adapted = self.settings, self.adapted
+        work = Assignment(client, round, job, indices, lr, kept)
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         spec = replace(settings.optimizer, lr=lr, **job.optimizer)
-        optimizer = LocalOptimizer(spec, job.trainable, live, _joined(kept, job.optimizer_state), job.masks)
+        optimizer = LocalOptimizer(spec, job.trainable, live, joined_state(kept, job.optimizer_state), job.masks)
         gradients_sum: dict[str, Tensor] = {}
         probing = job.steps == 0
         loss_sum = examples_seen = 0.0
         steps = micro = 0
         decay = 1.0
-        for batch_indices in self._batches(job, examples, indices, client, round):
+        for batch_indices in job_batches(settings, self.seed, work, examples):
             if job.refresh is not None and micro % settings.accumulate == 0:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
             self._set_dropout(client, round, job.phase, micro)
@@ -86,12 +88,7 @@ class LoopEngine:
             loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):
-                raise FedspanError(
-                    "training.lr",
-                    lr,
-                    f"the loss of client {client} in round {round + 1} became {value}; "
-                    "lower the learning rate or set training.max_grad_norm",
-                )
+                raise not_finite(work, value)
             loss_sum, examples_seen = loss_sum + value * len(batch_indices), examples_seen + len(batch_indices)
             share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
             (loss * share).backward()
@@ -116,23 +113,23 @@ class LoopEngine:
             metrics={"loss": loss_sum / max(1.0, examples_seen), "examples": examples_seen},
         )
 
-    def _batches(
-        self, job: Job, examples: Examples, indices: np.ndarray, client: str, round: int
-    ) -> Iterator[np.ndarray]:
-        settings = self.settings
-        steps = settings.steps if job.steps is None and job.epochs is None else job.steps
-        epochs = settings.epochs if job.epochs is None else job.epochs
-        if job.steps == 0:  # a probe sees each example once
-            epochs = 1
-        return training_batches(
-            indices,
-            examples.lengths,
-            batch_size=settings.batch_size,
-            epochs=epochs,
-            batches=steps * settings.accumulate if steps else None,
-            seed=self.seed,
-            key=(round, client, job.phase),
-            group_by_length=settings.group_by_length,
+    def train_all(
+        self,
+        examples: Examples,
+        sizes: Mapping[str, int],
+        opened: Callable[[str], Assignment],
+        finished: Callable[[Assignment, Trained], Assignment | None],
+    ) -> None:
+        """One client after another (``Engine.train_all``)."""
+        for client in sizes:
+            work: Assignment | None = opened(client)
+            while work is not None:
+                work = finished(work, self.take(work, examples))
+
+    def take(self, work: Assignment, examples: Examples) -> Trained:
+        """``train``, of an assignment."""
+        return self.train(
+            work.job, examples, work.indices, client=work.client, round=work.round, lr=work.lr, kept=work.kept
         )
 
     @torch.no_grad()
@@ -154,9 +151,7 @@ class LoopEngine:
             return
 
         def dropout(x: Tensor, layer: str) -> Tensor:
-            # Keyed by everything that names the draw, and made on the CPU: any engine draws the same mask.
-            rng = generator(self.seed, "dropout", round, client, phase, step, layer)
-            kept = torch.rand(x.shape, generator=rng) >= rate
+            kept = dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
             return x * kept.to(x.device, x.dtype) / (1 - rate)
 
         self.adapted.set_dropout(dropout)
@@ -210,13 +205,33 @@ class LoopEngine:
         return torch.stack([rows[index] for index in indices.tolist()])
 
 
-def _joined(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
+def not_finite(work: Assignment, value: float) -> FedspanError:
+    """What is said of a loss that is infinite or no number."""
+    expected = (
+        f"the loss of client {work.client} in round {work.round + 1} became {value}; "
+        "lower the learning rate or set training.max_grad_norm"
+    )
+    return FedspanError("training.lr", work.lr, expected)
+
+
+def joined_state(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
     """Moments kept of earlier rounds under those that the job itself hands over."""
     if kept is None or own is None:
         return own or kept
     kinds = {**kept.moments, **own.moments}
     moments = {kind: {**kept.moments.get(kind, {}), **own.moments.get(kind, {})} for kind in kinds}
     return OptimizerState(moments, {**kept.steps, **own.steps})
+
+
+def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
+    """What of a layer's input is kept, true or false.
+
+    Keyed by everything that names the draw (seed, round, client, phase, micro-batch, layer) and made on the CPU: any
+    engine draws the same mask.
+    """
+    seed, *rest = key
+    rng = generator(int(seed), "dropout", *rest)
+    return torch.rand(tuple(shape), generator=rng) >= rate
 
 
 def clip(gradients: dict[str, Tensor], max_norm: float) -> None:

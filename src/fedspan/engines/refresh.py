@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,20 +13,28 @@ from fedspan.core.parametrization import Projected
 from fedspan.core.projectors import reproject, seeded_projector, sketch_projector, svd_projector
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Job, Refresh
-from fedspan.engines.optimizers import LocalOptimizer
 from fedspan.tasks.task import Examples
 
 if TYPE_CHECKING:
     from fedspan.engines.loop import LoopEngine
 
-__all__ = ["refresh_projectors"]
+__all__ = ["Moments", "refresh_due", "refresh_projectors"]
+
+
+class Moments(Protocol):
+    """An optimizer, as far as projectors go."""
+
+    def moment(self, kind: str, name: str) -> Tensor:
+        """A live moment; writing to it changes the optimizer."""
+        ...
+
 
 
 def refresh_projectors(
     engine: LoopEngine,
     job: Job,
     live: dict[str, Tensor],
-    optimizer: LocalOptimizer,
+    optimizer: Moments,
     step: int,
     examples: Examples,
     batch_indices: np.ndarray,
@@ -38,7 +46,7 @@ def refresh_projectors(
     """
     refresh = job.refresh
     assert refresh is not None
-    if not (refresh.at_start if step == 0 else refresh.period and step % refresh.period == 0):
+    if not refresh_due(refresh, step):
         return
     number = step // refresh.period if refresh.period else 0
     layers = {name: one for name, one in job.parametrization.items() if isinstance(one, Projected)}
@@ -55,6 +63,11 @@ def refresh_projectors(
             moment = optimizer.moment(kind, tensor_name(layer, "acc"))
             moment.copy_(reproject(moment, old, P, side, refresh.moments, second))
     engine.adapted.bind(job.parametrization, live)
+
+
+def refresh_due(refresh: Refresh, step: int) -> bool:
+    """Whether projectors are renewed before a step."""
+    return refresh.at_start if step == 0 else bool(refresh.period) and step % (refresh.period or 1) == 0
 
 
 def _random(seed: int, layer: str, parametrization: Projected, live: dict[str, Tensor]) -> Tensor:

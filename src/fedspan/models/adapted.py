@@ -46,10 +46,11 @@ class AdaptedLayer:
         self.moved: Delta | None = None
         self.shrink = 1.0  # decay of the frozen base within a job
         self.dropout: Dropout | None = None
+        self.stacked: Callable[[Tensor], Tensor] | None = None  # while several clients train in one pass
         self.capture: Callable[[str, LowRank], None] | None = None
         self._captured: list[LowRank] = []
         self._expected = 0  # uses in the forward passes since the last gradient was handed over
-        self._base_forward = module.forward
+        self.base_forward = module.forward
         self._original: Tensor | None = None
         module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -92,8 +93,10 @@ class AdaptedLayer:
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output under the installed parametrization, in the dtype the base computes in."""
+        if self.stacked is not None:
+            return self.stacked(x)
         if self.parametrization is None:
-            return self._base_forward(x)
+            return self.base_forward(x)
         effective = self.parametrization.effective(self.slots)
         dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
         pair: Tensor | None = None
@@ -117,7 +120,7 @@ class AdaptedLayer:
         """The base's product, that of a whole weight in its place, or (where the pair is all there is) the bias."""
         bias = getattr(self.module, "bias", None)
         if effective.base:
-            y = self._base_forward(x)
+            y = self.base_forward(x)
             if self.shrink == 1.0:
                 return y
             if bias is None:
@@ -171,7 +174,7 @@ class AdaptedModel:
         self.layers = {name: AdaptedLayer(name, module) for name, module in targets.items()}
         self.extras = dict(extras)
         self._norms = {name: module for name, module in model.named_modules() if is_batch_norm(module)}
-        self._initial_extras = {path: value.detach().clone() for path, value in self._values().items()}
+        self._initial_extras = {path: value.detach().clone() for path, value in self.values().items()}
         self._base = BaseUpdate()
         model.requires_grad_(False)
 
@@ -191,7 +194,11 @@ class AdaptedModel:
 
     def extra(self, parameter: str) -> Tensor:
         """The value of one of the extras as loaded, on the CPU; a copy."""
-        return self._initial_extras[parameter].to("cpu", copy=True)
+        return self.initial(parameter).to("cpu", copy=True)
+
+    def initial(self, path: str) -> Tensor:
+        """The value of one of the extras, or of its buffers, as loaded or adopted, where the model lives."""
+        return self._initial_extras[path]
 
     def adopt(self, factors: Mapping[str, LowRank], extras: Mapping[str, Tensor]) -> None:
         """Start from an adapter: its update stays fixed beside the base, its saved modules are the extras' values.
@@ -236,7 +243,7 @@ class AdaptedModel:
             for slot, value in slots.items():
                 name = f"{layer}/{slot}"
                 live[name] = value.detach().to(self.device, copy=True).requires_grad_(name in trainable)
-        for path, value in self._values().items():
+        for path, value in self.values().items():
             name = extra_name(path)
             value.grad = None
             with torch.no_grad():
@@ -254,7 +261,7 @@ class AdaptedModel:
             layer.parametrization = parametrization.get(name)
             layer.slots = grouped.get(name, {})
 
-    def _values(self) -> dict[str, Tensor]:
+    def values(self) -> dict[str, Tensor]:
         """The extras and their buffers, live. Buffers are looked up: a module may have replaced its own."""
         return {**self.extras, **{path: self.model.get_buffer(path) for path in self.buffers}}
 

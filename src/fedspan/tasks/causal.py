@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fedspan.errors import FedspanError
+from fedspan.tasks.means import means, widened
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 
 __all__ = ["CausalLM", "EncodedPrompts", "Generation", "same_answer", "sees_across"]
@@ -171,12 +172,18 @@ class CausalLM:
         return {key: value.to(device) for key, value in batch.items()}
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean negative log-likelihood of the batch's answer tokens, in float32."""
+        """Mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
         logits_SV, targets_S, _ = self._scored(model, batch)
         return F.cross_entropy(logits_SV, targets_S)
 
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+        """Mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
+        logits_SV, targets_S, numbers_S = self._scored(model, batch)
+        losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
+        return means(losses_S, members_CB[:, numbers_S])
+
     def _scored(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Float32 logits of the S answer tokens of a batch, (S, V), these tokens and their examples' numbers, (S,)."""
+        """Logits of the S answer tokens of a batch, (S, V), these tokens and their examples' numbers, (S,)."""
         logits_BTV = model(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False).logits
         labels_BT = batch["labels"][:, 1:]
         wanted_BT = labels_BT != _IGNORED
@@ -184,7 +191,7 @@ class CausalLM:
             numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1
         else:
             numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
-        return logits_BTV[:, :-1][wanted_BT].float(), labels_BT[wanted_BT], numbers_BT[wanted_BT]
+        return widened(logits_BTV[:, :-1][wanted_BT]), labels_BT[wanted_BT], numbers_BT[wanted_BT]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """For each example the sum of its answer's negative log-likelihood, its tokens, and how many were right.

@@ -7,7 +7,8 @@ normalisation happen batch by batch. Shapes: N images, 3 colours, H rows, W colu
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -105,16 +106,22 @@ class ImageClassification(Labelling):
         return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[chosen]).to(device)}
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross-entropy, in float32.
+        """Mean cross-entropy, in float32 or better.
 
         Raises:
             FedspanError: a batch of one image of which so little is left that a norm has nothing to measure.
         """
-        try:
+        with _too_small(batch):
             return super().loss(model, batch)
-        except ValueError as error:
-            size = int(batch["pixel_values"].shape[-1])
-            raise FedspanError("model.image_size", size, f"larger images, for batches of one ({error})") from error
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+        """Mean cross-entropy of each client's images, (C,).
+
+        Raises:
+            FedspanError: as ``loss``.
+        """
+        with _too_small(batch):
+            return super().losses(model, batch, members_CB)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """Logits, (images, labels)."""
@@ -124,6 +131,15 @@ class ImageClassification(Labelling):
     def remarks(self, examples: EncodedImages) -> tuple[str, ...]:
         """None: no image is cut."""
         return ()
+
+
+@contextmanager
+def _too_small(batch: Mapping[str, Tensor]) -> Generator[None]:
+    try:
+        yield
+    except ValueError as error:
+        size = int(batch["pixel_values"].shape[-1])
+        raise FedspanError("model.image_size", size, f"larger images, for batches of one ({error})") from error
 
 
 def _decoded(row: Mapping[str, Any], number: int) -> PIL.Image.Image:

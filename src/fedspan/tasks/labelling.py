@@ -12,6 +12,8 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedspan.tasks.means import means, widened
+
 __all__ = ["Labelling"]
 
 
@@ -32,8 +34,13 @@ class Labelling(ABC):
         """Logits, (examples, labels)."""
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross-entropy, in float32."""
-        return F.cross_entropy(self.predict(model, batch).float(), batch["labels"])
+        """Mean cross-entropy, in float32 or better."""
+        return F.cross_entropy(widened(self.predict(model, batch)), batch["labels"])
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+        """Mean cross-entropy of each client's examples, (C,)."""
+        losses_B = F.cross_entropy(widened(self.predict(model, batch)), batch["labels"], reduction="none")
+        return means(losses_B, members_CB)
 
     def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
         """``loss``, ``accuracy``, ``macro_f1`` (over the labels that occur, as predicted or as true), ``matthews``.

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
+from fedspan.tasks.means import means, widened
 from fedspan.tasks.metrics import defined
 
 __all__ = ["Regression"]
@@ -46,8 +47,14 @@ class Regression:
         return collate(self.tokenizer, examples, indices, device)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean squared error, in float32."""
-        return F.mse_loss(self.predict(model, batch).float()[:, 0], batch["labels"])
+        """Mean squared error, in float32 or better."""
+        values_B = widened(self.predict(model, batch))[:, 0]
+        return F.mse_loss(values_B, batch["labels"].to(values_B))
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+        """Mean squared error of each client's examples, (C,)."""
+        values_B = widened(self.predict(model, batch))[:, 0]
+        return means((values_B - batch["labels"].to(values_B)).square(), members_CB)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """The numbers, (examples, 1)."""

@@ -35,6 +35,17 @@ class Task(Protocol):
         """The mean loss over the batch's examples, a scalar."""
         ...
 
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+        """``loss`` of several clients' examples that share a batch, (C,), each over its own examples.
+
+        Args:
+            model: the model.
+            batch: of B examples.
+            members_CB: 1 where an example is a client's, else 0, in the loss's number format; an example may be
+                nobody's.
+        """
+        ...
+
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """One row per example (logits, values); ``thorough`` adds what costs much (generated text)."""
         ...

@@ -1,0 +1,287 @@
+"""Several clients in one pass: their batches one below the other through one frozen base, each with its own tensors.
+
+Shapes: C clients, B examples of each (rows are C * B, client by client), T tokens, O output features, I input features,
+R rank. A target layer multiplies all rows by the frozen weight once and each client's rows by its own factors (batched
+products); modules that hold extras run under ``vmap`` over their stacked parameters. Norms that measure their batch see
+one client's rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import Effective, Parametrization
+from fedspan.core.tensors import EXTRAS, by_layer
+from fedspan.models.adapted import AdaptedLayer, AdaptedModel
+from fedspan.models.operators import Linear, Operator
+from fedspan.models.targets import is_batch_norm
+
+__all__ = ["StackedModel", "Unstackable"]
+
+
+class Unstackable(Exception):
+    """A model, or a job, that can't train several clients in one pass; the text is the reason, without a full stop."""
+
+
+def stacked_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
+    """A parametrization's ``Effective`` of every client at once.
+
+    Args:
+        parametrization: of one layer, the same for all clients.
+        slots: by name, (C, ...) each.
+        clients: C.
+
+    Returns:
+        Its pair and weight as tensors (C, ...): B (C, O, R) and A (C, R, I) as a list where it is factors, a matrix
+        (C, O, I) else.
+    """
+    kept: list[Effective] = []
+
+    def one(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        effective = parametrization.effective(own)
+        kept.append(effective)
+        pair = effective.pair
+        parts = () if pair is None else ((pair.B, pair.A) if isinstance(pair, LowRank) else (pair,))
+        return parts if effective.weight is None else (*parts, effective.weight)
+
+    made = vmap(one)(dict(slots))
+    effective = kept[0]
+    weight = None if effective.weight is None else made[-1]
+    pair: Any = None
+    if isinstance(effective.pair, LowRank):
+        pair = StackedPair(made[0], made[1], effective.pair.scale)
+    elif effective.pair is not None:
+        pair = made[0]
+    return Effective(pair, weight, effective.base, effective.dropout)
+
+
+class StackedPair:
+    """``scale * B A`` for every client: B (C, O, R), A (C, R, I)."""
+
+    def __init__(self, B: Tensor, A: Tensor, scale: float) -> None:
+        self.B, self.A, self.scale = B, A, scale
+
+
+class StackedLayer:
+    """The forward of a target layer while several clients train.
+
+    Args:
+        layer: whose base, adopted update and dropout it uses.
+        parametrization: of this layer, the same for all clients; None: only the base.
+        slots: by name, (C, ...) each.
+        bias: (C, O) where the layer's bias is among the extras.
+        clients: C.
+        rows: C * B.
+    """
+
+    def __init__(
+        self,
+        layer: AdaptedLayer,
+        parametrization: Parametrization | None,
+        slots: Mapping[str, Tensor],
+        bias: Tensor | None,
+        clients: int,
+        rows: int,
+    ) -> None:
+        self.layer, self.bias, self.clients, self.rows = layer, bias, clients, rows
+        self.effective = None if parametrization is None else stacked_effective(parametrization, slots, clients)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The layer's output, rows as in ``x``."""
+        layer, operator, effective = self.layer, self.layer.operator, self.effective
+        dtype = x.dtype if x.is_floating_point() else layer.stored_weight.dtype
+        if effective is None:
+            return self._base(x)
+        grouped = self._grouped(x)
+        pair: Tensor | None = None
+        if effective.pair is not None:
+            dropout = layer.dropout if effective.dropout and x.is_floating_point() else None
+            dropped = grouped if dropout is None else self._grouped(dropout(x, layer.name))
+            pair = _product(operator, effective.pair, dropped, dtype).flatten(0, 1)
+        if effective.base:
+            y = self._base(x)
+        elif effective.weight is not None:
+            y = self._with_bias(_apply(operator, effective.weight.to(dtype), grouped).flatten(0, 1))
+        else:
+            assert pair is not None
+            y, pair = self._with_bias(pair), None
+        for fixed in (layer.adopted, layer.moved if effective.base else None):
+            if fixed is not None:
+                y = y + operator.product(fixed, x, dtype)
+        return y if pair is None else y + pair
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """(rows, ...) -> (C, B, ...). Tokens may be flattened into the rows, as some models do."""
+        flat = x.ndim == 2 and x.is_floating_point() and x.shape[0] % self.rows == 0
+        if x.shape[0] != self.rows and not flat:
+            raise Unstackable(f"{self.layer.name} is given an input of {tuple(x.shape)} for {self.rows} examples")
+        return x.unflatten(0, (self.clients, -1))
+
+    def _base(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return self.layer.base_forward(x)
+        operator = self.layer.operator
+        return self._with_bias(operator.apply(x, operator.matrix(self.layer.stored_weight)))
+
+    def _with_bias(self, y: Tensor) -> Tensor:
+        operator = self.layer.operator
+        if self.bias is None:
+            bias = getattr(self.layer.module, "bias", None)
+            return y if bias is None else y + operator.bias_like(bias)
+        grouped = self._grouped(y)
+        biases = vmap(operator.bias_like)(self.bias)  # (C, O) or, of a convolution, (C, O, 1, 1)
+        middle = grouped.ndim - 1 - (biases.ndim - 1)
+        return (grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:])).flatten(0, 1)
+
+
+def _product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> Tensor:
+    """Each client's change of weight applied to its rows, (C, B, ..., O)."""
+    factors = isinstance(pair, StackedPair)
+    if isinstance(operator, Linear):
+        if not factors:
+            return _linear(x_CB.to(pair.dtype), pair).to(like)
+        h = _linear(x_CB.to(pair.A.dtype), pair.A)
+        return (_linear(h, pair.B) * pair.scale).to(like)
+    if factors:
+        return vmap(lambda B, A, x: operator.product(LowRank(B, A, pair.scale), x, like))(pair.B, pair.A, x_CB)
+    return vmap(lambda matrix, x: operator.product(matrix, x, like))(pair, x_CB)
+
+
+def _apply(operator: Operator, weight_COI: Tensor, x_CB: Tensor) -> Tensor:
+    """Each client's rows through its own whole weight, without a bias."""
+    if isinstance(operator, Linear):
+        return _linear(x_CB, weight_COI)
+    return vmap(lambda matrix, x: operator.apply(x, matrix))(weight_COI, x_CB)
+
+
+def _linear(x_CB: Tensor, matrix_COI: Tensor) -> Tensor:
+    """``x @ W_c^T`` client by client, as one batched product: (C, B, ..., I) -> (C, B, ..., O)."""
+    made = torch.bmm(x_CB.flatten(1, -2), matrix_COI.mT)
+    return made.unflatten(1, x_CB.shape[1:-1])
+
+
+class StackedModule:
+    """The forward of a module that holds extras while several clients train.
+
+    Args:
+        path: of the module.
+        module: without modules of its own, and of one input.
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+        self._original = module.forward
+        self._values: Mapping[str, Tensor] | None = None
+        self._clients = self._rows = 0
+        module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
+
+    @contextmanager
+    def holding(self, values: Mapping[str, Tensor], clients: int, rows: int) -> Generator[None]:
+        """Within this context the module computes with (C, ...) parameters; those of norms' statistics are moved."""
+        self._values, self._clients, self._rows = values, clients, rows
+        try:
+            yield
+        finally:
+            self._values = None
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """The module's output; rows as in its input."""
+        values = self._values
+        if values is None:
+            return self._original(*args, **options)
+        if len(args) != 1 or options or not isinstance(args[0], Tensor):
+            raise Unstackable(f"{self.path} takes more than one input")
+        x_CB = self._grouped(args[0])
+        self._values = None  # what is called below is the module itself
+        try:
+            if is_batch_norm(self.module):
+                made = [self._call({name: value[c] for name, value in values.items()}, x) for c, x in enumerate(x_CB)]
+                return torch.cat(made)
+            return vmap(self._call)(dict(values), x_CB).flatten(0, 1)
+        finally:
+            self._values = values
+
+    def _call(self, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(self.module, dict(values), (x,))
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1 and self._rows > 1:  # positions, which all rows share
+            x = x.expand(self._rows, *x.shape[1:])
+        if x.shape[0] % self._rows:
+            raise Unstackable(f"{self.path} is given an input of {tuple(x.shape)} for {self._rows} examples")
+        return x.unflatten(0, (self._clients, -1))
+
+
+class StackedModel:
+    """Puts several clients' tensors into an adapted model at once.
+
+    Args:
+        adapted: the model; on its own (``AdaptedModel.forward`` outside of ``holding``) it stays what it is.
+    """
+
+    def __init__(self, adapted: AdaptedModel) -> None:
+        self.adapted = adapted
+        self._modules: dict[str, StackedModule] = {}
+        for path in (*adapted.extras, *adapted.buffers):
+            owner = path.rpartition(".")[0]
+            if owner not in adapted.layers and owner not in self._modules:
+                self._modules[owner] = StackedModule(owner, adapted.model.get_submodule(owner))
+
+    def refusal(self) -> str | None:
+        """Why this model can't be stacked, as far as its modules tell; None if they have nothing to say."""
+        for path, module in self._modules.items():
+            if any(module.module.children()):
+                return f"{path or 'the model'} holds parameters that train beside modules of its own"
+        return None
+
+    @contextmanager
+    def holding(
+        self,
+        parametrization: Mapping[str, Parametrization],
+        tensors: Mapping[str, Tensor],
+        clients: int,
+        rows: int,
+    ) -> Generator[None]:
+        """Within this context forward passes take ``rows`` examples, those of C clients one below the other.
+
+        Args:
+            parametrization: by target layer.
+            tensors: slots of target layers and extras, (C, ...) each; running statistics are moved in place.
+            clients: C.
+            rows: C * B.
+
+        Raises:
+            Unstackable: within the context, by a forward pass in which rows are not where they are expected.
+        """
+        grouped = by_layer(tensors)
+        extras = grouped.pop(EXTRAS, {})
+        owned: dict[str, dict[str, Tensor]] = {}
+        for path in (*self.adapted.extras, *self.adapted.buffers):
+            owner, _, name = path.rpartition(".")
+            value = extras.get(path)
+            owned.setdefault(owner, {})[name] = self._initial(path, clients) if value is None else value
+        layers = self.adapted.layers
+        try:
+            for name, layer in layers.items():
+                bias = owned.get(name, {}).get("bias")
+                layer.stacked = StackedLayer(
+                    layer, parametrization.get(name), grouped.get(name, {}), bias, clients, rows
+                )
+            with ExitStack() as contexts:
+                for path, module in self._modules.items():
+                    contexts.enter_context(module.holding(owned[path], clients, rows))
+                yield
+        finally:
+            for layer in layers.values():
+                layer.stacked = None
+
+    def _initial(self, path: str, clients: int) -> Tensor:
+        value = self.adapted.initial(path)
+        return value.expand(clients, *value.shape)
