@@ -29,7 +29,6 @@ class Moments(Protocol):
         ...
 
 
-
 def refresh_projectors(
     engine: LoopEngine,
     job: Job,
