@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
@@ -19,25 +18,15 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.engines.batching import evaluation_batches
 from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.tuning import DEFAULT, Stacking, Wish, choose
 from fedspan.engines.work import Assignment
 from fedspan.engines.worker import Worker
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 
-__all__ = ["BatchedEngine", "Stacking"]
+__all__ = ["BatchedEngine"]
 
-
-@dataclass(frozen=True)
-class Stacking:
-    """How many clients train at the same time.
-
-    Args:
-        at_once: in one pass.
-        workers: threads, each with passes of its own.
-    """
-
-    at_once: int
-    workers: int
+_TRIED = 16  # clients whose jobs are tried out
 
 
 class BatchedEngine:
@@ -48,14 +37,16 @@ class BatchedEngine:
         task: the learning problem.
         settings: local training.
         seed: of every draw.
-        stacking: how many clients at once.
+        wish: how many clients at once, as far as that is not to be measured.
     """
 
     def __init__(
-        self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int, stacking: Stacking
+        self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int, wish: Wish | None = None
     ) -> None:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
-        self.stacking = stacking
+        self.wish = wish or Wish()
+        self.stacking: Stacking | None = None
+        """How many clients at once; known from the first round on, or set beforehand."""
         self._workers = [Worker(adapted, task, settings, seed)]
 
     def train_all(
@@ -67,20 +58,25 @@ class BatchedEngine:
     ) -> None:
         """Several clients at once (``Engine.train_all``)."""
         lock = Lock()
+        early: dict[str, Assignment] = {}
 
         def opening(client: str) -> Assignment:
             with lock:
-                return opened(client)
+                return early.pop(client) if client in early else opened(client)
 
         def finishing(work: Assignment, trained: Trained) -> Assignment | None:
             with lock:
                 return finished(work, trained)
 
-        shares = divided(sizes, min(self.stacking.workers, len(sizes)))
+        if self.stacking is None:
+            early = {client: opened(client) for client in list(sizes)[:_TRIED]}
+            self.stacking = choose(self.wish, self._ready, together, list(early.values()), len(sizes), examples)
+        stacking = self.stacking
+        shares = divided(sizes, min(stacking.workers, len(sizes)))
         workers = self._ready(len(shares))
         calls = [
             lambda worker=worker, share=share: worker.run(
-                examples, share, min(self.stacking.at_once, len(share)), opening, finishing
+                examples, share, min(stacking.at_once, len(share)), opening, finishing
             )
             for worker, share in zip(workers, shares, strict=True)
         ]
@@ -91,7 +87,7 @@ class BatchedEngine:
     ) -> Tensor:
         """``Engine.predict``."""
         batches = evaluation_batches(indices, examples.lengths, batch_size)
-        workers = self._ready(min(self.stacking.workers, len(batches)))
+        workers = self._ready(min((self.stacking or DEFAULT).workers, len(batches)))
         rows: dict[int, Tensor] = {}
 
         def predicted(number: int) -> None:
@@ -100,6 +96,11 @@ class BatchedEngine:
 
         together([lambda number=number: predicted(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])
+
+    @property
+    def why_not(self) -> str | None:
+        """Why clients train one by one, if they do although several at once were wanted."""
+        return next((worker.why_not for worker in self._workers if worker.why_not is not None), None)
 
     def _ready(self, count: int) -> Sequence[Worker]:
         """So many workers, all with the base as it stands."""
@@ -123,7 +124,7 @@ def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
 
 
 def together(calls: Sequence[Callable[[], None]]) -> None:
-    """Make calls at the same time, torch's threads divided among them; once all have ended, the first error is raised."""
+    """Make calls at the same time, torch's threads divided among them; the first error is raised in the end."""
     if len(calls) == 1:
         calls[0]()
         return

@@ -31,6 +31,9 @@ Finished = Callable[[Assignment, Trained], Assignment | None]
 _WINDOW = 4
 """Open clients for each that trains at once: to choose batches of like lengths from, without holding a whole cohort."""
 
+_LIKE = 1.2
+"""Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
+
 
 class Worker:
     """Trains clients on one model.
@@ -169,7 +172,8 @@ class Worker:
         with self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size):
             losses = self.task.losses(self.adapted.model, batch, members.to(device))
             shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
-            found = torch.autograd.grad((losses * shares).sum(), list(leaves.values()), allow_unused=True)
+            (losses * shares).sum().backward()
+        found = [leaf.grad for leaf in leaves.values()]
         for name in job.buffers:
             for number, seat in enumerate(group):
                 seat.others[name].copy_(others[name][number])
@@ -272,8 +276,10 @@ def chosen(seats: Sequence[Seat], at_once: int) -> list[Seat]:
     same = [seat for seat in seats if seat.key == leader.key]
     if leader.work.job.buffers:  # norms that measure their batch
         same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
+    low, high = leader.cost / _LIKE, leader.cost * _LIKE
+    same = [seat for seat in same if seat is not leader and low <= seat.cost <= high]
     same.sort(key=lambda seat: (abs(len(seat.batch) - len(leader.batch)), abs(seat.cost - leader.cost)))
-    kept = {id(seat) for seat in [leader, *(seat for seat in same if seat is not leader)][:at_once]}
+    kept = {id(seat) for seat in (leader, *same[: at_once - 1])}
     return [seat for seat in seats if id(seat) in kept]
 
 
