@@ -131,6 +131,7 @@ def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> 
         "federation": {"rounds": 3, "clients_per_round": 3},
         "training": {"lr": 0.02, "local_steps": 2, "batch_size": 4},
         "evaluation": {"batch_size": 32},
+        "engine": {"name": "loop"},
     }
     for section, change in changes.items():
         values[section] = {**values[section], **change}

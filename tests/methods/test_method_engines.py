@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 from watching import method_config
 
+import tiny
 from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.engines import worker
 from fedspan.engines.batched import BatchedEngine

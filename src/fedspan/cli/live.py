@@ -62,6 +62,9 @@ class RunView(Listener):
         shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
         self._print(Text(f"note: {shown}; the last bits of the result may differ", "yellow"))
 
+    def noted(self, text: str) -> None:
+        self._print(Text(f"note: {text}", "yellow"))
+
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         config, federation = prepared.config, prepared.federation
         self._prepared, self.done, self.rounds = prepared, done, federation.settings.rounds

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from fedspan.config.defaults import with_dataset
+from fedspan.config.engine import EngineConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig
 from fedspan.config.section import Section
@@ -196,6 +197,7 @@ class RunConfig(Section):
     federation: FederationConfig = Field(default_factory=FederationConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     baselines: list[Literal["local", "centralised"]] = Field(
         default_factory=list, description="What to train beside the federation, for comparison, with equal passes."
     )

@@ -13,7 +13,6 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
-from fedspan.engines.loop import LoopEngine
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import Prepared
 from fedspan.runs.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from fedspan.runs.files import disk_errors, remove
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.listener import Listener
 from fedspan.runs.scores import final_scores, round_score
+from fedspan.runs.simulators import make_engine
 
 __all__ = ["BASELINES", "alone", "pooled", "train_baseline"]
 
@@ -72,7 +72,7 @@ def _variant(
     settings = replace(prepared.engine.settings, keep_optimizer=True)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
-    engine = LoopEngine(prepared.engine.adapted, prepared.engine.task, settings, prepared.engine.seed)
+    engine = make_engine(config.engine, prepared.engine.adapted, prepared.task, settings, config.seed)
     rounds = replace(config.round_settings(), cohort=None)
     federation = Federation(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = Evaluator(federation, config.evaluation.batch_size)

@@ -14,11 +14,12 @@ from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
-from fedspan.engines.loop import LoopEngine
+from fedspan.engines.work import Engine
 from fedspan.errors import FedspanError
 from fedspan.runs.modelling import RunModel, build_model
 from fedspan.runs.problems import PROBLEMS, Facts, require_size
 from fedspan.runs.ranks import client_ranks, client_scaling
+from fedspan.runs.simulators import make_engine
 from fedspan.tasks.task import Examples, RunTask
 
 __all__ = ["Prepared", "choose_device", "prepare"]
@@ -49,7 +50,7 @@ class Prepared:
     facts: Facts
     partition: Partition
     task: RunTask
-    engine: LoopEngine
+    engine: Engine
     federation: Federation
     evaluator: Evaluator
     train: Examples
@@ -105,7 +106,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     facts = Facts.of(config, data.labels, _max_length(config, built.processor, adapted.model))
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
-    engine = LoopEngine(adapted, task, config.training_settings(), config.seed)
+    engine = make_engine(config.engine, adapted, task, config.training_settings(), config.seed)
     train = task.encode(data.train)
     require_size(config, adapted.model, task, train, device)
     federation = Federation(

@@ -4,6 +4,7 @@
 
     config.yaml          the configuration, with all defaults filled in; its presence makes the folder a run
     environment.json     versions, machine, seed, command
+    engine.json          how many clients train at once, as measured at the start
     partition.json       which examples each client holds
     metrics.jsonl        one line per round
     ledger.jsonl         one line per message
@@ -44,6 +45,7 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
+        self.engine = self.path / "engine.json"
         self.partition = self.path / "partition.json"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"

@@ -19,6 +19,9 @@ class Listener:
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         """Everything is built; ``done`` rounds are finished already."""
 
+    def noted(self, text: str) -> None:
+        """Something that a user should know, a sentence without its full stop."""
+
     def client_finished(self, round: int, client: str, loss: float) -> None:
         """A client has trained (rounds count from 1)."""
 

@@ -28,6 +28,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
 from fedspan.runs.scores import final_scores, round_score
+from fedspan.runs.simulators import engine_note, keep_choice, recall_choice
 
 __all__ = ["RunReport", "require_same_run", "run", "write_adapters"]
 
@@ -155,7 +156,10 @@ class _Session:
         else:
             progress = kept.progress
             self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
+        engine = self.prepared.engine
+        recall_choice(self.place, engine)
         self.listener.started(self.prepared, progress.state.round, resumed)
+        first = progress.state.round + 1
         while progress.state.round < federation.settings.rounds:
             began, number = time.monotonic(), progress.state.round + 1
 
@@ -164,6 +168,9 @@ class _Session:
 
             result = federation.play(progress, told)
             progress = result.progress
+            keep_choice(self.place, engine)
+            if number == first and (note := engine_note(engine)) is not None:
+                self.listener.noted(note)
             row = self._row(result)
             self.seconds += time.monotonic() - began
             self._commit(result, {**row, "seconds": self.seconds})

@@ -1,0 +1,54 @@
+"""The engine of a run, and what it chose at the start, which stays the run's to its end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fedspan.config.engine import EngineConfig
+from fedspan.engines.batched import BatchedEngine
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.tuning import Stacking, Wish
+from fedspan.engines.work import Engine
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.runs.folder import RunFolder
+from fedspan.tasks.task import Task
+
+__all__ = ["engine_note", "keep_choice", "make_engine", "recall_choice"]
+
+
+def make_engine(
+    config: EngineConfig, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int
+) -> Engine:
+    """The engine that a config names."""
+    if config.name == "loop":
+        return LoopEngine(adapted, task, settings, seed)
+    return BatchedEngine(adapted, task, settings, seed, Wish(config.clients_at_once, config.workers))
+
+
+def engine_note(engine: Engine) -> str | None:
+    """What a user should know of how the clients trained; None if it went as wanted."""
+    why = engine.why_not if isinstance(engine, BatchedEngine) else None
+    return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
+
+
+def recall_choice(place: RunFolder, engine: Engine) -> None:
+    """Let the engine of a run that is resumed do as many clients at once as before: its bits depend on it.
+
+    Raises:
+        FedspanError: if the file can't be read.
+    """
+    if not isinstance(engine, BatchedEngine) or not place.engine.exists():
+        return
+    found = place.read_json(place.engine)
+    try:
+        engine.stacking = Stacking(int(found["at_once"]), int(found["workers"]))  # pyright: ignore
+    except (TypeError, KeyError, ValueError):
+        raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
+
+
+def keep_choice(place: RunFolder, engine: Engine) -> None:
+    """Write down how many clients the engine chose to train at once, if it has and nobody wrote it down yet."""
+    if isinstance(engine, BatchedEngine) and engine.stacking is not None and not place.engine.exists():
+        place.write_json(place.engine, asdict(engine.stacking))
