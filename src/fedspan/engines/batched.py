@@ -99,8 +99,9 @@ class BatchedEngine:
 
     @property
     def why_not(self) -> str | None:
-        """Why clients train one by one, if they do although several at once were wanted."""
-        return next((worker.why_not for worker in self._workers if worker.why_not is not None), None)
+        """Why clients, or some of their jobs, train one by one although several at once were wanted."""
+        reasons = [worker.why_not or worker.why_alone for worker in self._workers]
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _ready(self, count: int) -> Sequence[Worker]:
         """So many workers, all with the base as it stands."""

@@ -68,7 +68,7 @@ class Seat:
         self.before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
         self.mask = layout.row(job.masks, device, missing=1.0) if job.masks else None
         self.offset = layout.row(job.gradient_offset, device) if job.gradient_offset else None
-        self.key = self._key()
+        self.kind = 0  # whom it can share a pass with; the engine's to set
         self.gathered: Tensor | None = None  # gradient of the micro-batches of one step
         self.gradient: Tensor | None = None  # sum of the raw gradients
         self._losses: list[Tensor] = []
@@ -98,8 +98,8 @@ class Seat:
         """Of the next batch in its step's gradient."""
         return len(self.batch) / len(self.work.indices) if self.probing else 1 / self.settings.accumulate
 
-    def _key(self) -> tuple[object, ...]:
-        """Clients with equal keys can train in one pass."""
+    def key(self) -> tuple[object, ...]:
+        """Clients with equal keys can share a pass."""
         job = self.work.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.others.items())
         parametrization = tuple(job.parametrization.items())
@@ -123,7 +123,6 @@ class Seat:
             else:
                 self.others[name] = value.detach()
         self._names = (*self._names, *(name for name in live if name not in self._names))
-        self.key = self._key()
 
     def take_gathered(self) -> Tensor:
         """The gradient of the step that is complete, (P,); the next one begins anew."""

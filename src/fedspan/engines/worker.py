@@ -50,10 +50,13 @@ class Worker:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.stacked = StackedModel(adapted)
         self.why_not = self.stacked.refusal()
-        """Why clients train one by one here, if they must."""
+        """Why all clients train one by one here, if they must."""
+        self.why_alone: str | None = None
+        """Why some job trained alone."""
         self._mode: frozenset[str] | None = None
         self._known: dict[str, Tensor] = {}
-        self._verified: set[object] = set()
+        self._kinds: dict[tuple[object, ...], int] = {}
+        self._verified: set[int] = set()
 
     def run(self, examples: Examples, clients: Sequence[str], at_once: int, opened: Opened, finished: Finished) -> None:
         """Train clients, ``at_once`` of them in a pass where that can be."""
@@ -109,9 +112,14 @@ class Worker:
         """A place for a job among others; None where it must train alone."""
         spec = spec_of(work, self.settings)
         layout = Layout.of(work.job, spec)
-        shrinks = work.job.decay_base and spec.weight_decay != 0  # the base itself, by each client's own steps
-        packed = getattr(self.task, "packing", False)  # a batch is one row
-        if layout is None or shrinks or packed or not len(work.indices):
+        reasons = {
+            "its trainable tensors have several number formats": layout is None,
+            "its weight decay shrinks the base, by each client's own steps": work.job.decay_base and spec.weight_decay,
+            "packed batches are one row": getattr(self.task, "packing", False),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        self.why_alone = reason or self.why_alone
+        if layout is None or reason is not None or not len(work.indices):
             return None
         seat = Seat(work, layout, self.settings, self.seed, examples, self.adapted.device)
         for name, value in seat.others.items():
@@ -120,7 +128,12 @@ class Worker:
             known = self._known.setdefault(name, value)
             if known is not value and known.dtype == value.dtype and torch.equal(known, value):
                 seat.others[name] = known  # held once, however many clients have it
+        self._sort(seat)
         return seat
+
+    def _sort(self, seat: Seat) -> None:
+        """Give a client its kind: those of one kind can share a pass."""
+        seat.kind = self._kinds.setdefault(seat.key(), len(self._kinds))
 
     def _renew(self, seat: Seat, examples: Examples) -> None:
         """Renew a client's projectors where its next batch is one before which that is due."""
@@ -133,9 +146,10 @@ class Worker:
         live = self.adapted.install(job.parametrization, seat.tensors(), frozenset(job.trainable_names))
         refresh_projectors(self.loop, job, live, seat, seat.steps, examples, seat.batch)
         seat.absorb(live)
+        self._sort(seat)
 
     def advance(self, group: Sequence[Seat], examples: Examples) -> None:
-        """One batch of each of several clients with one key, and the optimizer steps that it completes."""
+        """One batch of each of several clients of one kind, and the optimizer steps that it completes."""
         losses, gradients = self._gradients(group, examples)
         gathering = group[0].probing or self.settings.accumulate > 1
         ready: list[Seat] = []
@@ -250,11 +264,9 @@ class Worker:
         Raises:
             Unstackable: if not: the model does something across the examples of a batch, or with a target layer.
         """
-        job = group[0].work.job
-        kind = (tuple(map(type, job.parametrization.values())), job.buffers, group[0].layout.names)
-        if len(group) == 1 or kind in self._verified:
+        if len(group) == 1 or group[0].kind in self._verified:
             return
-        first, second = group[0], group[1]
+        job, first, second = group[0].work.job, group[0], group[1]
         tensors = [_disturbed(seat) for seat in (first, second)]
         both = {name: value[: 2 * size] for name, value in batch.items()}
         together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
@@ -267,13 +279,13 @@ class Worker:
             apart = float((found[rows] - alone).norm() / alone.norm())
             if not apart < _tolerance(self.adapted):
                 raise Unstackable(f"predictions differ by {apart:.1e} when two clients share a pass")
-        self._verified.add(kind)
+        self._verified.add(group[0].kind)
 
 
 def chosen(seats: Sequence[Seat], at_once: int) -> list[Seat]:
     """The clients of the next pass: that with the most batches left, and those whose next batches are most like its."""
     leader = max(seats, key=lambda seat: seat.left)
-    same = [seat for seat in seats if seat.key == leader.key]
+    same = [seat for seat in seats if seat.kind == leader.kind]
     if leader.work.job.buffers:  # norms that measure their batch
         same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
     low, high = leader.cost / _LIKE, leader.cost * _LIKE
