@@ -18,10 +18,11 @@ HIDDEN = "hidden_states"
 
 @dataclass
 class Call:
-    """One use of a block: when it began, what hidden states it was given, what it answered."""
+    """One use of a block: when it began, what it was given (hidden states first), what it answered."""
 
     entered: int
     hidden: Tensor | None
+    given: Sequence[Any]
     result: Any = None
 
     @property
@@ -35,11 +36,15 @@ class Call:
         first = self.result[0] if isinstance(self.result, tuple) and self.result else self.result
         return first if isinstance(first, Tensor) else None
 
-    def hands_on(self, shape: torch.Size) -> bool:
-        """Whether hidden states of a shape, and nothing else, went in and came out."""
+    def keeps(self, shape: torch.Size) -> bool:
+        """Whether hidden states of a shape went in and came out."""
+        return all(one is not None and one.shape == shape for one in (self.hidden, self.output))
+
+    def hands_on_to(self, after: Call) -> bool:
+        """Whether another block took the hidden states that this one returned, and nothing else of what it returned."""
         others = self.result[1:] if isinstance(self.result, tuple) else ()
-        same = all(one is not None and one.shape == shape for one in (self.hidden, self.output))
-        return same and all(one is None for one in others)
+        taken = {id(value) for value in after.given}
+        return after.hidden is self.output and not any(one is not None and id(one) in taken for one in others)
 
 
 @contextmanager
@@ -76,7 +81,7 @@ def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list
         moment += 1
         entered.setdefault(module, moment)
         if module in calls:
-            calls[module].append(Call(moment, hidden_of(args, options)))
+            calls[module].append(Call(moment, hidden_of(args, options), (*args, *options.values())))
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         calls[module][-1].result = result

@@ -71,7 +71,7 @@ class FrozenPrefix:
         if not live:
             raise NoPrefix("nothing in the model is trained")
         first, culprit = min((_entry(model, path, entered), path) for path in live)
-        candidates = [made for one in model.modules() if (made := _chain(one, calls))]
+        candidates = [made for one in _outer_lists(model) if (made := _chain(one, calls))]
         if not candidates:
             raise NoPrefix("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
         prefixes = [_before(chain, first, calls) for chain in candidates]
@@ -213,18 +213,23 @@ def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int
     return min(moments)
 
 
-def _chain(module: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
+def _outer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists of modules that are not inside a member of another one."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    inside = {module for one in lists for member in one for module in member.modules()}
+    return [one for one in lists if one not in inside]
+
+
+def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
     """A list's blocks in the order of their calls, if they are called once each, each with what the last one gave."""
-    if not isinstance(module, nn.ModuleList):
-        return None
-    used = sorted((block for block in module if calls[block]), key=lambda block: calls[block][0].entered)
+    used = sorted((block for block in blocks if calls[block]), key=lambda block: calls[block][0].entered)
     if not used or any(len(calls[block]) > 1 for block in used):
         return None
     chain = [calls[block][0] for block in used]
     first = chain[0].hidden
-    if first is None or first.ndim != 3 or not all(call.hands_on(first.shape) for call in chain):
+    if first is None or first.ndim != 3 or not all(call.keeps(first.shape) for call in chain):
         return None
-    return used if all(after.hidden is before.output for before, after in pairwise(chain)) else None
+    return used if all(call.hands_on_to(after) for call, after in pairwise(chain)) else None
 
 
 def _before(chain: Sequence[nn.Module], moment: int, calls: Mapping[nn.Module, Sequence[Call]]) -> Sequence[nn.Module]:
