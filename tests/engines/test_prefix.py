@@ -354,6 +354,16 @@ def test_images_through_convolutions_have_none(images: Path) -> None:
     assert "no list of blocks" in str(engine.prefixes.why_not(prepared.train))
 
 
+def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[str, Path]) -> None:
+    """In mid-job nothing may be tried on the model."""
+    prepared = built("bert", folders)
+    prefixes = engine_of(prepared, MEMORY).prefixes
+    batch = prepared.task.batch(prepared.train, [0, 1], prepared.engine.adapted.device)
+    with uses(prepared.engine.adapted) as seen, prefixes.fed(prepared.train, [0, 1]):
+        prepared.task.loss(prepared.engine.adapted.model, batch)
+        assert seen == [2]
+
+
 def test_nobody_asked_for_it(prepared: Prepared) -> None:
     assert engine_of(prepared, None).prefixes.why_not(prepared.train) == "it was not asked for"
 
@@ -437,6 +447,7 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
     chosen = [5, 60, 99]
     batch = prepared.task.batch(prepared.train, chosen, adapted.device)
     for caches in (first, *others):
+        caches.ensure(prepared.train, np.array(chosen))
         with torch.no_grad():
             wanted = prepared.task.loss(caches.adapted.model.eval(), batch)
             with caches.fed(prepared.train, chosen):

@@ -70,6 +70,11 @@ class PrefixCaches:
             cache.ensure(indices, self.settings.batch_size)
 
     def fed(self, examples: Examples, indices: Sequence[int]) -> AbstractContextManager[None]:
-        """Within this context forward passes of a batch of examples (asked of ``ensure``) skip the prefix, if any."""
-        cache = self.cache(examples)
+        """Within this context forward passes of a batch of examples skip the prefix, if there is one.
+
+        Args:
+            examples: that ``ensure`` has seen; others do without.
+            indices: that it was asked for.
+        """
+        cache = self._own.get(id(examples))  # none is made here: in mid-job the model is not to be changed
         return nullcontext() if cache is None else cache.prefix.fed(cache.hidden(indices))
