@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -425,7 +424,7 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
     first = engine_of(prepared, MEMORY).prefixes
     cache = first.cache(prepared.train)
     assert cache is not None
-    others = [first.replica(copy.deepcopy(adapted)) for _ in range(3)]
+    others = [first.replica(adapted.replica()) for _ in range(3)]
     indices = np.arange(len(prepared.train))
     errors: list[BaseException] = []
 

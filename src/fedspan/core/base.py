@@ -85,7 +85,9 @@ def _accumulate(parts: tuple[LowRank, ...] | Tensor, delta: Delta) -> tuple[LowR
 
 
 def _decayed(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[LowRank, ...] | Tensor:
-    return parts * factor if isinstance(parts, Tensor) else tuple(LowRank(pair.B * factor, pair.A, pair.scale) for pair in parts)
+    if isinstance(parts, Tensor):
+        return parts * factor
+    return tuple(LowRank(pair.B * factor, pair.A, pair.scale) for pair in parts)
 
 
 @dataclass(frozen=True)

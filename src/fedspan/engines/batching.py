@@ -62,9 +62,7 @@ def training_batches(
         epoch += 1
 
 
-def job_batches(
-    settings: TrainingSettings, seed: int, work: Assignment, examples: Examples
-) -> Iterator[np.ndarray]:
+def job_batches(settings: TrainingSettings, seed: int, work: Assignment, examples: Examples) -> Iterator[np.ndarray]:
     """The batches of an assignment: as many epochs or steps as its job, or else the run, says; a probe: one epoch."""
     job = work.job
     steps = settings.steps if job.steps is None and job.epochs is None else job.steps

@@ -15,11 +15,11 @@ import torch
 
 from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import generator
-from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState
+from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.engines import wire
-from fedspan.engines.loop import LoopEngine
 from fedspan.engines.reduction import Reducer
 from fedspan.engines.settings import RoundSettings
+from fedspan.engines.work import Assignment, Engine
 from fedspan.tasks.task import Examples
 
 __all__ = ["Federation", "Member", "Progress", "RoundResult", "Transfer"]
@@ -111,7 +111,7 @@ class Federation:
     def __init__(
         self,
         method: Method,
-        engine: LoopEngine,
+        engine: Engine,
         members: Sequence[Member],
         examples: Examples,
         settings: RoundSettings,
@@ -155,35 +155,49 @@ class Federation:
         reducer = Reducer(list(clients.values()))
         transfers: list[Transfer] = []
         memories, optimizers = dict(progress.memories), dict(progress.optimizers)
-        loss_sum = examples = 0.0
         self.engine.adapted.set_base(state.base)
-        for id, client in clients.items():
-            down = self._travel(self.method.sync(state, client), id, "down", transfers)
-            memory = memories.get(id, {})
-            result: Job | Message = self.method.start(down, client, memory)
-            while isinstance(result, Job):
-                job = result
-                kept = self._kept(job, optimizers.get(_moments_key(id, job)))
-                trained = self.engine.train(
-                    job, self.examples, self.members[id].train, client=id, round=state.round, lr=lr, kept=kept
-                )
-                if self.engine.settings.keep_optimizer:
-                    optimizers[_moments_key(id, job)] = (trained.optimizer_state, job.generation)
-                result, memory = self.method.finish(job, trained, client, memory)
-                loss_sum += trained.metrics["loss"] * trained.metrics["examples"]
-                examples += trained.metrics["examples"]
-                if on_client is not None:
-                    on_client(id, trained.metrics["loss"])
-            up = self._travel(result, id, "up", transfers)
-            reducer.add(id, self.method.contribute(up, client))
+        losses: dict[str, list[tuple[float, float]]] = {id: [] for id in ids}
+
+        def assigned(id: str, job: Job) -> Assignment:
+            kept = self._kept(job, optimizers.get(_moments_key(id, job)))
+            return Assignment(id, state.round, job, self.members[id].train, lr, kept)
+
+        def opened(id: str) -> Assignment:
+            down = self._travel(self.method.sync(state, clients[id]), id, "down", transfers)
+            job = self.method.start(down, clients[id], memories.get(id, {}))
+            return assigned(id, job)
+
+        def finished(work: Assignment, trained: Trained) -> Assignment | None:
+            id, job = work.client, work.job
+            if self.engine.settings.keep_optimizer:
+                optimizers[_moments_key(id, job)] = (trained.optimizer_state, job.generation)
+            result, memory = self.method.finish(job, trained, clients[id], memories.get(id, {}))
             memories[id] = memory
+            losses[id].append((trained.metrics["loss"], trained.metrics["examples"]))
+            if on_client is not None:
+                on_client(id, trained.metrics["loss"])
+            if isinstance(result, Job):
+                return assigned(id, result)
+            up = self._travel(result, id, "up", transfers)
+            reducer.add(id, self.method.contribute(up, clients[id]))
+            return None
+
+        self.engine.train_all(self.examples, {id: self._work(id) for id in ids}, opened, finished)
+        transfers.sort(key=lambda transfer: (transfer.client, transfer.direction))
+        parts = [part for id in ids for part in losses[id]]
+        examples = sum(count for _, count in parts)
         after = Progress(
             state=self.method.update(state, reducer.result()),
             memories=memories,
             held={**progress.held, **dict.fromkeys(ids, state.round)},
             optimizers=optimizers,
         )
-        return RoundResult(after, tuple(transfers), ids, lr, loss_sum / max(1.0, examples))
+        loss = sum(loss * count for loss, count in parts) / max(1.0, examples)
+        return RoundResult(after, tuple(transfers), ids, lr, loss)
+
+    def _work(self, id: str) -> int:
+        """About how much a client has to train, in tokens an epoch."""
+        return int(self.examples.lengths[self.members[id].train].sum())
 
     def _kept(self, job: Job, kept: tuple[OptimizerState, int] | None) -> OptimizerState | None:
         if kept is None or not self.engine.settings.keep_optimizer or kept[1] != job.generation:

@@ -202,23 +202,30 @@ class LoopEngine:
                 gradients[name] = gradients[name] + job.gradient_offset[name].to(gradients[name].device)
         optimizer.step(gradients)
 
-    @torch.no_grad()
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
     ) -> Tensor:
         """The model's predictions for some examples, one row each, in the order of ``indices``, float32 on the CPU."""
+        rows = self.rows(job, examples, evaluation_batches(indices, examples.lengths, batch_size), thorough=thorough)
+        return torch.stack([rows[index] for index in indices.tolist()])
+
+    @torch.no_grad()
+    def rows(
+        self, job: Job, examples: Examples, batches: Sequence[np.ndarray], *, thorough: bool = False
+    ) -> dict[int, Tensor]:
+        """Predictions by example for some batches, float32 on the CPU."""
         adapted = self.adapted
-        if not thorough:  # what is generated has other lengths
-            self.prefixes.ensure(examples, indices)
+        if batches and not thorough:  # what is generated has other lengths
+            self.prefixes.ensure(examples, np.concatenate(batches))
         adapted.model.eval()
         adapted.install(job.parametrization, job.tensors, frozenset())
         rows: dict[int, Tensor] = {}
-        for batch_indices in evaluation_batches(indices, examples.lengths, batch_size):
-            batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
-            with nullcontext() if thorough else self.prefixes.fed(examples, batch_indices.tolist()):
+        for indices in batches:
+            batch = self.task.batch(examples, indices.tolist(), adapted.device)
+            with nullcontext() if thorough else self.prefixes.fed(examples, indices.tolist()):
                 predictions = self.task.predict(adapted.model, batch, thorough=thorough).float().cpu()
-            rows.update(zip(batch_indices.tolist(), predictions, strict=True))
-        return torch.stack([rows[index] for index in indices.tolist()])
+            rows.update(zip(indices.tolist(), predictions, strict=True))
+        return rows
 
 
 def not_finite(work: Assignment, value: float) -> FedspanError:

@@ -125,6 +125,12 @@ class Seat:
         self._names = (*self._names, *(name for name in live if name not in self._names))
         self.key = self._key()
 
+    def take_gathered(self) -> Tensor:
+        """The gradient of the step that is complete, (P,); the next one begins anew."""
+        assert self.gathered is not None
+        made, self.gathered = self.gathered, None
+        return made
+
     def count(self, loss: Tensor) -> None:
         """Note the loss of the batch that was taken, a scalar that is looked at when the job has ended."""
         self._losses.append(loss)

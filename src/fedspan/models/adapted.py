@@ -6,6 +6,7 @@ those of the original model. Shapes: O output features, I input features, R rank
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
@@ -60,6 +61,15 @@ class AdaptedLayer:
         weight = self.module.weight
         assert isinstance(weight, nn.Parameter)
         return weight
+
+    @property
+    def shared(self) -> tuple[LowRank | None, Delta | None, Tensor | None]:
+        """What replicas of the layer have in common beside the stored weight."""
+        return self.adopted, self.moved, self._original
+
+    @shared.setter
+    def shared(self, values: tuple[LowRank | None, Delta | None, Tensor | None]) -> None:
+        self.adopted, self.moved, self._original = values
 
     def original(self) -> Tensor:
         """W0, (O, I), in its stored dtype; of a quantised layer, the numbers that it stands for."""
@@ -219,6 +229,21 @@ class AdaptedModel:
         for layer in self.layers.values():
             layer.set_base(base)
         self._base = base
+
+    def replica(self) -> AdaptedModel:
+        """Another model object on the same weights, with extras and a state of its own: for another thread."""
+        own = {id(value) for value in self.values().values()}
+        kept: list[object] = [
+            value for value in (*self.model.parameters(), *self.model.buffers()) if id(value) not in own
+        ]
+        kept += [self._base, *(thing for layer in self.layers.values() for thing in layer.shared)]
+        return copy.deepcopy(self, {id(thing): thing for thing in kept})
+
+    def share_base(self, other: AdaptedModel) -> None:
+        """Compute with the base that a replica of this one (or what it is a replica of) has been given."""
+        self._base = other._base
+        for name, layer in self.layers.items():
+            layer.shared = other.layers[name].shared
 
     def install(
         self, parametrization: Mapping[str, Parametrization], tensors: Mapping[str, Tensor], trainable: frozenset[str]

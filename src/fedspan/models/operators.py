@@ -58,11 +58,17 @@ class Operator(ABC):
     def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
         """A change of weight applied to an input, through the factors where there are any.
 
+        It is computed in the delta's number format, but in bfloat16 where the result is (as under autocast): on the
+        processors that a bfloat16 base is chosen for, float32 products of this size cost as much as the base's own.
+        In float16 small gradients would vanish.
+
         Args:
-            delta: (O, I), in whose dtype it is computed.
+            delta: (O, I).
             x: the layer's input.
             like: dtype of the result.
         """
+        if like == torch.bfloat16:
+            delta = delta.to(like)
         if isinstance(delta, LowRank):
             h_R = self.apply(self._cast(x, delta.A.dtype), delta.A)
             return (self.spread(h_R, delta.B) * delta.scale).to(like)

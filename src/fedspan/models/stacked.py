@@ -68,6 +68,10 @@ class StackedPair:
     def __init__(self, B: Tensor, A: Tensor, scale: float) -> None:
         self.B, self.A, self.scale = B, A, scale
 
+    def to(self, dtype: torch.dtype) -> StackedPair:
+        """In another number format."""
+        return StackedPair(self.B.to(dtype), self.A.to(dtype), self.scale)
+
 
 class StackedLayer:
     """The forward of a target layer while several clients train.
@@ -100,22 +104,25 @@ class StackedLayer:
         if effective is None:
             return self._base(x)
         grouped = self._grouped(x)
-        pair: Tensor | None = None
-        if effective.pair is not None:
-            dropout = layer.dropout if effective.dropout and x.is_floating_point() else None
-            dropped = grouped if dropout is None else self._grouped(dropout(x, layer.name))
-            pair = _product(operator, effective.pair, dropped, dtype).flatten(0, 1)
+        pair, dropped = effective.pair, grouped
+        if pair is not None and layer.dropout is not None and effective.dropout and x.is_floating_point():
+            dropped = self._grouped(layer.dropout(x, layer.name))
+        if pair is not None and dtype == torch.bfloat16:  # as `Operator.product` has it
+            pair = pair.to(dtype)
         if effective.base:
             y = self._base(x)
         elif effective.weight is not None:
             y = self._with_bias(_apply(operator, effective.weight.to(dtype), grouped).flatten(0, 1))
         else:
-            assert pair is not None
-            y, pair = self._with_bias(pair), None
+            y, pair = self._with_bias(_product(operator, pair, dropped, dtype).flatten(0, 1)), None
         for fixed in (layer.adopted, layer.moved if effective.base else None):
             if fixed is not None:
                 y = y + operator.product(fixed, x, dtype)
-        return y if pair is None else y + pair
+        if pair is None:
+            return y
+        if isinstance(pair, StackedPair) and isinstance(operator, Linear) and pair.A.dtype == dropped.dtype == y.dtype:
+            return _added(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
+        return y + _product(operator, pair, dropped, dtype).flatten(0, 1)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(rows, ...) -> (C, B, ...). Tokens may be flattened into the rows, as some models do."""
@@ -141,8 +148,14 @@ class StackedLayer:
         return (grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:])).flatten(0, 1)
 
 
+def _added(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:
+    """``y + scale * x A^T B^T`` client by client; A, B and y have one number format."""
+    h_CNR = torch.bmm(x_CB.flatten(1, -2), pair.A.mT)
+    return torch.baddbmm(y_CNO, h_CNR, (pair.B * pair.scale).mT)
+
+
 def _product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> Tensor:
-    """Each client's change of weight applied to its rows, (C, B, ..., O)."""
+    """Each client's change of weight applied to its rows, (C, B, ..., O): ``Operator.product`` client by client."""
     factors = isinstance(pair, StackedPair)
     if isinstance(operator, Linear):
         if not factors:

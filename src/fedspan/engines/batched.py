@@ -1,0 +1,143 @@
+"""The batched engine: many clients in one forward and backward pass over one frozen base; what `loop` does, faster.
+
+Clients are divided among threads with a model object each (its weights are the same memory); each thread trains several
+of its clients at once (``worker.py``). Who trains with whom follows from the data alone: two runs have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.values import Job, Trained
+from fedspan.engines.batching import evaluation_batches
+from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.tuning import DEFAULT, Stacking, Wish, choose
+from fedspan.engines.work import Assignment
+from fedspan.engines.worker import Worker
+from fedspan.models.adapted import AdaptedModel
+from fedspan.tasks.task import Examples, Task
+
+__all__ = ["BatchedEngine"]
+
+_TRIED = 16  # clients whose jobs are tried out
+
+
+class BatchedEngine:
+    """Trains and evaluates jobs on one model, many clients at once.
+
+    Args:
+        adapted: the model.
+        task: the learning problem.
+        settings: local training.
+        seed: of every draw.
+        wish: how many clients at once, as far as that is not to be measured.
+    """
+
+    def __init__(
+        self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int, wish: Wish | None = None
+    ) -> None:
+        self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
+        self.wish = wish or Wish()
+        self.stacking: Stacking | None = None
+        """How many clients at once; known from the first round on, or set beforehand."""
+        self._workers = [Worker(adapted, task, settings, seed)]
+
+    def train_all(
+        self,
+        examples: Examples,
+        sizes: Mapping[str, int],
+        opened: Callable[[str], Assignment],
+        finished: Callable[[Assignment, Trained], Assignment | None],
+    ) -> None:
+        """Several clients at once (``Engine.train_all``)."""
+        lock = Lock()
+        early: dict[str, Assignment] = {}
+
+        def opening(client: str) -> Assignment:
+            with lock:
+                return early.pop(client) if client in early else opened(client)
+
+        def finishing(work: Assignment, trained: Trained) -> Assignment | None:
+            with lock:
+                return finished(work, trained)
+
+        if self.stacking is None:
+            early = {client: opened(client) for client in list(sizes)[:_TRIED]}
+            self.stacking = choose(self.wish, self._ready, together, list(early.values()), len(sizes), examples)
+        stacking = self.stacking
+        shares = divided(sizes, min(stacking.workers, len(sizes)))
+        workers = self._ready(len(shares))
+        calls = [
+            lambda worker=worker, share=share: worker.run(
+                examples, share, min(stacking.at_once, len(share)), opening, finishing
+            )
+            for worker, share in zip(workers, shares, strict=True)
+        ]
+        together(calls)
+
+    def predict(
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
+    ) -> Tensor:
+        """``Engine.predict``."""
+        batches = evaluation_batches(indices, examples.lengths, batch_size)
+        workers = self._ready(min((self.stacking or DEFAULT).workers, len(batches)))
+        rows: dict[int, Tensor] = {}
+
+        def predicted(number: int) -> None:
+            own = batches[number :: len(workers)]
+            rows.update(workers[number].loop.rows(job, examples, own, thorough=thorough))
+
+        together([lambda number=number: predicted(number) for number in range(len(workers))])
+        return torch.stack([rows[index] for index in indices.tolist()])
+
+    @property
+    def why_not(self) -> str | None:
+        """Why clients train one by one, if they do although several at once were wanted."""
+        return next((worker.why_not for worker in self._workers if worker.why_not is not None), None)
+
+    def _ready(self, count: int) -> Sequence[Worker]:
+        """So many workers, all with the base as it stands."""
+        while len(self._workers) < max(1, count):
+            self._workers.append(Worker(self.adapted.replica(), self.task, self.settings, self.seed))
+        workers = self._workers[: max(1, count)]
+        for worker in workers[1:]:
+            worker.adapted.share_base(self.adapted)
+        return workers
+
+
+def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Clients in parts of about the same work: the largest first, each to the part that has least."""
+    shares: list[list[str]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for client in sorted(sizes, key=lambda id: (-sizes[id], id)):
+        part = loads.index(min(loads))
+        shares[part].append(client)
+        loads[part] += sizes[client]
+    return shares
+
+
+def together(calls: Sequence[Callable[[], None]]) -> None:
+    """Make calls at the same time, torch's threads divided among them; the first error is raised in the end."""
+    if len(calls) == 1:
+        calls[0]()
+        return
+    with _threads(max(1, torch.get_num_threads() // len(calls))), ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result()
+
+
+@contextmanager
+def _threads(count: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)  # what the pool's threads begin with
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,199 @@
+"""How many clients train at once: measured at the start of a run, and remembered on the machine.
+
+Stacking pays where a client's own batch is too small to keep the processor busy, and costs where it is not: batches of
+several clients are padded to the longest of them. So it is tried out on the run's own first jobs, which are left as
+they are. What was found is kept in the user's cache folder, so that a run that is repeated is repeated to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from fedspan.engines.seat import Seat
+from fedspan.engines.work import Assignment
+from fedspan.engines.worker import Worker, chosen
+from fedspan.models.stacked import Unstackable
+from fedspan.tasks.task import Examples
+
+__all__ = ["DEFAULT", "Stacking", "Wish", "cache_file", "choose"]
+
+_WORTH = 200  # batches in a round below which measuring would take longer than it saves
+_PASSES, _SECONDS = 4, 0.3  # of one measurement, at most
+_GAIN = 0.97  # more at once must take at most this share of the time
+_MOST = 64  # clients in a pass
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How many clients train at the same time.
+
+    Args:
+        at_once: in one pass.
+        workers: threads, each with passes of its own.
+    """
+
+    at_once: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user has set; None: measured."""
+
+    at_once: int | None = None
+    workers: int | None = None
+
+
+DEFAULT = Stacking(4, 1)
+"""Where there is too little to train for measuring to pay."""
+
+
+def choose(
+    wish: Wish,
+    workers: Callable[[int], Sequence[Worker]],
+    together: Callable[[Sequence[Callable[[], None]]], None],
+    works: Sequence[Assignment],
+    clients: int,
+    examples: Examples,
+) -> Stacking:
+    """How many clients at once, for a round that begins with these jobs.
+
+    Args:
+        wish: what is set already.
+        workers: gives so many workers.
+        together: makes calls at the same time, each with its share of torch's threads.
+        works: the first jobs of the round; left as they are.
+        clients: in the round.
+        examples: what the jobs' indices point into.
+    """
+    if wish.at_once is not None and wish.workers is not None:
+        return Stacking(wish.at_once, wish.workers)
+    first = workers(1)[0]
+    probe = first.seat(works[0], examples)
+    if probe is None or first.why_not is not None or len(probe.batches) * clients < _WORTH:
+        # Alone they still can train side by side.
+        return Stacking(wish.at_once or DEFAULT.at_once, wish.workers or DEFAULT.workers)
+    key = _key(wish, first, probe, clients, examples)
+    if known := _read().get(key):
+        return Stacking(**known)
+
+    def seconds(stacking: Stacking) -> float:
+        team = workers(stacking.workers)
+        return _seconds_a_token(team, together, works, stacking.at_once, examples)
+
+    found = _search(wish, clients, first.adapted.device, seconds)
+    _write(key, found)
+    return found
+
+
+def _search(wish: Wish, clients: int, device: torch.device, seconds: Callable[[Stacking], float]) -> Stacking:
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    best = Stacking(wish.at_once or min(4, clients), wish.workers or 1)
+    least = seconds(best)
+    if wish.workers is None and threads > 1 and clients > 1:
+        other = Stacking(best.at_once, threads)
+        if (taken := seconds(other)) < _GAIN * least:
+            best, least = other, taken
+    if wish.at_once is not None:
+        return best
+    for sizes in ((8, 16, 32, _MOST), (2, 1)):
+        start = best
+        for size in sizes:
+            other = Stacking(size, best.workers)
+            if size * best.workers > clients or (taken := seconds(other)) > _GAIN * least:
+                break
+            best, least = other, taken
+        if best != start:
+            break
+    return best
+
+
+def _seconds_a_token(
+    team: Sequence[Worker],
+    together: Callable[[Sequence[Callable[[], None]]], None],
+    works: Sequence[Assignment],
+    at_once: int,
+    examples: Examples,
+) -> float:
+    """Wall-clock seconds for each token that is no padding; infinite where it does not fit into memory."""
+    tokens = [0] * len(team)
+
+    def passes(number: int, count: int, until: float) -> None:
+        worker, seats = team[number], seated[number]
+        for _ in range(count):
+            group = chosen(seats, at_once)
+            tokens[number] += sum(int(examples.lengths[seat.batch].sum()) for seat in group)
+            worker.advance(group, examples)
+            for seat in group:
+                seat.taken %= len(seat.batches)
+            if time.perf_counter() > until:
+                break
+
+    seated = [_seats(worker, works, number, at_once, examples) for number, worker in enumerate(team)]
+    try:
+        together([lambda number=number: passes(number, 1, 0.0) for number in range(len(team))])  # warm-up
+        tokens[:] = [0] * len(team)
+        start = time.perf_counter()
+        together([lambda number=number: passes(number, _PASSES, start + _SECONDS) for number in range(len(team))])
+        return (time.perf_counter() - start) / sum(tokens)
+    except (Unstackable, torch.cuda.OutOfMemoryError):
+        return float("inf")
+
+
+def _seats(worker: Worker, works: Sequence[Assignment], number: int, at_once: int, examples: Examples) -> list[Seat]:
+    """More jobs than fit into a pass, as in training; the same ones again where there are too few."""
+    chosen = [works[(number + at) % len(works)] for at in range(2 * at_once)]
+    seats = [worker.seat(work, examples) for work in chosen]
+    return [seat for seat in seats if seat is not None]
+
+
+def _key(wish: Wish, worker: Worker, seat: Seat, clients: int, examples: Examples) -> str:
+    """All that the choice depends on: machine, model, jobs."""
+    model = worker.adapted.model
+    parts = {
+        "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__],
+        "device": str(worker.adapted.device),
+        "model": [type(model).__name__, sum(value.numel() for value in model.parameters())],
+        "dtype": sorted({str(value.dtype) for value in model.parameters()}),
+        "layout": [seat.layout.names, [list(shape) for shape in seat.layout.shapes]],
+        "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
+        "clients": clients,
+        "wish": asdict(wish),
+    }
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def cache_file() -> Path:
+    """Where choices are remembered: under FEDSPAN_CACHE, XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("FEDSPAN_CACHE")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedspan"
+    return base / "stacking.json"
+
+
+def _read() -> dict[str, dict[str, int]]:
+    """What is remembered; nothing where the file is missing or no such file."""
+    try:
+        found = json.loads(cache_file().read_text(encoding="utf-8"))
+        return {key: {name: int(one[name]) for name in ("at_once", "workers")} for key, one in found.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _write(key: str, found: Stacking) -> None:
+    place = cache_file()
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_name(f"{place.name}.{os.getpid()}")
+        part.write_text(json.dumps({**_read(), key: asdict(found)}), encoding="utf-8")
+        part.replace(place)
+    except OSError:  # a home that can't be written to: measured again next time
+        return

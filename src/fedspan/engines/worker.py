@@ -1,0 +1,309 @@
+"""One thread of the batched engine: trains its share of a round's clients, several in one pass, on a model of its own.
+
+Shapes: C clients in a pass, B examples of each, P elements of a client's trainable tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import generator
+from fedspan.core.values import Trained
+from fedspan.engines.loop import LoopEngine, dropout_mask
+from fedspan.engines.refresh import refresh_due, refresh_projectors
+from fedspan.engines.seat import Seat, spec_of
+from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.stacked_optimizer import Layout, clip_rows, step_rows
+from fedspan.engines.work import Assignment
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.stacked import StackedModel, Unstackable
+from fedspan.tasks.task import Examples, Task
+
+__all__ = ["Worker"]
+
+Opened = Callable[[str], Assignment]
+Finished = Callable[[Assignment, Trained], Assignment | None]
+
+_WINDOW = 4
+"""Open clients for each that trains at once: to choose batches of like lengths from, without holding a whole cohort."""
+
+_LIKE = 1.2
+"""Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
+
+
+class Worker:
+    """Trains clients on one model.
+
+    Args:
+        adapted: the model; nobody else may use it meanwhile.
+        task: the learning problem.
+        settings: local training.
+        seed: of every draw.
+    """
+
+    def __init__(self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int) -> None:
+        self.loop = LoopEngine(adapted, task, settings, seed)
+        self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
+        self.stacked = StackedModel(adapted)
+        self.why_not = self.stacked.refusal()
+        """Why clients train one by one here, if they must."""
+        self._mode: frozenset[str] | None = None
+        self._known: dict[str, Tensor] = {}
+        self._verified: set[object] = set()
+
+    def run(self, examples: Examples, clients: Sequence[str], at_once: int, opened: Opened, finished: Finished) -> None:
+        """Train clients, ``at_once`` of them in a pass where that can be."""
+        waiting, seats = list(reversed(clients)), list[Seat]()
+        self._known.clear()
+        self._mode = None
+        while waiting or seats:
+            while waiting and len(seats) < _WINDOW * at_once:
+                self._admit(opened(waiting.pop()), examples, at_once, seats, finished)
+            if not seats:
+                continue
+            group = chosen(seats, at_once)
+            try:
+                self.advance(group, examples)
+            except Unstackable as error:
+                self.why_not = str(error)
+                for seat in seats:
+                    self._alone(seat.work, examples, finished)
+                seats.clear()
+                continue
+            for seat in group:
+                if not seat.left:
+                    seats.remove(seat)
+                    following = finished(seat.work, seat.result())
+                    if following is not None:
+                        self._admit(following, examples, at_once, seats, finished)
+                else:
+                    self._renew(seat, examples)
+
+    def _admit(self, work: Assignment, examples: Examples, at_once: int, seats: list[Seat], finished: Finished) -> None:
+        seat = None if at_once == 1 or self.why_not is not None else self.seat(work, examples)
+        if seat is None:
+            self._alone(work, examples, finished, at_once, seats)
+            return
+        seats.append(seat)
+        self._renew(seat, examples)
+
+    def _alone(
+        self,
+        work: Assignment,
+        examples: Examples,
+        finished: Finished,
+        at_once: int = 1,
+        seats: list[Seat] | None = None,
+    ) -> None:
+        """Train a job as the loop engine does; the client's next one may be stacked again."""
+        self._mode = None
+        following = finished(work, self.loop.take(work, examples))
+        if following is not None:
+            self._admit(following, examples, at_once, [] if seats is None else seats, finished)
+
+    def seat(self, work: Assignment, examples: Examples) -> Seat | None:
+        """A place for a job among others; None where it must train alone."""
+        spec = spec_of(work, self.settings)
+        layout = Layout.of(work.job, spec)
+        shrinks = work.job.decay_base and spec.weight_decay != 0  # the base itself, by each client's own steps
+        packed = getattr(self.task, "packing", False)  # a batch is one row
+        if layout is None or shrinks or packed or not len(work.indices):
+            return None
+        seat = Seat(work, layout, self.settings, self.seed, examples, self.adapted.device)
+        for name, value in seat.others.items():
+            if name in work.job.buffers:
+                continue
+            known = self._known.setdefault(name, value)
+            if known is not value and known.dtype == value.dtype and torch.equal(known, value):
+                seat.others[name] = known  # held once, however many clients have it
+        return seat
+
+    def _renew(self, seat: Seat, examples: Examples) -> None:
+        """Renew a client's projectors where its next batch is one before which that is due."""
+        job = seat.work.job
+        first = seat.taken % self.settings.accumulate == 0
+        if job.refresh is None or not first or not refresh_due(job.refresh, seat.steps):
+            return
+        self.adapted.train_mode(job.buffers)
+        self._mode = None
+        live = self.adapted.install(job.parametrization, seat.tensors(), frozenset(job.trainable_names))
+        refresh_projectors(self.loop, job, live, seat, seat.steps, examples, seat.batch)
+        seat.absorb(live)
+
+    def advance(self, group: Sequence[Seat], examples: Examples) -> None:
+        """One batch of each of several clients with one key, and the optimizer steps that it completes."""
+        losses, gradients = self._gradients(group, examples)
+        gathering = group[0].probing or self.settings.accumulate > 1
+        ready: list[Seat] = []
+        for loss, gradient, seat in zip(losses, gradients, group, strict=True):
+            seat.count(loss)
+            if gathering:
+                seat.gathered = gradient if seat.gathered is None else seat.gathered + gradient
+            if not seat.left or not (seat.probing or seat.taken % self.settings.accumulate):
+                ready.append(seat)
+        if gathering:
+            gradients = torch.stack([seat.take_gathered() for seat in ready]) if ready else gradients[:0]
+        if ready:
+            self._step(ready, gradients)
+
+    def _gradients(self, group: Sequence[Seat], examples: Examples) -> tuple[Tensor, Tensor]:
+        """Losses (C,) and gradients (C, P) of the clients' next batches."""
+        job, layout, device = group[0].work.job, group[0].layout, self.adapted.device
+        clients, size = len(group), max(len(seat.batch) for seat in group)
+        rows: list[int] = []
+        members = torch.zeros(clients, clients * size)
+        for number, seat in enumerate(group):
+            own = seat.batch.tolist()
+            members[number, number * size : number * size + len(own)] = 1
+            rows += own + own[:1] * (size - len(own))  # nobody's: all clients have as many rows
+        if self._mode != job.buffers:
+            self.adapted.train_mode(job.buffers)
+            self._mode = job.buffers
+        values = torch.stack([seat.values for seat in group])
+        leaves = {name: view.detach().requires_grad_() for name, view in layout.views(values).items()}
+        others = stacked_others(group)
+        batch = self.task.batch(examples, rows, device)
+        self._verify(group, batch, size)
+        self._set_dropout(group, batch, size)
+        with self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size):
+            losses = self.task.losses(self.adapted.model, batch, members.to(device))
+            shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
+            (losses * shares).sum().backward()
+        found = [leaf.grad for leaf in leaves.values()]
+        for name in job.buffers:
+            for number, seat in enumerate(group):
+                seat.others[name].copy_(others[name][number])
+        return losses.detach(), layout.joined(found, clients, values)
+
+    def _step(self, group: Sequence[Seat], gradients: Tensor) -> None:
+        layout, settings = group[0].layout, self.settings
+        for number, seat in enumerate(group):
+            if seat.work.job.want_gradient or seat.probing:
+                own = gradients[number]
+                seat.gradient = own.clone() if seat.gradient is None else seat.gradient + own
+        if group[0].probing:
+            return
+        if any(seat.work.job.penalties for seat in group):
+            gradients = gradients + torch.stack([self._penalty(seat) for seat in group])
+        masks = [seat.mask for seat in group if seat.mask is not None]
+        mask = torch.stack(masks) if masks else None
+        if mask is not None:
+            gradients = gradients * mask
+        if settings.max_grad_norm:
+            gradients = clip_rows(gradients, settings.max_grad_norm)
+        offsets = [seat.offset for seat in group if seat.offset is not None]
+        if offsets:
+            zero = torch.zeros_like(offsets[0])
+            gradients = gradients + torch.stack([zero if seat.offset is None else seat.offset for seat in group])
+        values = torch.stack([seat.values for seat in group])
+        moments = {kind: torch.stack([seat.moments[kind] for seat in group]) for kind in group[0].moments}
+        for seat in group:
+            seat.steps += 1
+            seat.counts += 1
+        counts, before = np.stack([seat.counts for seat in group]), np.stack([seat.before for seat in group])
+        step_rows(group[0].spec, layout, values, gradients, moments, counts, before, mask)
+        for number, seat in enumerate(group):
+            seat.values.copy_(values[number])
+            for kind, moment in moments.items():
+                seat.moments[kind].copy_(moment[number])
+
+    def _penalty(self, seat: Seat) -> Tensor:
+        """The gradient of a client's penalties, (P,)."""
+        if not seat.work.job.penalties:
+            return torch.zeros_like(seat.values)
+        with torch.enable_grad():
+            own = {name: view.detach().requires_grad_() for name, view in seat.layout.views(seat.values).items()}
+            terms = [penalty.value({**seat.others, **own}) for penalty in seat.work.job.penalties]
+            found = torch.autograd.grad(torch.stack(terms).sum(), list(own.values()), allow_unused=True)
+        return seat.layout.joined(found, 1, seat.values)[0]
+
+    def _set_dropout(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int) -> None:
+        rate = self.settings.dropout
+        if not rate:
+            return
+        tokens = batch["input_ids"].shape[1] if "input_ids" in batch else None
+
+        def dropout(x: Tensor, layer: str) -> Tensor:
+            if x.shape[0] != len(group) * size:
+                raise Unstackable(f"dropout before {layer}, which is given the tokens of all examples in one row")
+            kept = torch.ones(x.shape, dtype=torch.bool)
+            for number, seat in enumerate(group):
+                work, count = seat.work, len(seat.batch)
+                # The mask that the client would draw alone: its batch is padded no further than its own longest text.
+                middle = [seat.cost] if x.ndim > 2 and x.shape[1] == tokens else list(x.shape[1:2])
+                shape = [count, *middle, *x.shape[2:]]
+                key = (self.seed, work.round, work.client, work.job.phase, seat.taken, layer)
+                first = number * size
+                kept[first : first + count, : middle[0]] = dropout_mask(shape, rate, *key)
+            return x * kept.to(x.device, x.dtype) / (1 - rate)
+
+        self.adapted.set_dropout(dropout)
+
+    @torch.no_grad()
+    def _verify(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int) -> None:
+        """Before clients first share a pass: that each gets what it would get alone, to rounding.
+
+        Raises:
+            Unstackable: if not: the model does something across the examples of a batch, or with a target layer.
+        """
+        job = group[0].work.job
+        kind = (tuple(map(type, job.parametrization.values())), job.buffers, group[0].layout.names)
+        if len(group) == 1 or kind in self._verified:
+            return
+        first, second = group[0], group[1]
+        tensors = [_disturbed(seat) for seat in (first, second)]
+        both = {name: value[: 2 * size] for name, value in batch.items()}
+        together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
+        with self.stacked.holding(job.parametrization, together, 2, 2 * size):
+            found = self.task.predict(self.adapted.model, both)
+        for number, own in enumerate(tensors):
+            rows = slice(number * size, (number + 1) * size)
+            self.adapted.install(job.parametrization, own, frozenset())
+            alone = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
+            apart = float((found[rows] - alone).norm() / alone.norm())
+            if not apart < _tolerance(self.adapted):
+                raise Unstackable(f"predictions differ by {apart:.1e} when two clients share a pass")
+        self._verified.add(kind)
+
+
+def chosen(seats: Sequence[Seat], at_once: int) -> list[Seat]:
+    """The clients of the next pass: that with the most batches left, and those whose next batches are most like its."""
+    leader = max(seats, key=lambda seat: seat.left)
+    same = [seat for seat in seats if seat.key == leader.key]
+    if leader.work.job.buffers:  # norms that measure their batch
+        same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
+    low, high = leader.cost / _LIKE, leader.cost * _LIKE
+    same = [seat for seat in same if seat is not leader and low <= seat.cost <= high]
+    same.sort(key=lambda seat: (abs(len(seat.batch) - len(leader.batch)), abs(seat.cost - leader.cost)))
+    kept = {id(seat) for seat in (leader, *same[: at_once - 1])}
+    return [seat for seat in seats if id(seat) in kept]
+
+
+def stacked_others(group: Sequence[Seat]) -> dict[str, Tensor]:
+    """What does not train, (C, ...) each; tensors that all clients share are not copied."""
+    made: dict[str, Tensor] = {}
+    for name, first in group[0].others.items():
+        own = [seat.others[name] for seat in group]
+        shared = all(value is first for value in own) and len(own) > 1
+        made[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
+    return made
+
+
+def _disturbed(seat: Seat) -> dict[str, Tensor]:
+    """A client's tensors, with those that train moved a little: where B is 0, nothing could be told apart."""
+    rng = generator(0, "verify", seat.work.client)
+    tensors = {name: value.clone() for name, value in seat.tensors().items()}
+    for name in seat.layout.names:
+        noise = torch.randn(tensors[name].shape, generator=rng) * 0.02
+        tensors[name] = tensors[name] + noise.to(tensors[name])
+    return tensors
+
+
+def _tolerance(adapted: AdaptedModel) -> float:
+    """Relative, for predictions in the number format of the base."""
+    dtype = next(adapted.model.parameters()).dtype
+    return 5e-2 if torch.finfo(dtype).bits == 16 else 1e-3

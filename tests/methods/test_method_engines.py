@@ -1,0 +1,178 @@
+"""The batched engine does what the loop does: every method, one job in float64, whole federations in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from watching import method_config
+
+from fedspan.core.values import Job, OptimizerState, Trained
+from fedspan.engines import worker
+from fedspan.engines.batched import BatchedEngine
+from fedspan.engines.federation import Progress
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.tuning import Wish
+from fedspan.engines.work import Assignment, Engine
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared, prepare
+from fedspan.tasks.task import Examples
+
+AT_ONCE = (1, 3, 8)
+ADAMW = {"fedgalore"}  # whatever the run's optimizer
+
+
+class Collecting(LoopEngine):
+    """Keeps all assignments."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.works: list[Assignment] = []
+
+    def take(self, work: Assignment, examples: Examples) -> Trained:
+        self.works.append(work)
+        return super().take(work, examples)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many clients shared each pass."""
+    found: list[int] = []
+    advance = worker.Worker.advance
+
+    def counted(self: worker.Worker, group: Any, examples: Examples) -> None:
+        found.append(len(group))
+        advance(self, group, examples)
+
+    monkeypatch.setattr(worker.Worker, "advance", counted)
+    return found
+
+
+def engine_of(prepared: Prepared, at_once: int | None, workers: int = 1) -> Engine:
+    """The loop, or the batched engine with so many clients at once."""
+    parts = (prepared.engine.adapted, prepared.task, prepared.config.training_settings(), prepared.config.seed)
+    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, Wish(at_once, workers))
+
+
+def played(prepared: Prepared, engine: Engine) -> Progress:
+    prepared.federation.engine = engine
+    progress = prepared.federation.begin()
+    while progress.state.round < prepared.federation.settings.rounds:
+        progress = prepared.federation.play(progress).progress
+    return progress
+
+
+def trained(engine: Engine, works: list[Assignment], examples: Examples) -> dict[str, Trained]:
+    """What an engine makes of assignments, one for each client."""
+    known, made = {work.client: work for work in works}, dict[str, Trained]()
+
+    def finished(work: Assignment, result: Trained) -> None:
+        made[work.client] = result
+
+    engine.train_all(examples, {id: len(work.indices) for id, work in known.items()}, known.__getitem__, finished)
+    return made
+
+
+def apart(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """The largest relative distance between tensors of one name."""
+    assert set(left) == set(right)
+    gaps = [0.0]
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype
+        if not value.is_floating_point():
+            assert torch.equal(value, right[name])
+        elif value.any() or right[name].any():
+            gaps.append(float((value.double() - right[name].double()).norm() / value.double().norm()))
+    return max(gaps)
+
+
+def doubled(work: Assignment) -> Assignment:
+    """The same in float64."""
+
+    def wide(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+
+    def state(one: OptimizerState | None) -> OptimizerState | None:
+        return one and OptimizerState({kind: wide(values) for kind, values in one.moments.items()}, one.steps)
+
+    job = work.job
+    changes = {name: wide(getattr(job, name)) for name in ("tensors", "masks", "gradient_offset")}
+    wider: Job = replace(job, **changes, optimizer_state=state(job.optimizer_state))
+    return replace(work, job=wider, kept=state(work.kept))
+
+
+def gaps(one: Trained, other: Trained) -> Iterator[float]:
+    yield apart(one.tensors, other.tensors)
+    yield apart(one.gradient, other.gradient)
+    assert one.optimizer_state.steps == other.optimizer_state.steps
+    assert set(one.optimizer_state.moments) == set(other.optimizer_state.moments)
+    for kind, values in one.optimizer_state.moments.items():
+        yield apart(values, other.optimizer_state.moments[kind])
+    assert (one.steps, one.lr_sum, one.decay) == (other.steps, pytest.approx(other.lr_sum), other.decay)
+    assert one.metrics["examples"] == other.metrics["examples"]
+    yield abs(one.metrics["loss"] - other.metrics["loss"])
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_folder: Path) -> Prepared:
+    """The tiny BERT in float64."""
+    prepared = prepare(tiny.config(tiny_folder))
+    prepared.engine.adapted.model.double()
+    return prepared
+
+
+Collect = Callable[..., list[Assignment]]
+
+
+@pytest.fixture(scope="module")
+def collected(tiny_folder: Path, prepared: Prepared) -> Collect:
+    """All assignments of a method's first two rounds, in which clients have 11 to 58 texts; AdamW with decay."""
+
+    def collect(key: str, **changes: Any) -> list[Assignment]:
+        training = {"local_steps": None, "optimizer_state": "keep", **changes.pop("training", {})}
+        rounds = {"rounds": 2, "clients_per_round": None, **changes.pop("federation", {})}
+        config = method_config(tiny_folder, key, training=training, federation=rounds, **changes)
+        made = tiny.variant(prepared, config, engine=Collecting)
+        engine = made.engine
+        assert isinstance(engine, Collecting)
+        played(made, engine)
+        return engine.works
+
+    return collect
+
+
+@pytest.mark.parametrize("key", sorted(METHODS))
+def test_one_job_of_every_method_gives_the_same_in_float64(
+    key: str, collected: Collect, wide: Prepared, passes: list[int]
+) -> None:
+    works = [doubled(work) for work in collected(key)]
+    kinds = {(work.round, work.job.phase) for work in works}
+    for kind in sorted(kinds):
+        own = [work for work in works if (work.round, work.job.phase) == kind]
+        expected = trained(engine_of(wide, None), own, wide.train)
+        found = trained(engine_of(wide, 3), own, wide.train)
+        for id, one in expected.items():
+            assert max(gaps(one, found[id])) < 1e-9
+    assert max(passes, default=1) > 1 or key == "fedgalore"  # whose weight decay shrinks the base by client
+
+
+@pytest.mark.parametrize("key", sorted(METHODS))
+def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(key: str, tiny_folder: Path) -> None:
+    """float32, three rounds, clients of 11 to 58 texts with a batch of 4: SGD 1e-5, AdamW 1e-3."""
+    config = tiny.config(
+        tiny_folder,
+        method={"name": key, "r": 2},
+        training={"optimizer": "sgd", "lr": 0.005, "local_steps": None},
+        federation={"clients_per_round": None},
+    )
+    prepared = prepare(config)
+    expected = played(prepared, engine_of(prepared, None)).state.tensors
+    for at_once in AT_ONCE:
+        found = played(prepared, engine_of(prepared, at_once)).state.tensors
+        assert apart(expected, found) < (1e-3 if key in ADAMW else 1e-5)
