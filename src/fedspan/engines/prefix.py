@@ -213,8 +213,8 @@ class PrefixCache:
     def _computed(self, indices: Sequence[int], *, training: bool = False) -> Tensor:
         """What leaves the prefix, (examples, T, D)."""
         model, device = self.adapted.model, self.adapted.device
-        # Nothing is drawn but where verify() finds that out.
-        with evaluating(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        cards = [device] if device.type == "cuda" else []
+        with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # for what only verify() finds out
             if training:
                 self.adapted.train_mode(frozenset())
             with self.prefix.recorded() as made:
