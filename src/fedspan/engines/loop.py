@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +19,9 @@ from fedspan.core.tensors import generator
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState, Trained
 from fedspan.engines.batching import evaluation_batches, job_batches
 from fedspan.engines.optimizers import LocalOptimizer
+from fedspan.engines.prefix_caches import PrefixCaches
 from fedspan.engines.refresh import refresh_projectors
-from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.settings import PrefixSettings, TrainingSettings
 from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
@@ -36,13 +38,22 @@ class LoopEngine:
         task: the learning problem.
         settings: local training.
         seed: of every draw.
+        prefix: where hidden states that leave the model's frozen prefix are kept; None: it is computed every time.
     """
 
-    def __init__(self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int) -> None:
+    def __init__(
+        self,
+        adapted: AdaptedModel,
+        task: Task,
+        settings: TrainingSettings,
+        seed: int,
+        prefix: PrefixSettings | None = None,
+    ) -> None:
         self.adapted = adapted
         self.task = task
         self.settings = settings
         self.seed = seed
+        self.prefixes = PrefixCaches(adapted, task, prefix)
 
     def train(
         self,
@@ -71,6 +82,7 @@ class LoopEngine:
         """
         settings, adapted = self.settings, self.adapted
         work = Assignment(client, round, job, indices, lr, kept)
+        self.prefixes.ensure(examples, indices)
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         spec = replace(settings.optimizer, lr=lr, **job.optimizer)
@@ -85,7 +97,8 @@ class LoopEngine:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
             self._set_dropout(client, round, job.phase, micro)
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
-            loss = self.task.loss(adapted.model, batch)
+            with self.prefixes.fed(examples, batch_indices.tolist()):
+                loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):
                 raise not_finite(work, value)
@@ -202,12 +215,15 @@ class LoopEngine:
     ) -> dict[int, Tensor]:
         """Predictions by example for some batches, float32 on the CPU."""
         adapted = self.adapted
+        if batches and not thorough:  # what is generated has other lengths
+            self.prefixes.ensure(examples, np.concatenate(batches))
         adapted.model.eval()
         adapted.install(job.parametrization, job.tensors, frozenset())
         rows: dict[int, Tensor] = {}
         for indices in batches:
             batch = self.task.batch(examples, indices.tolist(), adapted.device)
-            predictions = self.task.predict(adapted.model, batch, thorough=thorough).float().cpu()
+            with nullcontext() if thorough else self.prefixes.fed(examples, indices.tolist()):
+                predictions = self.task.predict(adapted.model, batch, thorough=thorough).float().cpu()
             rows.update(zip(indices.tolist(), predictions, strict=True))
         return rows
 

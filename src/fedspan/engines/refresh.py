@@ -117,7 +117,9 @@ def _from_gradients(
     adapted.set_dropout(None)
     with adapted.captured_gradients(take):
         batch = engine.task.batch(examples, batch_indices.tolist(), adapted.device)
-        engine.task.loss(adapted.model, batch).backward()
+        with engine.prefixes.fed(examples, batch_indices.tolist()):
+            loss = engine.task.loss(adapted.model, batch)
+        loss.backward()
     for tensor in live.values():
         tensor.grad = None
     return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from fedspan.core.values import OptimizerSpec
 
-__all__ = ["EvaluationSettings", "RoundSettings", "TrainingSettings"]
+__all__ = ["EvaluationSettings", "PrefixSettings", "RoundSettings", "TrainingSettings"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,21 @@ class EvaluationSettings:
 
     every: int = 1
     batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class PrefixSettings:
+    """Where the hidden states that leave a model's frozen prefix are kept.
+
+    Args:
+        budget: bytes of memory, for all data sets together.
+        folder: for files with the hidden states of data sets that exceed it; None: those do without.
+        batch_size: examples of the forward passes that compute them.
+    """
+
+    budget: int = 2 << 30
+    folder: Path | None = None
+    batch_size: int = 32
 
 
 @dataclass(frozen=True)

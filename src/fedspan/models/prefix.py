@@ -1,0 +1,241 @@
+"""The first blocks of a model, in which nothing changes: what leaves them is put in their place once it is known.
+
+Shapes: B examples, T tokens, D features of a hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import HIDDEN, Call, hidden_of, traced
+
+__all__ = ["FrozenPrefix", "NoPrefix", "Recording", "live_modules"]
+
+
+class NoPrefix(Exception):
+    """A model, or data, for which no blocks can be skipped; the text is the reason, without a full stop."""
+
+
+class _Stopped(Exception):
+    """Ends a forward pass of which nothing more is wanted."""
+
+
+@dataclass
+class Recording:
+    """What a forward pass left: ``hidden``, (B, T, D), enters the first block that is not skipped."""
+
+    hidden: Tensor
+
+
+class FrozenPrefix:
+    """The blocks of an adapted model before the first one with anything trainable (or random) in it.
+
+    Args:
+        adapted: the model; while one of the contexts is open, nobody else may use it.
+        paths: of the blocks in the order of their calls: those to skip, and the one behind them.
+        widths: of each block that is skipped, how many values it returns as a tuple; None: a bare tensor.
+    """
+
+    def __init__(self, adapted: AdaptedModel, paths: Sequence[str], widths: Sequence[int | None]) -> None:
+        self._paths, self._widths = tuple(paths), tuple(widths)
+        *self._skipped, self._first = [adapted.model.get_submodule(path) for path in paths]
+
+    @classmethod
+    def search(cls, adapted: AdaptedModel, live: Collection[str]) -> FrozenPrefix:
+        """The longest prefix (by parameters), as the calls of one forward pass of a tiny batch show it.
+
+        Args:
+            adapted: a Hugging Face model.
+            live: paths of the modules whose values may differ between jobs or move within one.
+
+        Raises:
+            NoPrefix: if there is none.
+        """
+        model = adapted.model
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            raise NoPrefix("activations are computed again in the backward pass (gradient checkpointing)")
+        names = {module: name for name, module in model.named_modules()}
+        try:
+            entered, calls = traced(model)
+        # Whatever a model makes of a batch that is not what it expects.
+        except Exception as error:
+            raise NoPrefix(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
+        if not live:
+            raise NoPrefix("nothing in the model is trained")
+        first, culprit = min((_entry(model, path, entered), path) for path in live)
+        candidates = [made for one in _outer_lists(model) if (made := _chain(one, calls))]
+        if not candidates:
+            raise NoPrefix("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
+        prefixes = [_before(chain, first, calls) for chain in candidates]
+        best = max(prefixes, key=lambda chain: sum(_size(block) for block in chain[:-1]))
+        if len(best) < 2:
+            raise NoPrefix(f"{culprit} changes, and it is used in the first block or before it")
+        end = calls[best[-1]][0].entered
+        for module, moment in entered.items():
+            if moment < end and isinstance(module, _DROPOUTS) and module.p > 0:
+                raise NoPrefix(f"{names[module]} draws at random (dropout {module.p}) before what changes")
+        return cls(adapted, [names[block] for block in best], [calls[block][0].width for block in best[:-1]])
+
+    @classmethod
+    def find(cls, adapted: AdaptedModel, live: Collection[str]) -> FrozenPrefix | None:
+        """As ``search``; None if there is none, for the reason that ``why_not`` gives."""
+        try:
+            return cls.search(adapted, live)
+        except NoPrefix:
+            return None
+
+    @classmethod
+    def why_not(cls, adapted: AdaptedModel, live: Collection[str]) -> str | None:
+        """Why there is no prefix; None if there is one."""
+        try:
+            cls.search(adapted, live)
+        except NoPrefix as error:
+            return str(error)
+        return None
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are skipped."""
+        return len(self._skipped)
+
+    def on(self, adapted: AdaptedModel) -> FrozenPrefix:
+        """The same prefix of a replica of the model."""
+        return FrozenPrefix(adapted, self._paths, self._widths)
+
+    @contextmanager
+    def recorded(self) -> Generator[Recording]:
+        """Within this context one forward pass ends (as does the context) where the first live block would begin.
+
+        Yields:
+            What is set by then: the hidden states that were about to enter that block.
+
+        Raises:
+            NoPrefix: if the pass never came there.
+        """
+        made = Recording(torch.empty(0))
+
+        def stop(*args: Any, **options: Any) -> Any:
+            hidden = hidden_of(args, options)
+            assert hidden is not None
+            made.hidden = hidden.detach()
+            raise _Stopped
+
+        try:
+            with _replaced(self._first, stop):
+                yield made
+        except _Stopped:
+            return
+        raise NoPrefix(f"{self._paths[-1]} was not called")
+
+    @contextmanager
+    def fed(self, hidden: Tensor) -> Generator[None]:
+        """Within this context forward passes skip the prefix.
+
+        Args:
+            hidden: what the first live block is given in place of what it would be given, (B, T, D).
+
+        Raises:
+            ValueError: within the context, by a forward pass of a batch of another shape.
+        """
+        forward = self._first.forward
+
+        def begin(*args: Any, **options: Any) -> Any:
+            given = hidden_of(args, options)
+            if given is None or given.shape != hidden.shape:
+                found = None if given is None else tuple(given.shape)
+                raise ValueError(f"hidden states of shape {tuple(hidden.shape)} for a batch of shape {found}")
+            if args:
+                return forward(hidden, *args[1:], **options)
+            return forward(**{**options, HIDDEN: hidden})
+
+        with ExitStack() as contexts:
+            for block, width in zip(self._skipped, self._widths, strict=True):
+                contexts.enter_context(_replaced(block, _handing_on(width)))
+            contexts.enter_context(_replaced(self._first, begin))
+            yield
+
+
+_DROPOUTS = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
+
+
+def live_modules(adapted: AdaptedModel) -> frozenset[str]:
+    """Paths of the modules whose values may differ between jobs: the target layers, and what holds the extras."""
+    return frozenset(adapted.layers) | {path.rpartition(".")[0] for path in (*adapted.extras, *adapted.buffers)}
+
+
+def _handing_on(width: int | None) -> Any:
+    """A forward that returns the hidden states as they are, in the form in which the block returns its own."""
+
+    def forward(*args: Any, **options: Any) -> Any:
+        hidden = hidden_of(args, options)
+        return hidden if width is None else (hidden, *[None] * (width - 1))
+
+    return forward
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Any) -> Generator[None]:
+    """Within this context a module computes something else; a forward of its own (an adapted layer's) comes back."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int:
+    """When a module's weights may first be used: its own first call, or that of one that shares them (tied weights).
+
+    What is not called itself (weights that another module reads) counts from the call of what surrounds it.
+    """
+    weights = {id(weight) for weight in model.get_submodule(path).parameters()}
+    paths = [path]
+    for name, module in model.named_modules():
+        if weights & {id(weight) for weight in module.parameters(recurse=False)}:
+            paths.append(name)
+    moments: list[int] = []
+    for one in paths:
+        while one and model.get_submodule(one) not in entered:
+            one = one.rpartition(".")[0]
+        moments.append(entered[model.get_submodule(one)])
+    return min(moments)
+
+
+def _outer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists of modules that are not inside a member of another one."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    inside = {module for one in lists for member in one for module in member.modules()}
+    return [one for one in lists if one not in inside]
+
+
+def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
+    """A list's blocks in the order of their calls, if they are called once each, each with what the last one gave."""
+    used = sorted((block for block in blocks if calls[block]), key=lambda block: calls[block][0].entered)
+    if not used or any(len(calls[block]) > 1 for block in used):
+        return None
+    chain = [calls[block][0] for block in used]
+    first = chain[0].hidden
+    if first is None or first.ndim != 3 or not all(call.keeps(first.shape) for call in chain):
+        return None
+    return used if all(call.hands_on_to(after) for call, after in pairwise(chain)) else None
+
+
+def _before(chain: Sequence[nn.Module], moment: int, calls: Mapping[nn.Module, Sequence[Call]]) -> Sequence[nn.Module]:
+    """The blocks that end before a moment, and the one behind them (the last one, if all end before it)."""
+    return chain[: max(1, sum(calls[block][0].entered <= moment for block in chain))]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())

@@ -1,0 +1,453 @@
+"""The loop engine with a frozen prefix cache gives what it gives without; where that can't be, there is no cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+import tiny_decoders
+import tiny_images
+from fedspan.config import parse_config
+from fedspan.core.values import Job, Trained
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.prefix import PrefixCache
+from fedspan.engines.settings import PrefixSettings
+from fedspan.models.adapted import AdaptedModel
+from fedspan.runs.build import Prepared, prepare
+from fedspan.tasks.task import Examples
+
+MEMORY = PrefixSettings()
+LAST: Mapping[str, Any] = {"layers_to_transform": [1]}
+TEXTS = ("bert", "roberta", "distilbert", "gpt2")
+SINGLE = ("llama-lm", "qwen-lm", "opt-lm", "gemma-lm")
+"""Compute parts of attention or norms in float32 whatever their format."""
+KINDS = (*TEXTS, *(f"{family}-lm" for family in tiny_decoders.FAMILIES), "vit")
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Path, decoders: Path, images: Path) -> Mapping[str, Path]:
+    return {"text": tiny_folder, "lm": decoders, "image": images}
+
+
+def built(kind: str, folders: Mapping[str, Path], model: Mapping[str, Any] = LAST, **changes: Any) -> Prepared:
+    """A run with target layers in the last of two blocks alone."""
+    if kind == "vit":
+        model = {"target_modules": ["q_proj", "v_proj", "fc1"], **model}
+        return prepare(tiny_images.config(folders["image"], kind, model=model, **changes))
+    if kind.endswith("-lm"):
+        changes = {"evaluation": {"generate": False}, **changes}
+        family = kind.removesuffix("-lm")
+        return prepare(parse_config(tiny_decoders.settings(folders["lm"], family, model=model, **changes)))
+    if kind == "distilbert":
+        model = {"target_modules": ["q_lin", "v_lin", "lin1"], **model}
+    return prepare(tiny.config(folders["text"], kind, model=model, **changes))
+
+
+def engine_of(prepared: Prepared, prefix: PrefixSettings | None) -> LoopEngine:
+    settings = prepared.config.training_settings()
+    return LoopEngine(prepared.engine.adapted, prepared.task, settings, prepared.config.seed, prefix)
+
+
+def job_of(prepared: Prepared, id: str, dtype: torch.dtype) -> Job:
+    """A client's first job, with tensors that were moved off zero, in a number format."""
+    job = prepared.evaluator.job(prepared.federation.begin(), id)
+    rng = torch.Generator().manual_seed(1)
+    tensors = {
+        name: value.to(dtype) + 0.05 * torch.randn(value.shape, generator=rng, dtype=dtype)
+        for name, value in job.tensors.items()
+    }
+    return replace(job, tensors=tensors)
+
+
+def trained(engine: LoopEngine, prepared: Prepared, job: Job, id: str) -> Trained:
+    return engine.train(job, prepared.train, prepared.federation.members[id].train, client=id, round=0, lr=0.02)
+
+
+def apart(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """The largest relative distance between tensors of one name."""
+    assert set(left) == set(right)
+    return max(
+        float((left[name].double() - right[name].double()).norm() / left[name].double().norm().clamp(min=1e-12))
+        for name in left
+    )
+
+
+@contextmanager
+def uses(adapted: AdaptedModel) -> Generator[list[int]]:
+    """Within this context, how many examples went through a layer inside the first block, pass by pass."""
+    model = adapted.model
+    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == 2)
+    inside = next(module for module in next(lists)[0].modules() if type(module).__name__.endswith("Norm"))
+    seen: list[int] = []
+    handle = inside.register_forward_hook(lambda _, given, __: seen.append(len(given[0])))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) -> None:
+    """1e-9; padding alone moves more where a model computes softmax and norms in float32 whatever its format."""
+    prepared = built(kind, folders, training={"local_steps": None, "local_epochs": 2, "batch_size": 4})
+    prepared.engine.adapted.model.double()
+    tolerance = 1e-6 if kind in SINGLE else 1e-9
+    id = list(prepared.federation.members)[-1]
+    job = job_of(prepared, id, torch.float64)
+    plain, cached = engine_of(prepared, None), engine_of(prepared, MEMORY)
+    wanted = trained(plain, prepared, job, id)
+    assert cached.prefixes.why_not(prepared.train) is None
+    found = trained(cached, prepared, job, id)
+    assert apart(wanted.tensors, found.tensors) < tolerance
+    assert found.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=tolerance)
+    assert apart(job.tensors, found.tensors) > 1e-3
+    with uses(prepared.engine.adapted) as seen:
+        trained(cached, prepared, job, id)
+        assert not seen
+        trained(plain, prepared, job, id)
+        assert seen
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_a_job_on_examples_of_one_length_is_the_same_in_every_model(kind: str, folders: Mapping[str, Path]) -> None:
+    prepared = built(kind, folders, training={"local_steps": 6, "batch_size": 4})
+    prepared.engine.adapted.model.double()
+    engine = engine_of(prepared, MEMORY)
+    lengths = prepared.train.lengths
+    cache = engine.prefixes.cache(prepared.train)
+    assert cache is not None
+    tried = cache.known  # beside examples of other lengths
+    indices = np.flatnonzero((lengths == np.bincount(lengths).argmax()) & ~tried)
+    id = next(iter(prepared.federation.members))
+    job = job_of(prepared, id, torch.float64)
+    results = [
+        one.train(job, prepared.train, indices, client=id, round=0, lr=0.02)
+        for one in (engine_of(prepared, None), engine)
+    ]
+    assert apart(results[0].tensors, results[1].tensors) < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictions_are_the_same_in_float32(kind: str, folders: Mapping[str, Path]) -> None:
+    prepared = built(kind, folders)
+    id = next(iter(prepared.federation.members))
+    job, indices = job_of(prepared, id, torch.float32), np.arange(len(prepared.train))[::-1]
+    cached = engine_of(prepared, MEMORY)
+    wanted = engine_of(prepared, None).predict(job, prepared.train, indices, 7)
+    with uses(prepared.engine.adapted) as seen:
+        found = cached.predict(job, prepared.train, indices, 7)
+        seen.clear()
+        again = cached.predict(job, prepared.train, indices, 11)
+        assert not seen
+    assert torch.allclose(wanted, found, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(wanted, again, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedgalore", "lora-a2", "ffa-lora", "fedavg"])
+def test_methods_that_look_at_more_than_factors(method: str, folders: Mapping[str, Path]) -> None:
+    """Projectors from whole gradients, probes, dense weights; adapters' dropout draws the same masks."""
+    prepared = built(
+        "bert", folders, method={"name": method}, training={"lora_dropout": 0.3 if method == "ffa-lora" else 0.0}
+    )
+    prepared.engine.adapted.model.double()
+    job = job_of(prepared, "south", torch.float64)
+    wanted = trained(engine_of(prepared, None), prepared, job, "south")
+    found = trained(engine_of(prepared, MEMORY), prepared, job, "south")
+    assert apart(wanted.tensors, found.tensors) < 1e-9
+    if wanted.gradient:
+        assert apart(wanted.gradient, found.gradient) < 1e-9
+
+
+def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> None:
+    """FLoRA merges into the base every round; clients are drawn anew; float32 with SGD."""
+    prepared = built("bert", folders, method={"name": "flora", "r": 2}, training={"optimizer": "sgd", "lr": 0.05})
+    states: list[Mapping[str, Tensor]] = []
+    for prefix in (None, MEMORY):
+        prepared.federation.engine = engine_of(prepared, prefix)
+        progress = prepared.federation.begin()
+        while progress.state.round < prepared.federation.settings.rounds:
+            progress = prepared.federation.play(progress).progress
+        total = {name: delta for name, delta in progress.state.base.total.items() if isinstance(delta, Tensor)}
+        assert len(total) == len(prepared.engine.adapted.layers)
+        states.append({**progress.state.tensors, **total})
+    assert apart(*states) < 1e-5
+
+
+def test_each_example_is_computed_once(folders: Mapping[str, Path]) -> None:
+    prepared = built("bert", folders, training={"local_steps": None, "local_epochs": 3})
+    adapted, part = prepared.engine.adapted, prepared.federation.members["south"].train
+    engine = engine_of(prepared, MEMORY)
+    cache = engine.prefixes.cache(prepared.train)
+    assert cache is not None
+    job = job_of(prepared, "south", torch.float32)
+    with uses(adapted) as seen:
+        trained(engine, prepared, job, "south")
+        assert len(part) - 4 <= sum(seen) <= len(part)  # the four on which it was tried are known
+        seen.clear()
+        engine.predict(job, prepared.train, part[:9], 4)
+        assert not seen
+
+
+def test_hidden_states_are_zero_behind_each_example_s_own_and_come_in_the_model_s_format(
+    folders: Mapping[str, Path],
+) -> None:
+    prepared = built("bert", folders, {**LAST, "dtype": "bfloat16"})
+    cache, reason = PrefixCache.make(prepared.engine.adapted, prepared.task, prepared.train, budget=1 << 20)
+    assert cache is not None, reason
+    indices = [int(prepared.train.lengths.argmin()), int(prepared.train.lengths.argmax()), 3]
+    cache.ensure(np.array(indices), 2)
+    hidden = cache.hidden(indices, 14)
+    assert hidden.dtype == torch.bfloat16
+    assert hidden.shape == (3, 14, 16)
+    for row, index in zip(hidden, indices, strict=True):
+        own = int(prepared.train.lengths[index])
+        assert (row[:own].abs().sum(1) > 0).all()
+        assert not row[own:].any()
+    assert torch.equal(cache.hidden(indices[:1]), hidden[:1, : int(prepared.train.lengths[indices[0]])])
+
+
+def test_a_model_in_bfloat16(folders: Mapping[str, Path]) -> None:
+    prepared = built("bert", folders, {**LAST, "dtype": "bfloat16"})
+    job = job_of(prepared, "south", torch.float32)
+    engine = engine_of(prepared, MEMORY)
+    assert engine.prefixes.why_not(prepared.train) is None
+    found = trained(engine, prepared, job, "south")
+    assert apart(trained(engine_of(prepared, None), prepared, job, "south").tensors, found.tensors) < 0.02
+
+
+def test_beyond_the_budget_a_file_holds_them_and_leaves_nothing_behind(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    prepared = built("bert", folders)
+    job = job_of(prepared, "south", torch.float32)
+    inside, mapped = (
+        engine_of(prepared, PrefixSettings(budget=budget, folder=tmp_path / "made" / "here")) for budget in (1 << 20, 0)
+    )
+    caches = [engine.prefixes.cache(prepared.train) for engine in (inside, mapped)]
+    assert [cache is not None and cache.mapped for cache in caches] == [False, True]
+    results = [trained(engine, prepared, job, "south") for engine in (inside, mapped)]
+    for name, value in results[0].tensors.items():
+        assert torch.equal(value, results[1].tensors[name])
+    assert list((tmp_path / "made" / "here").iterdir()) == []
+
+
+def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -> None:
+    prepared = built("bert", folders)
+    adapted, task = prepared.engine.adapted, prepared.task
+    cache, reason = PrefixCache.make(adapted, task, prepared.train, budget=1 << 20)
+    assert cache is not None, reason
+    assert cache.nbytes == (1 + int(prepared.train.lengths.sum())) * 16 * 4
+    assert prepared.test is not None
+    engine = engine_of(prepared, PrefixSettings(budget=cache.nbytes))
+    assert engine.prefixes.why_not(prepared.train) is None
+    assert str(engine.prefixes.why_not(prepared.test)).endswith("exceed the budget of 0, and there is no file")
+    job = job_of(prepared, "south", torch.float32)
+    indices = np.arange(len(prepared.test))
+    wanted = prepared.engine.predict(job, prepared.test, indices, 5)
+    assert torch.equal(engine.predict(job, prepared.test, indices, 5), wanted)
+
+
+def test_a_folder_that_can_not_be_made(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    prepared = built("bert", folders)
+    engine = engine_of(prepared, PrefixSettings(budget=0, folder=tmp_path / "file"))
+    assert "can't hold" in str(engine.prefixes.why_not(prepared.train))
+
+
+@pytest.mark.parametrize("kind", ["llama-lm", "gpt2-lm"])
+def test_generation_does_not_use_it(kind: str, folders: Mapping[str, Path]) -> None:
+    prepared = built(kind, folders, evaluation={"generate": True})
+    id = next(iter(prepared.federation.members))
+    job, indices = job_of(prepared, id, torch.float32), np.arange(9)
+    engine = engine_of(prepared, MEMORY)
+    engine.predict(job, prepared.train, indices, 4)
+    wanted = engine_of(prepared, None).predict(job, prepared.train, indices, 4, thorough=True)
+    assert torch.equal(engine.predict(job, prepared.train, indices, 4, thorough=True), wanted)
+
+
+def _dropping(prepared: Prepared) -> None:
+    for module in prepared.engine.adapted.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+
+
+def _dropping_attention(prepared: Prepared) -> None:
+    for module in prepared.engine.adapted.model.modules():
+        if "attention_dropout" in vars(module):
+            vars(module)["attention_dropout"] = 0.4
+
+
+def _mixing(prepared: Prepared) -> None:
+    """Examples of a batch see each other in the embeddings."""
+    words = prepared.engine.adapted.model.get_submodule("bert.embeddings.word_embeddings")
+    words.register_forward_hook(lambda _, __, output: output - output.mean(0, keepdim=True))
+
+
+def _measuring(prepared: Prepared) -> None:
+    """A norm over a batch's examples, in evaluation too."""
+    model: Any = prepared.engine.adapted.model
+    norm = nn.BatchNorm1d(16, track_running_stats=False, device=prepared.engine.adapted.device)
+    model.bert.embeddings.LayerNorm.register_forward_hook(lambda _, __, output: norm(output.mT).mT)
+    model.bert.embeddings.norm = norm
+
+
+def saving(module: str) -> Mapping[str, Any]:
+    return {**LAST, "modules_to_save": [module]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "spoil", "reason"),
+    [
+        ("bert", {}, None, "bert.encoder.layer.0.attention.self.query changes, and it is used in the first block"),
+        ("bert", saving("word_embeddings"), None, "word_embeddings changes"),
+        ("gpt2-lm", saving("lm_head"), None, "lm_head changes, and it is used in the first block or before it"),
+        ("vit", saving("patch_embeddings"), None, "patch_embeddings.projection changes"),
+        ("bert", {**LAST, "gradient_checkpointing": True}, None, "gradient checkpointing"),
+        ("bert", LAST, _dropping, "bert.embeddings.dropout draws at random (dropout 0.1)"),
+        ("llama-lm", LAST, _dropping_attention, "between training and evaluation"),
+        ("bert", LAST, _mixing, "when hidden states are taken from the cache"),
+        ("bert", LAST, _measuring, "when hidden states are taken from the cache"),
+    ],
+)
+def test_there_is_none_where_it_would_not_be_exact(
+    kind: str,
+    model: Mapping[str, Any],
+    spoil: Callable[[Prepared], None] | None,
+    reason: str,
+    folders: Mapping[str, Path],
+) -> None:
+    prepared = built(kind, folders, model)
+    if spoil is not None:
+        spoil(prepared)
+    engine = engine_of(prepared, MEMORY)
+    modes = [module.training for module in prepared.engine.adapted.model.modules()]
+    random = torch.get_rng_state()
+    assert reason in str(engine.prefixes.why_not(prepared.train))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert modes == [module.training for module in prepared.engine.adapted.model.modules()]
+    if spoil is None:
+        id = next(iter(prepared.federation.members))
+        job = job_of(prepared, id, torch.float32)
+        wanted = trained(engine_of(prepared, None), prepared, job, id)
+        assert apart(wanted.tensors, trained(engine, prepared, job, id).tensors) == 0
+
+
+def test_packed_examples_have_none(folders: Mapping[str, Path]) -> None:
+    prepared = built("llama-lm", folders, data={"packing": True})
+    assert engine_of(prepared, MEMORY).prefixes.why_not(prepared.train) == "a batch's examples are packed into one row"
+
+
+def test_images_through_convolutions_have_none(images: Path) -> None:
+    prepared = prepare(parse_config(tiny_images.settings(images, "resnet")))
+    engine = engine_of(prepared, MEMORY)
+    assert "no list of blocks" in str(engine.prefixes.why_not(prepared.train))
+
+
+def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[str, Path]) -> None:
+    """In mid-job nothing may be tried on the model."""
+    prepared = built("bert", folders)
+    prefixes = engine_of(prepared, MEMORY).prefixes
+    batch = prepared.task.batch(prepared.train, [0, 1], prepared.engine.adapted.device)
+    with uses(prepared.engine.adapted) as seen, prefixes.fed(prepared.train, [0, 1]):
+        prepared.task.loss(prepared.engine.adapted.model, batch)
+        assert seen == [2]
+
+
+def test_nobody_asked_for_it(prepared: Prepared) -> None:
+    assert engine_of(prepared, None).prefixes.why_not(prepared.train) == "it was not asked for"
+
+
+class Interrupting:
+    """A task that is interrupted in its n-th batch."""
+
+    def __init__(self, task: Any, batches: int) -> None:
+        self.task, self.left = task, batches
+
+    def batch(self, examples: Examples, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return self.task.batch(examples, indices, device)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.task.loss(model, batch)
+
+
+def test_interrupted_and_taken_up_again(folders: Mapping[str, Path]) -> None:
+    prepared = built("bert", folders)
+    adapted = prepared.engine.adapted
+    whole, reason = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
+    cache, _ = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
+    assert whole is not None, reason
+    assert cache is not None
+    indices = np.arange(40)
+    whole.ensure(indices, 8)
+    own = [vars(module).get("forward") for module in adapted.model.modules()]
+    cache.task = Interrupting(prepared.task, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    adapted.train_mode(frozenset())
+    with pytest.raises(KeyboardInterrupt):
+        cache.ensure(indices, 8)
+    assert adapted.model.training
+    assert own == [vars(module).get("forward") for module in adapted.model.modules()]
+    with pytest.raises(ValueError, match="no hidden states of examples"):
+        cache.hidden(indices.tolist())
+    cache.ensure(indices, 8)
+    assert torch.allclose(cache.hidden(indices.tolist()), whole.hidden(indices.tolist()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_pass_that_fails_leaves_the_model_as_it_was(folders: Mapping[str, Path]) -> None:
+    prepared = built("distilbert", folders)
+    adapted = prepared.engine.adapted
+    cache, reason = PrefixCache.make(adapted, prepared.task, prepared.train, budget=1 << 20)
+    assert cache is not None, reason
+    own = [vars(module).get("forward") for module in adapted.model.modules()]
+    cache.ensure(np.arange(4), 4)
+    batch = prepared.task.batch(prepared.train, [0, 1], adapted.device)
+    with pytest.raises(ValueError, match="hidden states of shape"), cache.prefix.fed(cache.hidden([0, 1, 2])):
+        prepared.task.loss(adapted.model, batch)
+    assert own == [vars(module).get("forward") for module in adapted.model.modules()]
+
+
+def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path]) -> None:
+    prepared = built("bert", folders)
+    adapted = prepared.engine.adapted
+    first = engine_of(prepared, MEMORY).prefixes
+    cache = first.cache(prepared.train)
+    assert cache is not None
+    others = [first.replica(adapted.replica()) for _ in range(3)]
+    indices = np.arange(len(prepared.train))
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(3):
+                others[number].ensure(prepared.train, indices[number * 20 :])
+        except BaseException as error:  # a thread's own would be lost
+            errors.append(error)
+
+    with uses(others[0].adapted) as one, uses(others[1].adapted) as two, uses(others[2].adapted) as three:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert sum(one) + sum(two) + sum(three) == len(indices) - 4  # those on which it was tried were known
+    chosen = [5, 60, 99]
+    batch = prepared.task.batch(prepared.train, chosen, adapted.device)
+    for caches in (first, *others):
+        caches.ensure(prepared.train, np.array(chosen))
+        with torch.no_grad():
+            wanted = prepared.task.loss(caches.adapted.model.eval(), batch)
+            with caches.fed(prepared.train, chosen):
+                assert torch.allclose(prepared.task.loss(caches.adapted.model, batch), wanted, rtol=1e-5)
