@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from fedspan.config.section import Section
+from fedspan.engines.settings import PrefixSettings
 
 __all__ = ["EngineConfig"]
+
+_GIB = 2**30
 
 
 class EngineConfig(Section):
@@ -32,3 +36,24 @@ class EngineConfig(Section):
         description="Threads of batched that train clients side by side on one base; torch's own threads are divided "
         "among them. Left out: measured.",
     )
+    prefix_cache: bool = Field(
+        default=True,
+        description="Compute the hidden states that enter the first layer with anything trainable once for each "
+        "example, where layers_to_transform leaves the first layers as they are.",
+    )
+    prefix_memory: float = Field(
+        default=2.0, ge=0, allow_inf_nan=False, description="GiB of memory for these hidden states."
+    )
+    prefix_folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder on a local disk for hidden states that take more, in a memory-mapped file that goes with "
+        "the process; left out: they are computed every time then.",
+    )
+
+    def prefix_settings(self, batch_size: int) -> PrefixSettings | None:
+        """The prefix cache as the engines take it; None: there is to be none."""
+        if not self.prefix_cache:
+            return None
+        folder = None if self.prefix_folder is None else Path(self.prefix_folder)
+        return PrefixSettings(int(self.prefix_memory * _GIB), folder, batch_size)

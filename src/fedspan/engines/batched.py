@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fedspan.core.values import Job, Trained
 from fedspan.engines.batching import evaluation_batches
-from fedspan.engines.settings import TrainingSettings
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.settings import PrefixSettings, TrainingSettings
 from fedspan.engines.tuning import DEFAULT, Stacking, Wish, choose
 from fedspan.engines.work import Assignment
 from fedspan.engines.worker import Worker
@@ -38,16 +39,23 @@ class BatchedEngine:
         settings: local training.
         seed: of every draw.
         wish: how many clients at once, as far as that is not to be measured.
+        prefix: where hidden states that leave the model's frozen prefix are kept; None: it is computed every time.
     """
 
     def __init__(
-        self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int, wish: Wish | None = None
+        self,
+        adapted: AdaptedModel,
+        task: Task,
+        settings: TrainingSettings,
+        seed: int,
+        wish: Wish | None = None,
+        prefix: PrefixSettings | None = None,
     ) -> None:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.wish = wish or Wish()
         self.stacking: Stacking | None = None
         """How many clients at once; known from the first round on, or set beforehand."""
-        self._workers = [Worker(adapted, task, settings, seed)]
+        self._workers = [Worker(LoopEngine(adapted, task, settings, seed, prefix))]
 
     def train_all(
         self,
@@ -106,7 +114,9 @@ class BatchedEngine:
     def _ready(self, count: int) -> Sequence[Worker]:
         """So many workers, all with the base as it stands."""
         while len(self._workers) < max(1, count):
-            self._workers.append(Worker(self.adapted.replica(), self.task, self.settings, self.seed))
+            loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed)
+            loop.prefixes = self._workers[0].loop.prefixes.replica(loop.adapted)
+            self._workers.append(Worker(loop))
         workers = self._workers[: max(1, count)]
         for worker in workers[1:]:
             worker.adapted.share_base(self.adapted)

@@ -16,12 +16,11 @@ from fedspan.core.values import Trained
 from fedspan.engines.loop import LoopEngine, dropout_mask
 from fedspan.engines.refresh import refresh_due, refresh_projectors
 from fedspan.engines.seat import Seat, spec_of
-from fedspan.engines.settings import TrainingSettings
 from fedspan.engines.stacked_optimizer import Layout, clip_rows, step_rows
 from fedspan.engines.work import Assignment
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import StackedModel, Unstackable
-from fedspan.tasks.task import Examples, Task
+from fedspan.tasks.task import Examples
 
 __all__ = ["Worker"]
 
@@ -39,14 +38,12 @@ class Worker:
     """Trains clients on one model.
 
     Args:
-        adapted: the model; nobody else may use it meanwhile.
-        task: the learning problem.
-        settings: local training.
-        seed: of every draw.
+        loop: trains what can't be stacked, and says how all is trained; nobody else may use its model meanwhile.
     """
 
-    def __init__(self, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int) -> None:
-        self.loop = LoopEngine(adapted, task, settings, seed)
+    def __init__(self, loop: LoopEngine) -> None:
+        adapted, task, settings, seed = loop.adapted, loop.task, loop.settings, loop.seed
+        self.loop = loop
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.stacked = StackedModel(adapted)
         self.why_not = self.stacked.refusal()
@@ -121,6 +118,8 @@ class Worker:
         self.why_alone = reason or self.why_alone
         if layout is None or reason is not None or not len(work.indices):
             return None
+        self.loop.prefixes.ensure(examples, work.indices)
+        self._mode = None
         seat = Seat(work, layout, self.settings, self.seed, examples, self.adapted.device)
         for name, value in seat.others.items():
             if name in work.job.buffers:
@@ -183,7 +182,8 @@ class Worker:
         batch = self.task.batch(examples, rows, device)
         self._verify(group, batch, size)
         self._set_dropout(group, batch, size)
-        with self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size):
+        held = self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size)
+        with held, self.loop.prefixes.fed(examples, rows):
             losses = self.task.losses(self.adapted.model, batch, members.to(device))
             shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
             (losses * shares).sum().backward()

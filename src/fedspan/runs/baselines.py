@@ -72,7 +72,7 @@ def _variant(
     settings = replace(prepared.engine.settings, keep_optimizer=True)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
-    engine = make_engine(config.engine, prepared.engine.adapted, prepared.task, settings, config.seed)
+    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings)
     rounds = replace(config.round_settings(), cohort=None)
     federation = Federation(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = Evaluator(federation, config.evaluation.batch_size)

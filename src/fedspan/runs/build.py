@@ -106,7 +106,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     facts = Facts.of(config, data.labels, _max_length(config, built.processor, adapted.model))
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
-    engine = make_engine(config.engine, adapted, task, config.training_settings(), config.seed)
+    engine = make_engine(config, adapted, task, config.training_settings())
     train = task.encode(data.train)
     require_size(config, adapted.model, task, train, device)
     federation = Federation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from fedspan.config.engine import EngineConfig
+from fedspan.config import RunConfig
 from fedspan.engines.batched import BatchedEngine
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.settings import TrainingSettings
@@ -18,13 +18,13 @@ from fedspan.tasks.task import Task
 __all__ = ["engine_note", "keep_choice", "make_engine", "recall_choice"]
 
 
-def make_engine(
-    config: EngineConfig, adapted: AdaptedModel, task: Task, settings: TrainingSettings, seed: int
-) -> Engine:
+def make_engine(config: RunConfig, adapted: AdaptedModel, task: Task, settings: TrainingSettings) -> Engine:
     """The engine that a config names."""
-    if config.name == "loop":
-        return LoopEngine(adapted, task, settings, seed)
-    return BatchedEngine(adapted, task, settings, seed, Wish(config.clients_at_once, config.workers))
+    chosen, seed = config.engine, config.seed
+    prefix = chosen.prefix_settings(config.evaluation.batch_size)
+    if chosen.name == "loop":
+        return LoopEngine(adapted, task, settings, seed, prefix)
+    return BatchedEngine(adapted, task, settings, seed, Wish(chosen.clients_at_once, chosen.workers), prefix)
 
 
 def engine_note(engine: Engine) -> str | None:
