@@ -1,0 +1,326 @@
+"""Several clients in one pass: model families, what trains beside factors, what can't be stacked, how many are chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_decoders
+import tiny_images
+import torch
+import transformers
+from torch import Tensor
+
+from fedspan import api
+from fedspan.config import parse_config
+from fedspan.engines import tuning, worker
+from fedspan.engines.batched import BatchedEngine, divided, together
+from fedspan.engines.tuning import DEFAULT, Stacking, Wish
+from fedspan.engines.worker import Worker
+from fedspan.errors import FedspanError
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.simulators import recall_choice
+from fedspan.tasks.task import Examples
+
+SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
+EVERYBODY: Mapping[str, Any] = {"rounds": 2, "clients_per_round": None}
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many clients shared each pass."""
+    found: list[int] = []
+    advance = worker.Worker.advance
+
+    def counted(self: worker.Worker, group: Sequence[Any], examples: Examples) -> None:
+        advance(self, group, examples)
+        found.append(len(group))
+
+    monkeypatch.setattr(worker.Worker, "advance", counted)
+    return found
+
+
+def values(kind: str, tiny_folder: Path, decoders: Path, images: Path, **changes: Any) -> dict[str, Any]:
+    """A run of a kind of model."""
+    training = {**SGD, **changes.pop("training", {})}
+    shared: dict[str, Any] = {"federation": {**EVERYBODY}, "training": training, "engine": {"name": "batched"}}
+    if kind.endswith("-lm"):
+        made = tiny_decoders.settings(decoders, kind.removesuffix("-lm"), **changes)
+    elif kind in ("vit", "resnet", "builtin:resnet-8"):
+        made = tiny_images.settings(images, kind, **changes)
+    else:
+        if kind == "distilbert":
+            changes["model"] = {**changes.get("model", {}), "target_modules": ["q_lin", "v_lin", "lin1", "lin2"]}
+        made = tiny.settings(tiny_folder, kind, **changes)
+    for section, change in shared.items():
+        made[section] = {**made.get(section, {}), **change}
+    return made
+
+
+def state(prepared: Prepared) -> Mapping[str, Tensor]:
+    """The global tensors after all rounds."""
+    progress = prepared.federation.begin()
+    while progress.state.round < prepared.federation.settings.rounds:
+        progress = prepared.federation.play(progress).progress
+    return progress.state.tensors
+
+
+def same(made: dict[str, Any], at_once: int = 3, workers: int = 1) -> tuple[float, BatchedEngine]:
+    """How far apart loop and batched end; the batched engine.
+
+    Relatively, but for tensors that begin at 0 and hardly move: keys' biases, whose gradient is rounding alone.
+    """
+    made["engine"] = {"name": "loop"}
+    expected = state(prepare(parse_config(made)))
+    made["engine"] = {"name": "batched", "clients_at_once": at_once, "workers": workers}
+    prepared = prepare(parse_config(made))
+    found = state(prepared)
+    assert isinstance(prepared.engine, BatchedEngine)
+    gaps = [
+        float((value.double() - found[name].double()).norm() / value.double().norm().clamp(min=1e-3))
+        for name, value in expected.items()
+    ]
+    return max(gaps), prepared.engine
+
+
+KINDS = ("bert", "roberta", "distilbert", "gpt2", *(f"{family}-lm" for family in tiny_decoders.FAMILIES), "vit")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "resnet", "builtin:resnet-8"])
+def test_every_family_of_models(
+    kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    gap, engine = same(values(kind, tiny_folder, decoders, images))
+    assert gap < 1e-5
+    assert engine.why_not is None
+    assert max(passes) > 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training": {"lora_dropout": 0.4}},
+        {"training": {"gradient_accumulation_steps": 3, "local_steps": None}},
+        {"training": {"batch_size": 7, "local_steps": None}},
+        {"training": {"momentum": 0.9, "weight_decay": 0.1, "optimizer_state": "keep"}},
+        {"model": {"modules_to_save": ["LayerNorm", "pooler"]}},
+        {"model": {"target_modules": ["word_embeddings", "query"]}},
+        {"model": {"pretrained": False}},
+        {"model": {"gradient_checkpointing": True}},
+        {"model": {"layers_to_transform": [1]}},
+        {"method": {"wrappers": [{"name": "fedprox", "mu": 0.1}]}},
+        {"method": {"wrappers": [{"name": "scaffold"}]}},
+        {"method": {"name": "hetlora", "r": 3}, "federation": {"ranks": [1, 2, 3]}},
+    ],
+    ids=lambda changes: json.dumps(changes)[:60],
+)
+def test_what_trains_and_how(
+    changes: dict[str, Any], tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    federation = changes.get("federation", {})
+    made = values("bert", tiny_folder, decoders, images, **{k: v for k, v in changes.items() if k != "federation"})
+    made["federation"] = {**made["federation"], **federation}
+    gap, engine = same(made)
+    assert gap < 1e-5
+    assert engine.why_not is None
+    assert max(passes) > 1
+
+
+def test_threads_side_by_side_on_one_base(tiny_folder: Path, decoders: Path, images: Path) -> None:
+    """FLoRA moves the base that the threads share."""
+    made = values("bert", tiny_folder, decoders, images, method={"name": "flora"})
+    assert same(made, at_once=2, workers=2)[0] < 1e-5
+
+
+def test_two_runs_have_the_same_bits(tiny_folder: Path, decoders: Path, images: Path) -> None:
+    made = values("bert", tiny_folder, decoders, images)
+    made["engine"] = {"name": "batched", "clients_at_once": 2, "workers": 2}
+    one, other = (state(prepare(parse_config(made))) for _ in range(2))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_deberta_is_not_stacked_and_says_so(
+    tiny_folder: Path, decoders: Path, images: Path, tmp_path: Path, passes: list[int]
+) -> None:
+    """It calls its projections a second time, on relative positions that all examples share."""
+    config = transformers.DebertaV2Config(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        share_att_key=True,
+        max_relative_positions=8,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        transformers.DebertaV2Model(config).save_pretrained(tmp_path / "deberta")
+    tiny.save_tokenizer(tmp_path / "deberta")
+    made = values("bert", tiny_folder, decoders, images)
+    made["model"] = {"name": str(tmp_path / "deberta"), "target_modules": ["query_proj", "key_proj"], "max_length": 16}
+    gap, engine = same(made)
+    assert gap == 0.0
+    assert passes == []
+    assert engine.why_not is not None
+    assert "is given an input of" in engine.why_not
+
+
+def test_a_model_that_looks_across_examples_is_found_out(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose embeddings lose their mean over the batch: alone, a client would get something else."""
+    embeddings = transformers.models.bert.modeling_bert.BertEmbeddings
+    forward = embeddings.forward
+
+    def centred(self: Any, *args: Any, **options: Any) -> Tensor:
+        made = forward(self, *args, **options)
+        return made - made.mean(0, keepdim=True)
+
+    monkeypatch.setattr(embeddings, "forward", centred)
+    gap, engine = same(values("bert", tiny_folder, decoders, images))
+    assert gap == 0.0
+    assert passes == []
+    assert engine.why_not is not None
+    assert "predictions differ by" in engine.why_not
+
+
+def test_packed_batches_train_alone(tiny_folder: Path, decoders: Path, images: Path, passes: list[int]) -> None:
+    gap, engine = same(values("llama-lm", tiny_folder, decoders, images, data={"packing": True}))
+    assert gap == 0.0
+    assert passes == []
+    assert engine.why_not == "packed batches are one row"
+
+
+def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: Path, images: Path) -> None:
+    made = values("bert", tiny_folder, decoders, images, training={"lr": 1e30, "max_grad_norm": 0})
+    made["engine"] = {"name": "batched", "clients_at_once": 3, "workers": 2}
+    with pytest.raises(FedspanError, match=r"training.lr: 1e\+30; the loss of client \w+ in round [12] became (nan|inf)"):
+        state(prepare(parse_config(made)))
+
+
+def test_clients_are_divided_by_their_work() -> None:
+    shares = divided({"a": 5, "b": 9, "c": 4, "d": 1, "e": 4}, 2)
+    assert shares == [["b", "e"], ["a", "c", "d"]]
+    assert divided({"a": 1}, 1) == [["a"]]
+
+
+def test_threads_are_divided_and_given_back() -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(4)
+    try:
+        together([lambda: seen.append(torch.get_num_threads()) for _ in range(2)])
+        assert seen == [2, 2]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Stacking, float]:
+    """Seconds a token, by what is tried; whatever is missing takes 9. The cache is an empty folder."""
+    seconds: dict[Stacking, float] = {}
+
+    def taken(team: Sequence[Worker], together: Any, works: Any, at_once: int, examples: Any) -> float:
+        return seconds.get(Stacking(at_once, len(team)), 9.0)
+
+    monkeypatch.setattr(tuning, "_seconds_a_token", taken)
+    monkeypatch.setattr(tuning, "_WORTH", 1)
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({(4, 1): 5, (1, 1): 4, (2, 1): 4.5}, (1, 1)),  # larger batches than the processor needs
+        ({(4, 1): 5, (4, 2): 3, (2, 2): 2.99}, (4, 2)),  # hardly faster is not faster
+        ({(4, 1): 5, (4, 2): 3, (2, 2): 2.5, (1, 2): 2}, (1, 2)),
+        ({(4, 1): 5}, (4, 1)),
+    ],
+)
+def test_as_many_at_once_as_is_fastest(
+    seconds: dict[tuple[int, int], float],
+    expected: tuple[int, int],
+    measured: dict[Stacking, float],
+    tiny_folder: Path,
+) -> None:
+    measured.update({Stacking(*key): value for key, value in seconds.items()})
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    engine = prepared.engine
+    assert isinstance(engine, BatchedEngine)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        prepared.federation.play(prepared.federation.begin())
+        assert engine.stacking == Stacking(*expected)
+        measured.clear()  # remembered: nothing is measured again
+        again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
+        prepared.federation.engine = again
+        prepared.federation.play(prepared.federation.begin())
+        assert again.stacking == engine.stacking
+    finally:
+        torch.set_num_threads(threads)
+    kept = tuning.cache_file()
+    assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
+    assert list(json.loads(kept.read_text()).values()) == [{"at_once": expected[0], "workers": expected[1]}]
+
+
+def test_a_damaged_cache_is_no_cache(measured: dict[Stacking, float]) -> None:
+    for text in ("", "[]", '{"a": 1}', '{"a": {"at_once": "x"}}'):
+        tuning.cache_file().write_text(text)
+        assert tuning._read() == {}
+
+
+def test_measuring_leaves_the_run_as_it_was(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Measured or set, the same number at once gives the same bits."""
+    monkeypatch.setattr(tuning, "_WORTH", 1)
+    monkeypatch.setattr(tuning, "_MOST", 1)
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
+    config = tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None})
+    prepared = prepare(config)
+    found = state(prepared)
+    engine = prepared.engine
+    assert isinstance(engine, BatchedEngine)
+    assert engine.stacking is not None
+    wish = Wish(engine.stacking.at_once, engine.stacking.workers)
+    prepared.federation.engine = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, wish)
+    again = state(prepared)
+    assert all(torch.equal(value, again[name]) for name, value in found.items())
+
+
+def test_small_rounds_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_search", None)
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
+    prepared.federation.play(prepared.federation.begin())
+    assert isinstance(prepared.engine, BatchedEngine)
+    assert prepared.engine.stacking == DEFAULT
+
+
+def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
+    """A resumed run trains as many at once as before it was stopped, whatever would be chosen now."""
+    config = tiny.settings(tiny_folder, federation={"rounds": 1})
+    config["engine"] = {"name": "batched"}
+    api.run(config, tmp_path / "run")
+    place = tmp_path / "run" / "engine.json"
+    assert json.loads(place.read_text()) == {"at_once": DEFAULT.at_once, "workers": DEFAULT.workers}
+    place.write_text('{"at_once": 7, "workers": 3}')
+    prepared = prepare(parse_config(config))
+    recall_choice(RunFolder(tmp_path / "run"), prepared.engine)
+    assert isinstance(prepared.engine, BatchedEngine)
+    assert prepared.engine.stacking == Stacking(7, 3)
+    place.write_text('{"at_once": "many"}')
+    with pytest.raises(FedspanError, match=r"engine.json'; .*two numbers, at_once and workers"):
+        recall_choice(RunFolder(tmp_path / "run"), prepared.engine)
