@@ -12,6 +12,8 @@ installed into an environment of their own (``--environment``, made on the first
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,8 +48,7 @@ def command(args: argparse.Namespace) -> str:
     parts.append(f"--at-once {args.at_once}")
     parts.append(f"--accuracy-examples {args.accuracy_examples} --accuracy-rounds {args.accuracy_rounds}")
     parts.append(f"--accuracy-lr {args.accuracy_lr:g} --accuracy-seeds {' '.join(map(str, args.accuracy_seeds))}")
-    if args.attention:
-        parts.append(f"--attention {args.attention}")
+    parts.append(f"--attention {args.attention}")
     parts.append("--sections " + " ".join(args.sections))
     environment = "" if args.environment is None else " --environment PATH"
     return f"python benchmarks/engines.py --data PATH/banking77{environment} {' '.join(parts)}"
@@ -84,6 +85,7 @@ def page(args: argparse.Namespace, python: Path | None) -> str:
         "",
         *products,
         "Peers: no dropout, as fedspan's frozen base; texts tokenised once; padded to the longest of a batch; "
+        f"{args.attention} attention (fedspan's is eager on a CPU); "
         "shuffled batches but where it says bucketed. Flower's client takes and gives PEFT's state dict, and keeps its "
         "model between rounds; `of it training` is within the clients' loops, divided by the actors. In the first two "
         "rounds all federations train on the same batches from the same start, and the centralised loop trains the "
@@ -113,7 +115,9 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--simulators", type=int, nargs="*", default=[4], help="batches at which Flower and pfl run")
-    parser.add_argument("--attention", help="of the peers, eager or sdpa; left out: Transformers' choice")
+    parser.add_argument(
+        "--attention", choices=("eager", "sdpa"), default="eager", help="of the peers; fedspan's: eager"
+    )
     parser.add_argument("--at-once", type=int, default=8, help="clients in a pass where memory is measured")
     parser.add_argument("--accuracy-examples", type=int, default=5000)
     parser.add_argument("--accuracy-rounds", type=int, default=5)
@@ -130,6 +134,7 @@ def main() -> None:
             parser.error(f"--examples {batch} {count}: a client's examples make whole batches")
     enough = all(args.examples[batch] >= count for batch, count in EXAMPLES.items())
     args.judged = enough and all(getattr(args, name) == value for name, value in FULL.items())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contenders end, too
     python = None if args.environment is None else make_environment(args.environment.resolve())
     text = page(args, python)
     print(text)

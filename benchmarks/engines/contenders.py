@@ -96,15 +96,9 @@ class _Process:
         return self.hear()
 
     def close(self) -> None:
-        """Let it end by itself, or else end what is left of its session."""
-        assert self.process.stdin is not None
-        self._signal(signal.SIGCONT)
-        self.process.stdin.close()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self.process.wait()
+        """End the session: nobody is waiting for an answer any more."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in session_members(self.process.pid):

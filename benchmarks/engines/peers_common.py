@@ -57,7 +57,7 @@ class Plan:
         return checked[round][client] if round < len(checked) else self.shuffled(self.clients[client], round, client)
 
 
-def build_model(plan: Plan, dtype: torch.dtype, attention: str | None) -> PeftModel:
+def build_model(plan: Plan, dtype: torch.dtype, attention: str) -> PeftModel:
     """The pretrained model with LoRA on query and value, at the plan's start; dropout 0, as fedspan's base runs.
 
     With a narrow ``dtype``, what trains is float32, as PEFT does it for the factors.
@@ -65,8 +65,9 @@ def build_model(plan: Plan, dtype: torch.dtype, attention: str | None) -> PeftMo
     settings = plan.settings
     config = AutoConfig.from_pretrained(settings["model"], num_labels=settings["labels"])
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    options = {} if attention is None else {"attn_implementation": attention}
-    model = AutoModelForSequenceClassification.from_pretrained(settings["model"], config=config, dtype=dtype, **options)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        settings["model"], config=config, dtype=dtype, attn_implementation=attention
+    )
     adapted = get_peft_model(
         model,
         LoraConfig(

@@ -47,7 +47,7 @@ def serve(grid: Grid, plan: Plan, answers: Answers, args: argparse.Namespace) ->
         config = {
             "plan": args.plan,
             "dtype": args.dtype,
-            "attention": args.attention or "",
+            "attention": args.attention,
             "threads": args.threads,
             "round": round,
         }
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each actor")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--attention")
+    parser.add_argument("--attention", default="eager")
     args = parser.parse_args()
     answers, plan = Answers(), Plan(args.plan)
     server = ServerApp()

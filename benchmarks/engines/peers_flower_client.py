@@ -22,7 +22,7 @@ def worker(folder: str, dtype: str, attention: str, threads: int) -> tuple[Plan,
     """Data and model of this process."""
     torch.set_num_threads(threads)
     plan = Plan(folder)
-    return plan, build_model(plan, getattr(torch, dtype), attention or None)
+    return plan, build_model(plan, getattr(torch, dtype), attention)
 
 
 @app.train()

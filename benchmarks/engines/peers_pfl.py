@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--attention")
+    parser.add_argument("--attention", default="eager")
     args = parser.parse_args()
     answers, plan = Answers(), Plan(args.plan)
     torch.set_num_threads(plan.settings["threads"])

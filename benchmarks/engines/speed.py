@@ -19,7 +19,6 @@ __all__ = ["LAST", "compare", "last_layers"]
 
 SUBJECT = "fedspan batched, bfloat16"
 PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"
-FLOWER = {(1, 2): "Flower, 1 actor x 2 threads", (2, 1): "Flower, 2 actors x 1 thread"}
 LAST = (4, 5)
 ALL_LAYERS, CACHED = "fedspan batched, bfloat16, all layers", "fedspan batched, bfloat16, last 2 layers"
 TARGETS = {4: {PLAIN: 4.0, SAME: 2.0, "Flower": 3.0}, 32: {PLAIN: 4.0, SAME: 1.5}}
@@ -56,8 +55,7 @@ class Field:
 
     def peer(self, name: str, script: str, plan: Path, *options: str, threads: int | None = None) -> Contender:
         """A peer."""
-        attention = ["--attention", self.args.attention] if self.args.attention else []
-        command = [str(self.python), str(HERE / script), str(plan), *options, *attention]
+        command = [str(self.python), str(HERE / script), str(plan), *options, "--attention", self.args.attention]
         home = self.folder / "flower-home"
         return Contender(name, command, peer_variables(threads or self.args.threads, home))
 
@@ -85,9 +83,16 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
         if batch in args.simulators:
             contenders += [
                 field.peer(
-                    name, "peers_flower.py", plan, "--actors", str(actors), "--threads", str(threads), threads=threads
+                    f"Flower, {actors} x {threads}",
+                    "peers_flower.py",
+                    plan,
+                    "--actors",
+                    str(actors),
+                    "--threads",
+                    str(threads),
+                    threads=threads,
                 )
-                for (actors, threads), name in FLOWER.items()
+                for actors, threads in dict.fromkeys(((1, args.threads), (args.threads, 1)))
             ]
             contenders.append(field.peer("pfl-research", "peers_pfl.py", plan))
     results = in_turns(contenders, args.repetitions, field.folder)
@@ -103,7 +108,8 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
         f"## Batch {batch}",
         "",
         f"{args.clients} clients of {args.examples[batch]} examples. The batched engine chose "
-        f"{stacking['clients']} clients at once and {stacking['workers']} workers.",
+        f"{stacking['clients']} clients at once and {stacking['workers']} workers. Flower's settings are actors x "
+        "threads.",
         "",
         *speed_table(results, SUBJECT),
     ]
@@ -113,8 +119,8 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
 def against(results: Mapping[str, Measured], name: str) -> list[float]:
     """How many times faster the subject is, by repetition; than Flower: than the faster of its settings."""
     if name == "Flower":
-        both = [ratios(results[one], results[SUBJECT]) for one in FLOWER.values() if one in results]
-        return [min(pair) for pair in zip(*both, strict=True)]
+        settings = [ratios(result, results[SUBJECT]) for one, result in results.items() if one.startswith(name)]
+        return [min(found) for found in zip(*settings, strict=True)]
     return ratios(results[name], results[SUBJECT]) if name in results else []
 
 
