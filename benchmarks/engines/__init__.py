@@ -1,0 +1,1 @@
+"""What `benchmarks/engines.py` is made of. Files named `peers_*` run in an environment without fedspan."""

@@ -1,0 +1,43 @@
+"""The peers' environment: Flower, Ray and pfl-research beside the same torch, Transformers and PEFT as fedspan's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+__all__ = ["PEERS", "make_environment", "peer_variables"]
+
+PEERS = ("flwr[simulation]==1.41.0", "pfl==0.6.0")
+SAME = ("torch", "transformers", "peft", "numpy", "safetensors")
+
+
+def make_environment(folder: Path) -> Path:
+    """The interpreter of the environment in a folder, made where it is not there or has other versions."""
+    python, stamp = folder / "bin" / "python", folder / "peers.txt"
+    # torch's local part (+cpu) names an index that pip may not know
+    wanted = [*(f"{name}=={version(name).partition('+')[0]}" for name in SAME), *PEERS]
+    if stamp.is_file() and stamp.read_text().splitlines() == wanted:
+        return python
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
+    stamp.write_text("\n".join(wanted) + "\n")
+    return python
+
+
+def peer_variables(threads: int, home: Path) -> dict[str, str]:
+    """Environment variables of a peer's process: as many threads as everybody, no calls home."""
+    here = str(Path(__file__).parent)
+    return {
+        **os.environ,
+        "PYTHONPATH": here,  # Ray's workers import the client from there
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(home),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }

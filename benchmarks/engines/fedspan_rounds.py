@@ -1,0 +1,46 @@
+"""A fedspan federation, round by round as the driver asks; the config comes as JSON.
+
+python fedspan_rounds.py CONFIG.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from peers_answers import Answers
+from watch import Watch
+from work import CHECKED
+
+from fedspan.config import parse_config
+from fedspan.runs.build import prepare
+
+
+def main() -> None:
+    """Serve the driver."""
+    answers = Answers()
+    prepared = prepare(parse_config(json.loads(Path(sys.argv[1]).read_text())))
+    federation, watch = prepared.federation, Watch(prepared.engine)
+    examples = sum(len(member.train) for member in federation.members.values())
+    progress, first = federation.begin(), dict[str, float]()
+
+    def told(client: str, loss: float) -> None:
+        first.setdefault(client, loss)
+
+    def play(round: int) -> dict[str, float]:
+        nonlocal progress
+        result = federation.play(progress, told)
+        progress = result.progress
+        return {"loss": result.loss, "examples": examples, "training": watch.take()}
+
+    def said() -> dict[str, object]:
+        stacking = getattr(prepared.engine, "stacking", None)
+        chosen = None if stacking is None else {"clients": stacking.at_once, "workers": stacking.workers}
+        return {"first": first[min(federation.members)], "stacking": chosen}
+
+    answers.serve(play, CHECKED, said)
+
+
+if __name__ == "__main__":
+    main()

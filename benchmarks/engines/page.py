@@ -1,0 +1,130 @@
+"""The page's tables."""
+
+from __future__ import annotations
+
+import multiprocessing
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engines.contenders import Measured
+
+__all__ = ["GEMMS", "Limit", "gemm_table", "limit_table", "machine", "ratios", "speed_table", "table"]
+
+GEMMS = ((512, 384, 384), (2048, 1024, 1024))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What was asked for.
+
+    Args:
+        what: is judged.
+        measured: in words.
+        wanted: in words.
+        kept: whether it is so; None: not judged.
+    """
+
+    what: str
+    measured: str
+    wanted: str
+    kept: bool | None
+
+    @property
+    def verdict(self) -> str:
+        return "not judged" if self.kept is None else "pass" if self.kept else "**FAIL**"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of markdown."""
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+
+
+def ratios(slow: Measured, fast: Measured) -> list[float]:
+    """How many times faster, by repetition."""
+    pairs = zip(slow.milliseconds(), fast.milliseconds(), strict=True)
+    return [one / other for one, other in pairs]
+
+
+def speed_table(results: dict[str, Measured], subject: str) -> list[str]:
+    """Every contender beside the subject, whose ratios to the others are given."""
+    rows: list[list[str]] = []
+    for name, result in results.items():
+        training = result.milliseconds("training")
+        faster = ratios(result, results[subject])
+        spread = f"{statistics.median(faster):.2f} ({min(faster):.2f} to {max(faster):.2f})"
+        first = result.ready.get("first")
+        losses = [*result.ready["losses"], None][:2]
+        rows.append(
+            [
+                name,
+                f"{statistics.median(result.milliseconds()):.2f}",
+                f"{statistics.median(training):.2f}" if training else "all",
+                "" if name == subject else spread,
+                "" if first is None else f"{first:.5f}",
+                *("" if loss is None else f"{loss:.5f}" for loss in losses),
+            ]
+        )
+    head = [
+        "",
+        "ms an example",
+        "of it training",
+        f"{subject} is faster by (smallest to largest)",
+        "loss: first client",
+        "round 1",
+        "round 2",
+    ]
+    return table(head, rows)
+
+
+def limit_table(limits: Sequence[Limit]) -> list[str]:
+    """What was asked for, with the verdicts."""
+    return table(["", "measured", "wanted", ""], [[one.what, one.measured, one.wanted, one.verdict] for one in limits])
+
+
+def machine() -> str:
+    """The line about date and machine."""
+    return (
+        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
+        f"torch {torch.__version__}."
+    )
+
+
+def gemm_table(threads: int) -> list[str]:
+    """How much faster this machine multiplies matrices in bfloat16."""
+    torch.set_num_threads(threads)
+    rows: list[list[str]] = []
+    for rows_out, inner, columns in GEMMS:
+        speeds: dict[torch.dtype, float] = {}
+        matrices = {
+            dtype: (torch.randn(rows_out, inner).to(dtype), torch.randn(inner, columns).to(dtype))
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        taken: dict[torch.dtype, list[float]] = {dtype: [] for dtype in matrices}
+        for _ in range(9):  # in turns, too
+            for dtype, (left, right) in matrices.items():
+                taken[dtype].append(_seconds(left, right))
+        for dtype, seconds in taken.items():
+            speeds[dtype] = 2e-9 * rows_out * inner * columns / statistics.median(seconds)
+        wide, narrow = speeds[torch.float32], speeds[torch.bfloat16]
+        rows.append([f"{rows_out} x {inner} x {columns}", f"{wide:.0f}", f"{narrow:.0f}", f"{narrow / wide:.2f}"])
+    return table(["product", "float32, GFLOP/s", "bfloat16, GFLOP/s", "ratio"], rows)
+
+
+def _seconds(left: torch.Tensor, right: torch.Tensor, least: float = 0.05) -> float:
+    """Of one product, the mean over some."""
+    left @ right
+    began, count = time.perf_counter(), 0
+    while (spent := time.perf_counter() - began) < least:
+        left @ right
+        count += 1
+    return spent / count

@@ -1,0 +1,177 @@
+"""Whole runs of fedspan: the federation's own time, memory, and accuracy by number format."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engines.contenders import run_once
+from engines.page import Limit, table
+from engines.work import Work
+
+__all__ = ["accuracy", "memory", "overhead"]
+
+MIB = 2**20
+OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
+"""Limits: share of a round; peak memory against one client's; of many registered clients against few."""
+
+
+def play(values: dict[str, Any], args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """A run in a process of its own."""
+    folder = args.out / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / f"{name}.json"
+    config.write_text(json.dumps(values))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        result = run_once(
+            "fedspan_run.py", [str(config), str(Path(place) / "run")], args.threads, config.with_suffix(".log")
+        )
+    (folder / f"{name}-result.json").write_text(json.dumps(result, indent=1))
+    print(f"  {name}: {result}", flush=True)
+    return result
+
+
+def changed(values: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """A config with some options set."""
+    result = copy.deepcopy(values)
+    for section, options in sections.items():
+        result[section] = {**result.get(section, {}), **options}
+    return result
+
+
+def overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+    """What of a round is not training or evaluation."""
+    rows: list[list[str]] = []
+    limits: list[Limit] = []
+    for batch, examples in args.examples.items():
+        work = Work(args.data, batch, examples, args.clients, threads=args.threads)
+        values = changed(work.values("bfloat16", {"name": "batched"}), federation={"rounds": args.repetitions + 1})
+        result = play(values, args, f"overhead-{batch}")
+        seconds, outside = result["seconds"][1:], result["outside"][1:]
+        share = statistics.median(other / whole for other, whole in zip(outside, seconds, strict=True))
+        rows.append(
+            [str(batch), f"{statistics.median(seconds):.2f}", f"{statistics.median(outside):.3f}", f"{share:.1%}"]
+        )
+        kept = share < OVERHEAD if args.judged else None
+        limits.append(
+            Limit(f"batch {batch}: the federation's share of a round", f"{share:.1%}", f"below {OVERHEAD:.0%}", kept)
+        )
+    lines = [
+        "## The federation's own time",
+        "",
+        "Of a whole run with ledger, checkpoints and logs, batched engine, bfloat16: all that is not within the "
+        "engine's training (messages, the method's two ends, reduction, update, commit). The first round, in which the "
+        "engine measures how many clients to stack, is left out.",
+        "",
+        *table(["batch", "s a round", "of it the federation", "share"], rows),
+    ]
+    return lines, limits
+
+
+def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+    """Peaks: many clients against one at as many tokens in flight, and many registered ones against few."""
+    at_once, batch = args.at_once, 4
+    stacked = {"name": "batched", "clients_at_once": at_once, "workers": 1}
+    alone = {"name": "batched", "clients_at_once": 1, "workers": 1}
+    examples = args.examples[batch]
+    many = Work(args.data, batch, examples, args.clients, threads=args.threads).values("bfloat16", stacked)
+    one = Work(args.data, batch * at_once, examples * args.clients, 1, threads=args.threads).values("bfloat16", alone)
+    two = {"rounds": 2}
+    results = {
+        f"1 client, batch {batch * at_once}": play(changed(one, federation=two), args, "memory-one"),
+        f"{args.clients} clients, {at_once} at once, batch {batch}": play(
+            changed(many, federation=two), args, "memory-many"
+        ),
+    }
+    limits = [limit("50 clients against one: peak memory", results, STACKED, args)]
+    with tempfile.TemporaryDirectory(dir=args.out) as folder:
+        data = {"train": str(registered_data(args, Path(folder))), "max_examples": None}
+        wide = changed(many, data=data, training={"batch_size": 2, "local_steps": 1})
+        names = [f"{args.clients} registered clients", f"{args.registered} registered clients, a cohort of 100"]
+        pair = {
+            names[0]: play(changed(wide, federation=two), args, "memory-few-registered"),
+            names[1]: play(
+                changed(
+                    wide,
+                    partition={"clients": args.registered},
+                    federation={**two, "clients_per_round": min(100, args.registered)},
+                ),
+                args,
+                "memory-many-registered",
+            ),
+        }
+    limits.append(limit(f"{args.registered} registered clients: peak memory", pair, REGISTERED, args))
+    rows = [
+        [name, f"{result['loaded'] / MIB:.0f}", f"{result['peak'] / MIB:.0f}"]
+        for name, result in {**results, **pair}.items()
+    ]
+    lines = [
+        "## Peak memory",
+        "",
+        "Resident memory of the process in MiB: when model and data are loaded, and at its highest in two rounds with "
+        "their checkpoints. The last two rows share a file of two examples for each registered client; each client "
+        "of the cohort takes one step of 2 examples.",
+        "",
+        *table(["", "loaded", "peak"], rows),
+    ]
+    return lines, limits
+
+
+def limit(what: str, results: dict[str, dict[str, Any]], most: float, args: argparse.Namespace) -> Limit:
+    """The second peak against the first."""
+    first, second = (result["peak"] for result in results.values())
+    kept = second <= most * first if args.judged else None
+    return Limit(what, f"{second / first:.2f}", f"at most {most:g} times", kept)
+
+
+def registered_data(args: argparse.Namespace, folder: Path) -> Path:
+    """A csv with two examples for each registered client: Banking77's again and again, numbered."""
+    with (args.data / "train.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    path = folder / "registered.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "category"])
+        for number in range(2 * args.registered):
+            row = rows[number % len(rows)]
+            writer.writerow([f"{row['text']} {number // len(rows)}", row["category"]])
+    return path
+
+
+def accuracy(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+    """Test accuracy of the same runs in both number formats."""
+    scores: dict[str, list[float]] = {"float32": [], "bfloat16": []}
+    for seed in args.accuracy_seeds:
+        for dtype, found in scores.items():
+            per_client = args.accuracy_examples // args.clients
+            work = Work(args.data, 16, per_client, args.clients, threads=args.threads, seed=seed)
+            values = changed(
+                work.values(dtype, {"name": "batched"}),
+                data={"test": str(args.data / "test.csv")},
+                federation={"rounds": args.accuracy_rounds},
+                training={"lr": args.accuracy_lr},
+                evaluation={"every": args.accuracy_rounds},
+            )
+            result = play(values, args, f"accuracy-{dtype}-{seed}")
+            found.append(100 * result["scores"]["test"]["accuracy"])
+    rows = [
+        [str(seed), f"{wide:.2f}", f"{narrow:.2f}", f"{narrow - wide:+.2f}"]
+        for seed, wide, narrow in zip(args.accuracy_seeds, scores["float32"], scores["bfloat16"], strict=True)
+    ]
+    apart = statistics.mean(scores["bfloat16"]) - statistics.mean(scores["float32"])
+    lines = [
+        "## Accuracy by number format",
+        "",
+        f"FedIT, {args.clients} clients, {args.accuracy_examples} training examples, {args.accuracy_rounds} rounds of "
+        f"one epoch at batch 16 and learning rate {args.accuracy_lr:g}: test accuracy in percent. What trains is "
+        f"float32 in both. bfloat16 minus float32, mean over seeds: {apart:+.2f} points.",
+        "",
+        *table(["seed", "float32", "bfloat16", "difference"], rows),
+    ]
+    return lines, []

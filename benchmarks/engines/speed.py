@@ -1,0 +1,179 @@
+"""Seconds per example: fedspan's engines, a centralised loop, Flower and pfl-research, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engines.contenders import HERE, Contender, Measured, fedspan_variables, in_turns
+from engines.environment import peer_variables
+from engines.page import Limit, ratios, speed_table
+from engines.work import PREFIX_CACHE, Work, write_plan
+
+__all__ = ["LAST", "compare", "last_layers"]
+
+SUBJECT = "fedspan batched, bfloat16"
+PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"
+LAST = (4, 5)
+ALL_LAYERS, CACHED = "fedspan batched, bfloat16, all layers", "fedspan batched, bfloat16, last 2 layers"
+TARGETS = {4: {PLAIN: 4.0, SAME: 2.0, "Flower": 3.0}, 32: {PLAIN: 4.0, SAME: 1.5}}
+MORE = 2.2
+"""Times faster, as asked for, by batch; and of the last layers with the prefix cache against all layers."""
+NEAR = 1e-3
+"""How far losses of the same training may be apart, relatively."""
+
+
+class Field:
+    """Makes contenders.
+
+    Args:
+        args: the driver's.
+        python: of the peers' environment; None: there are no peers.
+        folder: for plans, configs and logs.
+    """
+
+    def __init__(self, args: argparse.Namespace, python: Path | None, folder: Path) -> None:
+        self.args, self.python, self.folder = args, python, folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def plan(self, work: Work, name: str) -> Path:
+        """A work written down."""
+        write_plan(work, self.folder / name, self.args.repetitions + 1)
+        return self.folder / name
+
+    def fedspan(self, name: str, work: Work, dtype: str, engine: Mapping[str, Any]) -> Contender:
+        """fedspan with an engine."""
+        path = self.folder / f"{name.replace(' ', '-')}.json"
+        path.write_text(json.dumps(work.values(dtype, dict(engine))))
+        command = [sys.executable, str(HERE / "fedspan_rounds.py"), str(path)]
+        return Contender(name, command, fedspan_variables(work.threads))
+
+    def peer(self, name: str, script: str, plan: Path, *options: str, threads: int | None = None) -> Contender:
+        """A peer."""
+        command = [str(self.python), str(HERE / script), str(plan), *options, "--attention", self.args.attention]
+        home = self.folder / "flower-home"
+        return Contender(name, command, peer_variables(threads or self.args.threads, home))
+
+
+def work_of(args: argparse.Namespace, batch: int, layers: tuple[int, ...] | None = None) -> Work:
+    """The work of a section."""
+    return Work(args.data, batch, args.examples[batch], args.clients, layers, args.threads)
+
+
+def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
+    """Everybody at one batch size; the section and its limits."""
+    field = Field(args, python, args.out / f"batch-{batch}")
+    work = work_of(args, batch)
+    contenders = [
+        field.fedspan(f"fedspan {engine}, {dtype}", work, dtype, {"name": engine})
+        for engine in ("batched", "loop")
+        for dtype in ("bfloat16", "float32")
+    ]
+    if python is not None:
+        plan = field.plan(work, "plan")
+        contenders += [
+            field.peer(PLAIN, "peers_plain.py", plan, "--dtype", "float32"),
+            field.peer(SAME, "peers_plain.py", plan, "--dtype", "bfloat16", "--order", "bucketed"),
+        ]
+        if batch in args.simulators:
+            contenders += [
+                field.peer(
+                    f"Flower, {actors} x {threads}",
+                    "peers_flower.py",
+                    plan,
+                    "--actors",
+                    str(actors),
+                    "--threads",
+                    str(threads),
+                    threads=threads,
+                )
+                for actors, threads in dict.fromkeys(((1, args.threads), (args.threads, 1)))
+            ]
+            contenders.append(field.peer("pfl-research", "peers_pfl.py", plan))
+    results = in_turns(contenders, args.repetitions, field.folder)
+    keep(results, field.folder)
+    limits = [agreement(results, batch)]
+    for name, wanted in TARGETS.get(batch, {}).items():
+        if faster := against(results, name):
+            kept = statistics.median(faster) >= wanted if args.judged else None
+            what = f"batch {batch}: times faster than {name if name != 'Flower' else 'Flower at its best'}"
+            limits.append(Limit(what, f"{statistics.median(faster):.2f}", f"at least {wanted:g}", kept))
+    stacking = results[SUBJECT].ready["stacking"]
+    lines = [
+        f"## Batch {batch}",
+        "",
+        f"{args.clients} clients of {args.examples[batch]} examples. The batched engine chose "
+        f"{stacking['clients']} clients at once and {stacking['workers']} workers. Flower's settings are actors x "
+        "threads.",
+        "",
+        *speed_table(results, SUBJECT),
+    ]
+    return lines, limits
+
+
+def against(results: Mapping[str, Measured], name: str) -> list[float]:
+    """How many times faster the subject is, by repetition; than Flower: than the faster of its settings."""
+    if name == "Flower":
+        settings = [ratios(result, results[SUBJECT]) for one, result in results.items() if one.startswith(name)]
+        return [min(found) for found in zip(*settings, strict=True)]
+    return ratios(results[name], results[SUBJECT]) if name in results else []
+
+
+def agreement(results: Mapping[str, Measured], batch: int) -> Limit:
+    """Whether all that trains in float32 trains the same: first client's loss, then the mean of the first rounds."""
+    reference = results["fedspan loop, float32"].ready
+    apart = 0.0
+    for name, result in results.items():
+        if "bfloat16" in name:
+            continue
+        pairs = [(result.ready["first"], reference["first"])] if "first" in result.ready else []
+        if not name.startswith("PEFT"):
+            pairs += zip(result.ready["losses"], reference["losses"], strict=True)
+        apart = max([apart, *(abs(one - other) / other for one, other in pairs)])
+    what = f"batch {batch}: largest difference of float32 losses on the same batches"
+    return Limit(what, f"{apart:.0e}", f"at most {NEAR:g}", apart <= NEAR)
+
+
+def keep(results: Mapping[str, Measured], folder: Path) -> None:
+    """Every number, beside the logs."""
+    content = {name: {"ready": result.ready, "rounds": result.rounds} for name, result in results.items()}
+    (folder / "results.json").write_text(json.dumps(content, indent=1))
+
+
+def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
+    """Adapters on the last two layers only, the hidden states before them computed once."""
+    field = Field(args, python, args.out / f"last-layers-{batch}")
+    everywhere, last = work_of(args, batch), work_of(args, batch, LAST)
+    contenders = [
+        field.fedspan(CACHED, last, "bfloat16", {"name": "batched", **PREFIX_CACHE}),
+        field.fedspan(ALL_LAYERS, everywhere, "bfloat16", {"name": "batched"}),
+    ]
+    plain = f"{PLAIN}, all layers"
+    if python is not None:
+        contenders += [
+            field.peer(plain, "peers_plain.py", field.plan(everywhere, "plan")),
+            field.peer(f"{PLAIN}, last 2 layers", "peers_plain.py", field.plan(last, "plan-last")),
+        ]
+    results = in_turns(contenders, args.repetitions, field.folder)
+    keep(results, field.folder)
+    faster = statistics.median(ratios(results[ALL_LAYERS], results[CACHED]))
+    kept = faster >= MORE if args.judged else None
+    what = f"batch {batch}, adapters on the last 2 of 6 layers: times faster than on all"
+    limits = [Limit(what, f"{faster:.2f}", f"at least {MORE:g}", kept)]
+    lines = [
+        f"## Adapters on the last 2 of 6 layers, batch {batch}",
+        "",
+        "The frozen prefix's hidden states are computed once and kept."
+        if PREFIX_CACHE
+        else "This fedspan has no prefix cache: all 6 layers are computed in every step.",
+        f"The first {len(results[CACHED].ready['losses'])} rounds, which fill the cache, took "
+        f"{results[CACHED].ready['warm_up']:.1f} s, those of all layers {results[ALL_LAYERS].ready['warm_up']:.1f} s.",
+        "",
+        *speed_table(results, CACHED),
+    ]
+    return lines, limits

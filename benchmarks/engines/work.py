@@ -1,0 +1,162 @@
+"""The work of the engine benchmark: fedspan's configs, and the same work written down for the peers.
+
+A plan is a folder with ``plan.json`` (tokens, labels, who holds what, batches, settings) and ``start.safetensors`` (the
+adapter that everybody begins with, under PEFT's names), so that peers need neither fedspan nor a tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+
+from fedspan.config import parse_config
+from fedspan.config.engine import EngineConfig
+from fedspan.core.tensors import is_extra
+from fedspan.core.values import Job
+from fedspan.engines.batching import job_batches, training_batches
+from fedspan.engines.work import Assignment
+from fedspan.models.names import resolve
+from fedspan.runs.build import Prepared, prepare
+
+__all__ = ["CHECKED", "PREFIX_CACHE", "Work", "write_plan"]
+
+MODEL = "builtin:all-minilm-l6-v2"
+RANK, ALPHA, RATE, CLIP, ROUNDS = 8, 16, 2e-3, 1.0, 1000
+CHECKED = 2
+"""Rounds at the beginning in which everybody takes fedspan's batches, so that losses can be compared."""
+PREFIX_CACHE: dict[str, Any] = {"prefix_cache": True} if "prefix_cache" in EngineConfig.model_fields else {}
+"""What switches the prefix cache on, in a fedspan that has one."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One federation, as every contender trains it.
+
+    Args:
+        data: folder with Banking77's train.csv and test.csv.
+        batch: examples of a step.
+        examples: of each client.
+        clients: how many, identically distributed.
+        layers: of the model that are adapted; None: all.
+        threads: of the CPU.
+        seed: of every draw.
+    """
+
+    data: Path
+    batch: int
+    examples: int
+    clients: int = 50
+    layers: tuple[int, ...] | None = None
+    threads: int = 2
+    seed: int = 0
+
+    def values(self, dtype: str = "float32", engine: dict[str, Any] | None = None) -> dict[str, Any]:
+        """fedspan's config, as a user would write it; all examples are for training, and nothing is evaluated."""
+        return {
+            "seed": self.seed,
+            "threads": self.threads,
+            "device": "cpu",
+            "model": {
+                "name": MODEL,
+                "dtype": dtype,
+                "target_modules": ["query", "value"],
+                **({} if self.layers is None else {"layers_to_transform": list(self.layers)}),
+            },
+            "data": {
+                "train": str(self.data / "train.csv"),
+                "label": "category",
+                "test_fraction": 0,
+                "max_examples": self.clients * self.examples,
+            },
+            "partition": {"partitioner": "iid", "clients": self.clients, "validation": 0, "test": 0},
+            "method": {"name": "fedit", "r": RANK, "lora_alpha": ALPHA},
+            "federation": {"rounds": ROUNDS},
+            "training": {"lr": RATE, "batch_size": self.batch, "max_grad_norm": CLIP},
+            "engine": engine or {},
+        }
+
+
+def write_plan(work: Work, folder: Path, rounds: int) -> Path:
+    """Write down a work's data, batches and start for the peers.
+
+    Args:
+        work: what is trained.
+        folder: made if it is not there.
+        rounds: of which the centralised loop's bucketed batches are written.
+    """
+    prepared = prepare(parse_config(work.values(engine={"name": "loop"})))
+    job, members = _job(prepared), prepared.federation.members
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(_start(job), folder / "start.safetensors")
+    plan = {
+        "model": resolve(MODEL),
+        "labels": len(prepared.labels),
+        "layers": work.layers,
+        "modules_to_save": sorted(_saved(prepared)),
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "lr": RATE,
+        "max_grad_norm": CLIP,
+        "batch": work.batch,
+        "threads": work.threads,
+        "seed": work.seed,
+        "input_ids": prepared.train.encodings["input_ids"],
+        "targets": prepared.train.labels.tolist(),
+        "clients": [member.train.tolist() for member in members.values()],
+        "checked": [
+            [_batches(prepared, Assignment(id, round, job, member.train, RATE)) for id, member in members.items()]
+            for round in range(CHECKED)
+        ],
+        "bucketed": [_centralised(work, prepared, round) for round in range(rounds)],
+    }
+    path = folder / "plan.json"
+    path.write_text(json.dumps(plan))
+    return path
+
+
+def _batches(prepared: Prepared, assignment: Assignment) -> list[list[int]]:
+    engine = prepared.engine
+    return [batch.tolist() for batch in job_batches(engine.settings, engine.seed, assignment, prepared.train)]
+
+
+def _centralised(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
+    """One epoch over everybody's examples, in fedspan's buckets."""
+    batches = training_batches(
+        np.concatenate([member.train for member in prepared.federation.members.values()]),
+        prepared.train.lengths,
+        batch_size=work.batch,
+        epochs=1,
+        batches=None,
+        seed=work.seed,
+        key=(round, "centralised"),
+        group_by_length=True,
+    )
+    return [batch.tolist() for batch in batches]
+
+
+def _saved(prepared: Prepared) -> set[str]:
+    """Modules that train whole."""
+    return {path.rpartition(".")[0] for path in prepared.engine.adapted.spec.extras}
+
+
+def _job(prepared: Prepared) -> Job:
+    """What a client trains in the first round."""
+    method = prepared.federation.method
+    job = method.start(method.sync(prepared.federation.begin().state, None), None, {})
+    assert isinstance(job, Job)
+    return job
+
+
+def _start(job: Job) -> dict[str, Any]:
+    """The first round's tensors under the names of PEFT's state dict."""
+    start: dict[str, Any] = {}
+    for name, value in job.tensors.items():
+        layer, _, slot = name.partition("/")
+        path = slot if is_extra(name) else f"{layer}.lora_{slot}.weight"
+        start[f"base_model.model.{path}"] = value.contiguous()
+    return start
