@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.environment import record_environment
 from fedspan.runs.exports import write_adapters
-from fedspan.runs.files import disk_errors, read_bytes
+from fedspan.runs.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
@@ -114,7 +113,8 @@ def _play(
         require_same_run(place, config, kept)
         prepared = prepare(config, _kept_partition(place))
     if not place.partition.exists():
-        place.write_json(place.partition, json.loads(prepared.partition.to_json()))
+        with disk_errors(place.path):
+            write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
     with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
         session = _Session(place, prepared, listener, metrics, ledger)
         return session.finish(session.play(kept, resumed))
