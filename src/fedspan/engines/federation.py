@@ -103,7 +103,7 @@ class Federation:
     Args:
         method: the method, with its wrappers.
         engine: trains jobs.
-        members: the clients; any order.
+        members: the clients in any order, or by id in the ids' order (``OnDemand``).
         examples: what the members' indices point into.
         settings: rounds, cohort, seed.
     """
@@ -112,13 +112,15 @@ class Federation:
         self,
         method: Method,
         engine: Engine,
-        members: Sequence[Member],
+        members: Sequence[Member] | Mapping[str, Member],
         examples: Examples,
         settings: RoundSettings,
     ) -> None:
         self.method = method
         self.engine = engine
-        self.members = {member.client.id: member for member in sorted(members, key=lambda m: m.client.id)}
+        if not isinstance(members, Mapping):
+            members = {member.client.id: member for member in sorted(members, key=lambda m: m.client.id)}
+        self.members = members
         self.examples = examples
         self.settings = settings
 

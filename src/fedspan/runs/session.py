@@ -263,7 +263,7 @@ def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tupl
     if prepared.test is None:
         return ()
     indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
-    _, job = prepared.evaluator.models(progress)[0]
+    _, job = next(prepared.evaluator.models(progress))
     batch_size = prepared.config.evaluation.batch_size
     predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
     answers = prepared.task.answers(predictions)

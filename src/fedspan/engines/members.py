@@ -1,0 +1,46 @@
+"""Clients by id, made when they are asked for: a federation of 100,000 holds their ids and no more."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+import numpy as np
+
+__all__ = ["OnDemand"]
+
+V = TypeVar("V")
+
+
+class OnDemand(Mapping[str, V], Generic[V]):
+    """Values by id, in the order of the ids, none of them kept.
+
+    Args:
+        ids: of the values; any order, all different.
+        make: gives the value of the id at a position of ``ids``, the same every time.
+    """
+
+    def __init__(self, ids: Iterable[str], make: Callable[[int], V]) -> None:
+        given = tuple(ids)
+        self._order = np.array(sorted(range(len(given)), key=given.__getitem__), np.int64)
+        self._ids = tuple(given[at] for at in self._order.tolist())
+        self._make = make
+
+    def __getitem__(self, id: str) -> V:
+        at = bisect_left(self._ids, id)
+        if at == len(self._ids) or self._ids[at] != id:
+            raise KeyError(id)
+        return self._make(int(self._order[at]))
+
+    def __contains__(self, id: object) -> bool:
+        if not isinstance(id, str):
+            return False
+        at = bisect_left(self._ids, id)
+        return at < len(self._ids) and self._ids[at] == id
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
