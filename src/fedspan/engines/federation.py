@@ -17,6 +17,7 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.engines import wire
+from fedspan.engines.members import changeable
 from fedspan.engines.reduction import Reducer
 from fedspan.engines.settings import RoundSettings
 from fedspan.engines.work import Assignment, Engine
@@ -156,7 +157,7 @@ class Federation:
         clients = {id: self.client(id, progress) for id in ids}
         reducer = Reducer(list(clients.values()))
         transfers: list[Transfer] = []
-        memories, optimizers = dict(progress.memories), dict(progress.optimizers)
+        memories, optimizers = changeable(progress.memories), changeable(progress.optimizers)
         self.engine.adapted.set_base(state.base)
         losses: dict[str, list[tuple[float, float]]] = {id: [] for id in ids}
 

@@ -1,4 +1,4 @@
-"""Clients by id, made when they are asked for: a federation of 100,000 holds their ids and no more."""
+"""Clients by id, and what they keep, made when somebody asks: a federation of 100,000 holds their ids and no more."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["OnDemand"]
+__all__ = ["Changes", "OnDemand", "changeable"]
 
 V = TypeVar("V")
 
@@ -44,3 +44,39 @@ class OnDemand(Mapping[str, V], Generic[V]):
 
     def __len__(self) -> int:
         return len(self._ids)
+
+
+class Changes(Mapping[str, V], Generic[V]):
+    """A mapping with changes to another one, which stays as it is.
+
+    Args:
+        below: the other one.
+        changes: values that take the place of its own; to be changed.
+    """
+
+    def __init__(self, below: Mapping[str, V], changes: dict[str, V]) -> None:
+        self.below = below
+        self.changes = changes
+
+    def __getitem__(self, key: str) -> V:
+        return self.changes[key] if key in self.changes else self.below[key]
+
+    def __setitem__(self, key: str, value: V) -> None:
+        self.changes[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.changes or key in self.below
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.below
+        yield from (key for key in self.changes if key not in self.below)
+
+    def __len__(self) -> int:
+        return len(self.below) + sum(key not in self.below for key in self.changes)
+
+
+def changeable(values: Mapping[str, V]) -> dict[str, V] | Changes[V]:
+    """The same values, to be changed without a trace in the given ones; nothing that lies on a disk is read."""
+    if isinstance(values, Changes):
+        return Changes(values.below, dict(values.changes))
+    return dict(values) if isinstance(values, dict) else Changes(values, {})

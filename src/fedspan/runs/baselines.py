@@ -18,6 +18,7 @@ from fedspan.engines.members import OnDemand
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import Prepared
 from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.clients import store
 from fedspan.runs.files import disk_errors, remove
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.listener import Listener
@@ -115,7 +116,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     progress, best = (federation.begin(), None) if kept is None else (kept.progress, kept.best)
     while progress.state.round < federation.settings.rounds:
         result = federation.play(progress)
-        progress = result.progress
+        progress = store(place, result.progress)
         number = progress.state.round
         validation, _ = evaluator.clients(progress)
         score = round_score(variant, number, None if validation is None else validation.pooled)
@@ -131,5 +132,6 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     place.write_json(place.report, report)
     with disk_errors(folder):  # they are as large as the run's own, and nothing goes on from them
         remove(place.checkpoints)
+        remove(place.clients)
         remove(place.best)
     return report

@@ -20,6 +20,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.clients import store
 from fedspan.runs.environment import record_environment
 from fedspan.runs.exports import write_adapters
 from fedspan.runs.files import disk_errors, read_bytes, write_atomic
@@ -167,13 +168,13 @@ class _Session:
                 self.listener.client_finished(number, client, loss)
 
             result = federation.play(progress, told)
-            progress = result.progress
             keep_choice(self.place, engine)
             if number == first and (note := engine_note(engine)) is not None:
                 self.listener.noted(note)
             row = self._row(result)
             self.seconds += time.monotonic() - began
-            self._commit(result, {**row, "seconds": self.seconds})
+            progress = self._commit(result, {**row, "seconds": self.seconds})
+            del result  # what the cohort keeps is on the disk now
         return progress
 
     def _row(self, result: RoundResult) -> dict[str, Any]:
@@ -201,9 +202,13 @@ class _Session:
             self.best = (number, score)
         return row
 
-    def _commit(self, result: RoundResult, row: dict[str, Any]) -> None:
-        """Logs first, then the checkpoint that says how long they are: a kill in between costs this round only."""
-        progress = result.progress
+    def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
+        """Clients' files and logs first, then the checkpoint that names them: a kill before it costs this round only.
+
+        Returns:
+            The progress, with what clients keep on the disk.
+        """
+        progress = store(self.place, result.progress)
         number = progress.state.round
         for transfer in result.transfers:
             self.ledger.record(number, transfer.client, transfer.direction, transfer.bytes, transfer.payload)
@@ -225,6 +230,7 @@ class _Session:
         )
         checkpoints.prune(self.place)
         self.listener.round_finished(row)
+        return progress
 
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
