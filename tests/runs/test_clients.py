@@ -21,7 +21,6 @@ from fedspan.runs.clients import MEMORY, MOMENTS, store
 from fedspan.runs.files import Damaged
 from fedspan.runs.folder import RunFolder
 
-
 START = Progress(ServerState())
 
 

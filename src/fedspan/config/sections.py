@@ -151,7 +151,8 @@ class EvaluationConfig(Section):
         default=None,
         ge=1,
         description="How many clients are measured on their own validation and test parts (and, where every client has "
-        "a model of its own, on the held-out set): the same ones in every round, drawn by the seed; left out: all.",
+        "a model of its own, on the held-out set): the same ones in every round, drawn by the seed; left out: all. "
+        "Where every client has a model of its own, those of these clients are written at the end.",
     )
     metric: str | None = Field(
         default=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,14 @@ class Evaluator:
         memory = {} if client_id is None else progress.memories.get(client_id, {})
         return method.start(method.sync(progress.state, client), client, memory)
 
-    def models(self, progress: Progress) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """The distinct models with the clients that use each: one for a global method, one a client for a personal."""
-        return self._models(progress, tuple(self.federation.members))
+    def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
+        """The distinct models with the clients that use each: one for a global method, one a client for a personal.
 
-    def _models(self, progress: Progress, ids: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Job]]:
+        Args:
+            progress: whose models.
+            clients: ids; None: all.
+        """
+        ids = tuple(self.federation.members if clients is None else clients)
         if not self.federation.method.declared().personal:
             yield ids, self.job(progress, None)
             return
@@ -106,7 +109,7 @@ class Evaluator:
         """The clients' models on their own validation and test parts (None where no client has any)."""
         members, examples = self.federation.members, self.federation.examples
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
-        for ids, job in self._models(progress, self.ids):
+        for ids, job in self.models(progress, self.ids):
             wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
             if not wanted:
                 continue
@@ -136,7 +139,7 @@ class Evaluator:
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
         scores: dict[str, Metrics] = {}
-        for ids, job in self._models(progress, self.ids):
+        for ids, job in self.models(progress, self.ids):
             predictions = engine.predict(job, examples, indices, self.batch_size, thorough=thorough)
             key = ids[0] if self.federation.method.declared().personal else "global"
             scores[key] = task.metrics(predictions, examples, indices.tolist())

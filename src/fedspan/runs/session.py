@@ -240,7 +240,7 @@ class _Session:
             best_round, progress = self.best[0], checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
         with disk_errors(place.path):
-            adapters = write_adapters(prepared, progress, place)
+            adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
         examples = _predictions(prepared, progress)
         totals = self.ledger.totals
         report = RunReport(
