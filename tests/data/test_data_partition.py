@@ -6,14 +6,24 @@ import json
 import random
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
+from flwr_datasets.partitioner import (
+    DirichletPartitioner,
+    ExponentialPartitioner,
+    IidPartitioner,
+    LinearPartitioner,
+    NaturalIdPartitioner,
+    SquarePartitioner,
+)
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from fedspan.data import PartitionConfig
+from fedspan.data.keyed import generator
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 
@@ -69,6 +79,39 @@ def test_the_indices_of_a_seed_stay_those_of_today(messages: datasets.Dataset) -
     assert partition(messages, config, seed=0).fingerprint == (
         "0185adcb2af5779028c94942c83e8309806abcff9db241fcfd18f7ca56240c0c"
     )
+
+
+def by_flower(dataset: datasets.Dataset, config: PartitionConfig, seed: int) -> list[list[int]]:
+    """The clients' rows by Flower's own code, from the same draws."""
+    order = generator(seed, "partition", "order").permutation(len(dataset))
+    kinds = {"linear": LinearPartitioner, "square": SquarePartitioner, "exponential": ExponentialPartitioner}
+    match config.partitioner:
+        case "natural":
+            made, order = NaturalIdPartitioner(partition_by="ward"), np.arange(len(dataset))
+        case "dirichlet":
+            drawn = int(generator(seed, "partition", "shares").integers(2**32))
+            made = DirichletPartitioner(config.clients, "label", config.alpha, config.min_examples, seed=drawn)
+        case "quantity":
+            made = kinds[config.quantity](config.clients)
+        case _:
+            made = IidPartitioner(config.clients)
+    made.dataset = dataset.select(order).add_column("row", order)  # pyright: ignore
+    return [sorted(made.load_partition(number)["row"]) for number in range(made.num_partitions)]
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(config for config in KINDS if config.partitioner != "pathological"),
+        PartitionConfig(clients=150),
+        PartitionConfig(partitioner="dirichlet", clients=30, alpha=1.0),  # redraws
+        PartitionConfig(partitioner="dirichlet", clients=4, alpha=1e-3, min_examples=1),
+    ],
+)
+def test_the_rows_are_those_of_flower(messages: datasets.Dataset, config: PartitionConfig, seed: int) -> None:
+    divided = partition(messages, config, seed)
+    assert [client.indices.tolist() for client in divided.clients] == by_flower(messages, config, seed)
 
 
 def test_nothing_is_sent_and_no_global_is_set(messages: datasets.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,14 +228,44 @@ def test_json_gives_the_same_partition_back(messages: datasets.Dataset, config: 
     assert read.clients[0].train.dtype == np.int64
 
 
+def first_format(divided: Partition) -> dict[str, Any]:
+    """What fedspan 0.1 wrote: every client an object."""
+    clients = [
+        {"id": one.id, "train": one.train.tolist(), "validation": one.validation.tolist(), "test": one.test.tolist()}
+        for one in divided.clients
+    ]
+    head = {"format": "fedspan-partition-1", "fingerprint": divided.fingerprint, "examples": divided.examples}
+    return {**head, "clients": clients}
+
+
+@pytest.mark.parametrize("config", KINDS, ids=NAMES)
+def test_files_of_the_first_format_are_read(messages: datasets.Dataset, config: PartitionConfig) -> None:
+    divided = partition(messages, config, seed=0)
+    read = Partition.from_json(json.dumps(first_format(divided)))
+    assert read.to_json() == divided.to_json()
+
+
 def test_a_changed_or_broken_json_is_refused(messages: datasets.Dataset, refused: Refused) -> None:
-    content = json.loads(partition(messages, PartitionConfig(clients=2), seed=0).to_json())
-    moved = content["clients"][0]["train"].pop()
-    content["clients"][1]["train"].append(moved)
-    written = (content["format"], content["fingerprint"])
-    refused("run.partition", written, ["was changed"], Partition.from_json, json.dumps(content), "run.partition")
+    divided = partition(messages, PartitionConfig(clients=2), seed=0)
+    for content in (json.loads(divided.to_json()), first_format(divided)):
+        rows = content["rows"] if "rows" in content else content["clients"][0]["train"]
+        rows[0], rows[1] = rows[1], rows[0]
+        written = (content["format"], content["fingerprint"])
+        refused("run.partition", written, ["was changed"], Partition.from_json, json.dumps(content), "run.partition")
+    content = json.loads(divided.to_json())
+    content["train"][0] += 1
+    refused("partition", json.dumps(content)[:60], ["as fedspan writes it"], Partition.from_json, json.dumps(content))
     refused("partition", "{}", ["as fedspan writes it"], Partition.from_json, "{}")
     refused("partition", "[", ["as fedspan writes it"], Partition.from_json, "[")
+
+
+def test_clients_are_a_sequence(messages: datasets.Dataset) -> None:
+    clients = partition(messages, PartitionConfig(clients=5), seed=0).clients
+    assert len(clients) == 5
+    assert [client.id for client in clients[1:-1]] == ["client-01", "client-02", "client-03"]
+    assert np.array_equal(clients[-1].train, list(clients)[4].train)
+    with pytest.raises(IndexError):
+        clients[5]
 
 
 def test_the_fingerprint_is_that_of_ids_and_indices(messages: datasets.Dataset) -> None:

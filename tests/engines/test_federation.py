@@ -55,7 +55,7 @@ def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
 
 def test_the_order_of_members_does_not_matter(prepared: Prepared) -> None:
     old = prepared.federation
-    backwards = list(reversed(old.members.values()))
+    backwards = list(old.members.values())[::-1]
     again = Federation(old.method, old.engine, backwards, old.examples, old.settings)
     assert same(old.play(old.begin()).progress, again.play(again.begin()).progress)
 

@@ -206,9 +206,7 @@ FOLDERS = [
         "partition-huge",
         "partition.json holds a number beyond 64 bits.",
         "FOLDER/stopped/partition.json",
-        _resume(
-            lambda run: edit_json(run.partition, clients=[{"id": "a", "train": [10**30], "validation": [], "test": []}])
-        ),
+        _resume(lambda run: edit_json(run.partition, rows=[10**30])),
         "stopped/partition.json: ",
     ),
     Mistake("data-changed", "The data file lost rows.", "data.train", _other_data),

@@ -90,14 +90,15 @@ def test_rows_of_json(changes: list[Any], prompt: str) -> None:
         answered(lambda config=config: load(config, task="causal-lm"))
 
 
-def _partition() -> dict[str, Any]:
+def _partitions() -> list[dict[str, Any]]:
+    """In both formats."""
     part = {"id": "a", "train": [0, 1], "validation": [2], "test": [3]}
-    return {
-        "format": "fedspan-partition-1",
-        "fingerprint": "0" * 64,
-        "examples": 4,
-        "clients": [part, {**part, "id": "b"}],
-    }
+    head = {"format": "fedspan-partition-1", "fingerprint": "0" * 64, "examples": 4}
+    flat = {"clients": ["a", "b"], "train": [2, 2], "validation": [1, 1], "test": [1, 1], "rows": [*range(8)]}
+    return [
+        {**head, "clients": [part, {**part, "id": "b"}]},
+        {**head, "format": "fedspan-partition-2", **flat},
+    ]
 
 
 @fuzz(150)
@@ -105,8 +106,9 @@ def _partition() -> dict[str, Any]:
 @example([(3, "set", 10**30, "")], [])
 @example([(2, "set", float("inf"), "")], [])
 def test_partition_files(changes: list[Any], cuts: list[Any]) -> None:
-    for content in (as_json(changed(_partition(), changes)), mangled(as_json(_partition()), cuts)):
-        answered(lambda content=content: Partition.from_json(content.decode(errors="replace")))
+    for whole in _partitions():
+        for content in (as_json(changed(whole, changes)), mangled(as_json(whole), cuts)):
+            answered(lambda content=content: Partition.from_json(content.decode(errors="replace")))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,10 @@ from pathlib import Path
 import torch
 
 from fedspan.core.values import OptimizerState, ServerState
+from fedspan.engines.federation import Progress
+from fedspan.engines.members import changeable
 from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
+from fedspan.runs.clients import store
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 
@@ -22,6 +25,11 @@ from fedspan.runs.ledger import JsonLines, Ledger
 def state_of(round: int) -> ServerState:
     """The server state after a round."""
     return ServerState(round, {"l/A": torch.full((50,), float(round))}, scalars={"rounds": round})
+
+
+def memory_of(round: int) -> dict[str, torch.Tensor]:
+    """What a client keeps whose last round this was."""
+    return {"l/B": torch.arange(4) * round}
 
 
 def begin(path: Path) -> RunFolder:
@@ -33,6 +41,7 @@ def go_on(run: RunFolder, stop: int) -> None:
     """From wherever the run stands up to a round."""
     checkpoint = resume(run)
     start, best = (checkpoint.state.round, checkpoint.best) if checkpoint else (0, None)
+    progress = checkpoint.progress if checkpoint else Progress(state_of(0))
     with JsonLines(run.metrics) as metrics, Ledger(run.ledger) as ledger:
         for round in range(start + 1, stop + 1):
             for client in ("a", "b"):
@@ -44,9 +53,12 @@ def go_on(run: RunFolder, stop: int) -> None:
                 best = round, score
             moments = OptimizerState({"exp_avg": {"l/A": torch.ones(3) * round}}, {"l/A": round})
             positions = {run.metrics.name: metrics.commit(), run.ledger.name: ledger.commit()}
-            memories = {"a": {"l/B": torch.arange(4) * round}}
-            kept = {"b": (moments, 0)}
-            save(run, Checkpoint(state_of(round), memories, {"a": round, "b": None}, kept, best, positions))
+            memories, kept = changeable(progress.memories), changeable(progress.optimizers)
+            memories["a"], memories[f"c{round % 5}"] = memory_of(round), memory_of(round)
+            kept["b"] = (moments, 0)
+            progress = store(run, Progress(state_of(round), memories, {"a": round}, kept))
+            held = {"a": round, "b": None}
+            save(run, Checkpoint(progress.state, progress.memories, held, progress.optimizers, best, positions))
             prune(run)
 
 

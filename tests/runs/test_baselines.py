@@ -50,7 +50,7 @@ def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: 
     # The initial head reaches everybody once, so that all start alike; after that nothing travels.
     second = made.federation.play(first.progress)
     assert {transfer.payload for transfer in second.transfers} == {0}
-    models = made.evaluator.models(second.progress)
+    models = list(made.evaluator.models(second.progress))
     assert [ids for ids, _ in models] == [(id,) for id in sorted(tiny.SITES)]
     updates = [layer_updates(job, second.progress.state.base, made.engine.adapted) for _, job in models]
     layer = next(iter(updates[0]))

@@ -25,7 +25,7 @@ from fedspan.runs.ledger import read_lines, read_totals
 
 SCRIPT = Path(__file__).with_name("interrupted_run.py")
 _script = runpy.run_path(str(SCRIPT))
-begin, go_on, state_of = _script["begin"], _script["go_on"], _script["state_of"]
+begin, go_on, state_of, memory_of = (_script[name] for name in ("begin", "go_on", "state_of", "memory_of"))
 
 CHANGES = ["write", "fsync", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "ftruncate", "open"]
 """The functions of ``os`` through which the file system is changed."""
@@ -50,10 +50,14 @@ def uninterrupted(path: Path, stop: int) -> dict[str, bytes]:
 
 
 def assert_sound(path: Path) -> int:
-    """Every checkpoint is whole and the logs reach to the latest at least; returns its round."""
+    """Every checkpoint and what its clients keep is whole, the logs reach to the latest at least; returns its round."""
     run = RunFolder(path)
     for folder in run.checkpoints.glob("round-?????"):
-        load(folder)
+        whole = load(folder)
+        for client, memory in whole.memories.items():
+            behind = 0 if client == "a" else (whole.state.round - int(client[1:])) % 5
+            assert torch.equal(memory["l/B"], memory_of(whole.state.round - behind)["l/B"])
+        assert len(whole.memories) == 1 + min(5, whole.state.round)
     checkpoint = latest(run)
     if checkpoint is None:
         return 0

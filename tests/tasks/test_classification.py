@@ -47,7 +47,7 @@ class Fixed(nn.Module):
 def test_texts_are_encoded_once_and_cut(task: SequenceClassification, encoded: EncodedText) -> None:
     """<s>, words, </s>, at most 5 tokens; an unheard word becomes <unk> (1)."""
     vocabulary = task.tokenizer.get_vocab()
-    assert encoded.encodings["input_ids"] == [
+    assert list(encoded.encodings["input_ids"]) == [
         [2, vocabulary["lab1"], vocabulary["word2"], 3],
         [2, vocabulary["billing3"], vocabulary["word1"], 1, 3],
         [2, vocabulary["symptom2"], 3],

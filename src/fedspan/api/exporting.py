@@ -94,14 +94,17 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
     if not is_run(folder):
         return adapter_folder(folder, client)
     place = RunFolder(folder)
-    if place.report.is_file() and round in ("best", read_report(folder).best_round):
-        return adapter_folder(folder, client)
     if client is not None:
         require_client(folder, client)
+    if place.report.is_file():
+        report = read_report(folder)
+        there = client is None or "global" in report.adapters or client in report.adapters
+        if there and round in ("best", report.best_round):
+            return adapter_folder(folder, client)
     kept, config = checkpoints.load(_checkpoint(place, round)), read_config(folder)
     require_same_run(place, config, kept)
     progress, prepared = kept.progress, prepare(config, read_partition(folder))
-    adapters = write_adapters(prepared, progress, RunFolder(scratch))
+    adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
     if "global" in adapters:
         return adapters["global"]
     if client is None:

@@ -88,6 +88,9 @@ def adapter_folder(folder: str | Path, client: str | None) -> Path:
     if client is None:
         shown = nearest("", adapters)
         raise FedspanError("client", None, f"one of {shown}, ...: every client of this run has a model of its own")
+    if client not in adapters:
+        expected = f"one whose model the run wrote, like {nearest(client, adapters)}, or fedspan export --client first"
+        raise FedspanError("client", client, expected)
     return folder / adapters[client]
 
 

@@ -23,31 +23,35 @@ class Effort:
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
         federation, config, training = prepared.federation, prepared.config, prepared.config.training
         self._clock, self._began = clock, clock()
-        members = federation.members
+        members, measured = federation.members, prepared.evaluator.ids
         steps = training.local_steps
         batch = training.batch_size * training.gradient_accumulation_steps
-        self._client = {
-            id: _TRAINING * (len(member.train) * training.local_epochs if steps is None else steps * batch)
-            for id, member in members.items()
-        }
-        own = sum(len(member.validation) + len(member.test) for member in members.values())
+        self._members, self._epochs = members, training.local_epochs
+        self._passes = None if steps is None else _TRAINING * steps * batch
+        own = sum(len(member.validation) + len(member.test) for member in map(members.__getitem__, measured))
         heldout = 0 if prepared.test is None else len(prepared.test)
         personal = federation.method.declared().personal
         rounds, every = federation.settings.rounds, config.evaluation.every
         scored = own + (0 if personal else heldout)
         self._round = {n: scored if n % every == 0 or n == rounds else 0 for n in range(done + 1, rounds + 1)}
-        self._closing = own + heldout * (len(members) if personal else 1)
-        self._epoch = sum(self._client.values()) + own
-        final = {"local": own + heldout * len(members), "centralised": own + heldout}
+        self._closing = own + heldout * (len(measured) if personal else 1)
+        self._epoch = sum(map(self._training, members)) + own if config.baselines else 0.0
+        final = {"local": own + heldout * len(measured), "centralised": own + heldout}
         self._final = {name: final[name] for name in config.baselines}
-        cohorts = sum(sum(self._client[id] for id in federation.cohort(n - 1)) for n in self._round)
+        cohorts = sum(sum(map(self._training, federation.cohort(n - 1))) for n in self._round)
         baselines = len(self._final) * rounds * self._epoch + sum(self._final.values())
         self._total = cohorts + sum(self._round.values()) + self._closing + baselines
         self._done, self._at = 0.0, self._began
 
+    def _training(self, id: str) -> float:
+        """A client's part of a round."""
+        if self._passes is not None:
+            return self._passes
+        return _TRAINING * len(self._members[id].train) * self._epochs
+
     def client(self, id: str) -> None:
         """A client has trained."""
-        self._add(self._client[id])
+        self._add(self._training(id))
 
     def round(self, number: int) -> None:
         """A round was measured and saved."""

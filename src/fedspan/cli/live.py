@@ -72,7 +72,7 @@ class RunView(Listener):
         cohort = federation.settings.cohort or clients
         self._effort = Effort(prepared, done, self._clock)
         self._now = "training" if done < self.rounds else "measuring the best round"
-        examples = sum(len(member.train) for member in federation.members.values())
+        examples = int(prepared.partition.parts.sizes[:, 0].sum())
         each = f", {cohort} a round" if cohort < clients else ""
         self._print(
             Text.assemble(

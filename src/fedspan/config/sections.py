@@ -147,6 +147,13 @@ class EvaluationConfig(Section):
 
     every: int = Field(default=1, ge=1, description="Rounds between evaluations; the last round is always evaluated.")
     batch_size: int = Field(default=64, ge=1, description="Texts of one forward pass.")
+    clients: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many clients are measured on their own validation and test parts (and, where every client has "
+        "a model of its own, on the held-out set): the same ones in every round, drawn by the seed; left out: all. "
+        "Where every client has a model of its own, those of these clients are written at the end.",
+    )
     metric: str | None = Field(
         default=None,
         description="By which the best round is chosen, on the clients' validation parts; left out: accuracy, pearson "

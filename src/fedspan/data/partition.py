@@ -7,19 +7,24 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any, overload
 
 import datasets
 import numpy as np
 
-from fedspan.data.assign import assign
+from fedspan.data.assign import Shares, assign
 from fedspan.data.config import PartitionConfig
 from fedspan.data.keyed import generator
 from fedspan.data.names import arrow_column
 from fedspan.errors import FedspanError
 
-__all__ = ["ClientPart", "ClientRow", "Partition", "partition"]
+__all__ = ["ClientPart", "ClientParts", "ClientRow", "Partition", "partition"]
 
 _FORMAT = "fedspan-partition-1"
+"""Opens the text of a fingerprint; of the files, the first format: an object a client."""
+_FLAT = "fedspan-partition-2"
+"""The files' second format: as ``ClientParts`` holds them."""
 _SPLITS = ("train", "validation", "test")
 
 
@@ -51,6 +56,53 @@ class ClientPart:
         return np.sort(np.concatenate([self.train, self.validation, self.test]))
 
 
+class ClientParts(Sequence[ClientPart]):
+    """The clients' parts in two flat arrays; a `ClientPart` is made when it is asked for.
+
+    Args:
+        ids: of the clients.
+        sizes: of each client's parts, int64, (clients, 3): train, validation, test.
+        rows: the indices, one part behind the other in that order, client by client; int64, (examples,).
+
+    Raises:
+        ValueError: arrays that do not fit together.
+    """
+
+    def __init__(self, ids: Sequence[str], sizes: np.ndarray, rows: np.ndarray) -> None:
+        self.ids = tuple(ids)
+        self.sizes = np.array(sizes, np.int64).reshape(-1, len(_SPLITS))
+        self.rows = np.array(rows, np.int64).reshape(-1)
+        if len(self.sizes) != len(self.ids) or (self.sizes < 0).any() or self.sizes.sum() != len(self.rows):
+            raise ValueError("sizes that are not those of the rows")
+        self.bounds = np.concatenate([[0], np.cumsum(self.sizes)])
+        """Where each part begins and the last one ends; int64, (3 clients + 1,)."""
+        for array in (self.sizes, self.rows, self.bounds):
+            array.setflags(write=False)
+
+    @classmethod
+    def of(cls, clients: Sequence[ClientPart]) -> ClientParts:
+        """The same parts, flat."""
+        if isinstance(clients, ClientParts):
+            return clients
+        parts = [getattr(client, split) for client in clients for split in _SPLITS]
+        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return cls([client.id for client in clients], np.array([len(part) for part in parts]), rows)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> ClientPart: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ClientPart]: ...
+    def __getitem__(self, index: int | slice) -> ClientPart | Sequence[ClientPart]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        at = self.bounds[len(_SPLITS) * number :][: len(_SPLITS) + 1].tolist()
+        return ClientPart(self.ids[number], *(self.rows[start:stop] for start, stop in pairwise(at)))
+
+
 @dataclass(frozen=True)
 class ClientRow:
     """One client's line in a table: how many examples of each label (all parts together), and how many in each part."""
@@ -67,22 +119,29 @@ class Partition:
     """Who holds which examples.
 
     Attributes:
-        clients: numbered clients in order of their numbers, natural ones sorted by value.
+        clients: numbered clients in order of their numbers, natural ones sorted by value; made when asked for if they
+            are `ClientParts`.
         examples: the number of rows of the divided data set; every row is in exactly one part of one client.
     """
 
-    clients: tuple[ClientPart, ...]
+    clients: Sequence[ClientPart]
     examples: int
+
+    @cached_property
+    def parts(self) -> ClientParts:
+        """The clients' parts as flat arrays."""
+        return ClientParts.of(self.clients)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the clients' ids and indices: equal for the same division, on every machine."""
         digest = hashlib.sha256(f"{_FORMAT} {self.examples}".encode())
-        for client in self.clients:
-            parts = [getattr(client, split) for split in _SPLITS]
-            digest.update(json.dumps([client.id, *(len(part) for part in parts)]).encode())
-            for part in parts:
-                digest.update(part.astype("<i8").tobytes())
+        parts = self.parts
+        rows, sizes = memoryview(parts.rows.astype("<i8").tobytes()), parts.sizes.tolist()
+        ends = (8 * parts.bounds[:: len(_SPLITS)]).tolist()
+        for number, id in enumerate(parts.ids):
+            digest.update(json.dumps([id, *sizes[number]]).encode())
+            digest.update(rows[ends[number] : ends[number + 1]])
         return digest.hexdigest()
 
     def label_table(self, labels: Sequence[str], dataset: datasets.Dataset) -> tuple[ClientRow, ...]:
@@ -98,43 +157,59 @@ class Partition:
         if len(dataset) != self.examples:
             expected = f"the {self.examples} examples that were divided; this data set has {len(dataset)}"
             raise FedspanError("partition", self.fingerprint[:12], expected)
-        held = arrow_column(dataset, "label").to_numpy() if labels else np.empty(0, np.int64)
+        parts, held = self.parts, np.empty(0, np.int64)
+        if labels:
+            held = arrow_column(dataset, "label").to_numpy()[parts.rows]
+        ends = parts.bounds[:: len(_SPLITS)].tolist()
         rows = []
-        for client in self.clients:
-            counts = np.bincount(held[client.indices], minlength=len(labels)).tolist() if labels else []
-            sizes = [len(getattr(client, split)) for split in _SPLITS]
-            rows.append(ClientRow(client.id, tuple(counts), *sizes))
+        for number, (id, sizes) in enumerate(zip(parts.ids, parts.sizes.tolist(), strict=True)):
+            own = held[ends[number] : ends[number + 1]]
+            counts = np.bincount(own, minlength=len(labels)).tolist() if labels else []
+            rows.append(ClientRow(id, tuple(counts), *sizes))
         return tuple(rows)
 
     def to_json(self) -> str:
         """The partition as JSON text, for a run's folder; `from_json` reads it back."""
-        clients = [
-            {"id": client.id, **{split: getattr(client, split).tolist() for split in _SPLITS}}
-            for client in self.clients
-        ]
-        content = {"format": _FORMAT, "fingerprint": self.fingerprint, "examples": self.examples, "clients": clients}
+        content = {
+            "format": _FLAT,
+            "fingerprint": self.fingerprint,
+            "examples": self.examples,
+            "clients": self.parts.ids,
+            **{split: self.parts.sizes[:, number].tolist() for number, split in enumerate(_SPLITS)},
+            "rows": self.parts.rows.tolist(),
+        }
         return json.dumps(content, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str, field: str = "partition") -> Partition:
-        """The partition that `to_json` wrote.
+        """The partition that `to_json` wrote, in this version of fedspan or an earlier one.
 
         Raises:
             FedspanError: not such a text, or one that was changed: its fingerprint does not fit.
         """
         try:
             content = json.loads(text)
-            clients = tuple(ClientPart(c["id"], *(c[split] for split in _SPLITS)) for c in content["clients"])
-            read = cls(clients, int(content["examples"]))
             written = (content["format"], content["fingerprint"])
+            read = cls(_flat(content) if written[0] == _FLAT else _by_client(content), int(content["examples"]))
+            fitting = read.fingerprint
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise FedspanError(field, text[:60], f"a partition as fedspan writes it ({_FORMAT})") from error
-        if written != (_FORMAT, read.fingerprint):
-            expected = (
-                f"a {_FORMAT} whose fingerprint is that of its clients, {read.fingerprint[:12]}; this file was changed"
-            )
+            raise FedspanError(field, text[:60], f"a partition as fedspan writes it ({_FLAT})") from error
+        if written not in ((_FLAT, fitting), (_FORMAT, fitting)):
+            expected = f"a {_FLAT} whose fingerprint is that of its clients, {fitting[:12]}; this file was changed"
             raise FedspanError(field, written, expected)
         return read
+
+
+def _flat(content: dict[str, Any]) -> ClientParts:
+    sizes = np.array([content[split] for split in _SPLITS], np.int64).reshape(len(_SPLITS), -1)
+    return ClientParts(content["clients"], sizes.T, content["rows"])
+
+
+def _by_client(content: dict[str, Any]) -> ClientParts:
+    clients = content["clients"]
+    parts = [np.array(client[split], np.int64) for client in clients for split in _SPLITS]
+    rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return ClientParts([client["id"] for client in clients], np.array([len(part) for part in parts]), rows)
 
 
 def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str = "partition") -> Partition:
@@ -150,15 +225,25 @@ def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fie
         FedspanError: the data cannot be divided as asked; the error names the client and the option to change.
     """
     shares = assign(dataset, config, seed, field)
-    return Partition(tuple(_split(client, rows, config, seed) for client, rows in shares.items()), len(dataset))
+    return Partition(_split(shares, config, seed), len(dataset))
 
 
-def _split(client: str, rows: np.ndarray, config: PartitionConfig, seed: int) -> ClientPart:
-    validation, test = _part_sizes(len(rows), config.validation, config.test)
-    # Keyed by the client's id, so that a natural client's split does not change when other clients join.
-    mixed = generator(seed, "split", client).permutation(rows)
-    parts = np.split(mixed, [test, test + validation])
-    return ClientPart(client, train=np.sort(parts[2]), validation=np.sort(parts[1]), test=np.sort(parts[0]))
+def _split(shares: Shares, config: PartitionConfig, seed: int) -> ClientParts:
+    sizes = np.empty((len(shares.ids), len(_SPLITS)), np.int64)
+    rows = np.empty_like(shares.rows)
+    bounds = shares.bounds.tolist()
+    for number, client in enumerate(shares.ids):
+        start, stop = bounds[number], bounds[number + 1]
+        validation, test = _part_sizes(stop - start, config.validation, config.test)
+        sizes[number] = stop - start - validation - test, validation, test
+        if validation + test == 0:
+            rows[start:stop] = shares.rows[start:stop]
+            continue
+        # Keyed by the client's id, so that a natural client's split does not change when other clients join.
+        mixed = generator(seed, "split", client).permutation(shares.rows[start:stop])
+        parts = np.split(mixed, [test, test + validation])
+        rows[start:stop] = np.concatenate([np.sort(part) for part in (parts[2], parts[1], parts[0])])
+    return ClientParts(shares.ids, sizes, rows)
 
 
 def _part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedspan.core.tensors import generator
 from fedspan.core.values import Job
-from fedspan.engines.federation import Federation, Progress
+from fedspan.engines.federation import Federation, Member, Progress
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
@@ -54,17 +55,33 @@ def summarised(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
     return summary
 
 
+def _drawn(federation: Federation, count: int | None) -> tuple[str, ...]:
+    ids = tuple(federation.members)
+    if count is None or count >= len(ids):
+        return ids
+    rng = generator(federation.settings.seed, "evaluation")
+    return tuple(sorted(ids[at] for at in torch.randperm(len(ids), generator=rng)[:count].tolist()))
+
+
+def _judged(member: Member) -> tuple[np.ndarray, np.ndarray]:
+    return member.validation, member.test
+
+
 class Evaluator:
     """Evaluates a progress.
 
     Args:
         federation: what is evaluated.
         batch_size: of the forward passes.
+        clients: how many clients are measured, drawn from the federation's seed alone, so that rounds can be compared;
+            None: all.
     """
 
-    def __init__(self, federation: Federation, batch_size: int) -> None:
+    def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         self.federation = federation
         self.batch_size = batch_size
+        self.ids = _drawn(federation, clients)
+        """Of the clients that are measured, sorted."""
 
     def job(self, progress: Progress, client_id: str | None) -> Job:
         """The job whose model is the client's own, or (None) the global one. Sets the engine's base too."""
@@ -74,31 +91,35 @@ class Evaluator:
         memory = {} if client_id is None else progress.memories.get(client_id, {})
         return method.start(method.sync(progress.state, client), client, memory)
 
-    def models(self, progress: Progress) -> list[tuple[tuple[str, ...], Job]]:
-        """The distinct models with the clients that use each: one for a global method, one a client for a personal."""
-        ids = tuple(self.federation.members)
-        if self.federation.method.declared().personal:
-            return [((id,), self.job(progress, id)) for id in ids]
-        return [(ids, self.job(progress, None))]
+    def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
+        """The distinct models with the clients that use each: one for a global method, one a client for a personal.
+
+        Args:
+            progress: whose models.
+            clients: ids; None: all.
+        """
+        ids = tuple(self.federation.members if clients is None else clients)
+        if not self.federation.method.declared().personal:
+            yield ids, self.job(progress, None)
+            return
+        for id in ids:  # one after the other: a model is made when its turn comes
+            yield (id,), self.job(progress, id)
 
     def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """Every client's model on its own validation and test parts (None where no client has any)."""
+        """The clients' models on their own validation and test parts (None where no client has any)."""
         members, examples = self.federation.members, self.federation.examples
-        parts: dict[str, dict[str, tuple[Tensor, np.ndarray]]] = {"validation": {}, "test": {}}
-        for ids, job in self.models(progress):
-            wanted = [getattr(members[id], part) for id in ids for part in parts]
-            indices = np.concatenate(wanted)
-            if not len(indices):
+        scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
+        for ids, job in self.models(progress, self.ids):
+            wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
+            if not wanted:
                 continue
+            indices = np.concatenate([own for _, _, own in wanted])
             predictions = self.federation.engine.predict(job, examples, indices, self.batch_size)
             at = 0
-            for id in ids:
-                for part, scored in parts.items():
-                    own: np.ndarray = getattr(members[id], part)
-                    if len(own):
-                        scored[id] = (predictions[at : at + len(own)], own)
-                    at += len(own)
-        return self._scores(parts["validation"]), self._scores(parts["test"])
+            for id, part, own in wanted:
+                scored[part][id] = (predictions[at : at + len(own)], own)
+                at += len(own)
+        return self._scores(scored[0]), self._scores(scored[1])
 
     def _scores(self, scored: Mapping[str, tuple[Tensor, np.ndarray]]) -> ClientScores | None:
         if not scored:
@@ -114,11 +135,11 @@ class Evaluator:
         return ClientScores(pooled, by_client)
 
     def heldout(self, progress: Progress, examples: Examples, *, thorough: bool = False) -> dict[str, Metrics]:
-        """Every model on a held-out set that belongs to no client; keys are client ids, or ``global``."""
+        """The models on a held-out set that belongs to no client; keys are client ids, or ``global``."""
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
         scores: dict[str, Metrics] = {}
-        for ids, job in self.models(progress):
+        for ids, job in self.models(progress, self.ids):
             predictions = engine.predict(job, examples, indices, self.batch_size, thorough=thorough)
             key = ids[0] if self.federation.method.declared().personal else "global"
             scores[key] = task.metrics(predictions, examples, indices.tolist())

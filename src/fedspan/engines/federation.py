@@ -17,6 +17,7 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.engines import wire
+from fedspan.engines.members import changeable
 from fedspan.engines.reduction import Reducer
 from fedspan.engines.settings import RoundSettings
 from fedspan.engines.work import Assignment, Engine
@@ -103,7 +104,7 @@ class Federation:
     Args:
         method: the method, with its wrappers.
         engine: trains jobs.
-        members: the clients; any order.
+        members: the clients in any order, or by id in the ids' order (``OnDemand``).
         examples: what the members' indices point into.
         settings: rounds, cohort, seed.
     """
@@ -112,13 +113,15 @@ class Federation:
         self,
         method: Method,
         engine: Engine,
-        members: Sequence[Member],
+        members: Sequence[Member] | Mapping[str, Member],
         examples: Examples,
         settings: RoundSettings,
     ) -> None:
         self.method = method
         self.engine = engine
-        self.members = {member.client.id: member for member in sorted(members, key=lambda m: m.client.id)}
+        if not isinstance(members, Mapping):
+            members = {member.client.id: member for member in sorted(members, key=lambda m: m.client.id)}
+        self.members = members
         self.examples = examples
         self.settings = settings
 
@@ -154,7 +157,7 @@ class Federation:
         clients = {id: self.client(id, progress) for id in ids}
         reducer = Reducer(list(clients.values()))
         transfers: list[Transfer] = []
-        memories, optimizers = dict(progress.memories), dict(progress.optimizers)
+        memories, optimizers = changeable(progress.memories), changeable(progress.optimizers)
         self.engine.adapted.set_base(state.base)
         losses: dict[str, list[tuple[float, float]]] = {id: [] for id in ids}
 

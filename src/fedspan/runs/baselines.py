@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,9 +14,11 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
+from fedspan.engines.members import OnDemand
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import Prepared
 from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.clients import store
 from fedspan.runs.files import disk_errors, remove
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.listener import Listener
@@ -30,30 +33,29 @@ def pooled(prepared: Prepared) -> Prepared:
 
     The clients' validation parts, pooled too, choose the epoch; it is measured on every client's own test part.
     """
-    members = prepared.federation.members.values()
+    members = prepared.federation.members
     changed, method = _with_method(prepared, "fedit")
-    train = np.concatenate([member.train for member in members])
+    parts = [(member.train, member.validation, member.test) for member in members.values()]
+    train, validation, test = (np.concatenate(part) for part in zip(*parts, strict=True))
     client = Client("all", method.r, method.scaling(None), len(train), 1.0)
-    member = Member(
-        client,
-        train,
-        np.concatenate([member.validation for member in members]),
-        np.concatenate([member.test for member in members]),
-    )
+    member = Member(client, train, validation, test)
     variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
     federation = variant.federation
-    judged = Federation(federation.method, variant.engine, list(members), prepared.train, federation.settings)
-    return replace(variant, evaluator=Evaluator(judged, changed.evaluation.batch_size))
+    judged = Federation(federation.method, variant.engine, members, prepared.train, federation.settings)
+    return replace(variant, evaluator=_evaluator(judged, changed))
 
 
 def alone(prepared: Prepared) -> Prepared:
     """The same run without a federation: every client trains LoRA on its own examples, moments kept."""
     changed, method = _with_method(prepared, "local-only")
-    members = [
-        replace(member, client=replace(member.client, rank=method.r, scaling=method.scaling(None)))
-        for member in prepared.federation.members.values()
-    ]
-    return _variant(prepared, changed, method, members, None)
+    members = prepared.federation.members
+    ids = tuple(members)
+
+    def same(at: int) -> Member:
+        member = members[ids[at]]
+        return replace(member, client=replace(member.client, rank=method.r, scaling=method.scaling(None)))
+
+    return _variant(prepared, changed, method, OnDemand(ids, same), None)
 
 
 def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMethod]:
@@ -66,7 +68,11 @@ def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMe
 
 
 def _variant(
-    prepared: Prepared, config: RunConfig, method: RegisteredMethod, members: list[Member], lr: float | None
+    prepared: Prepared,
+    config: RunConfig,
+    method: RegisteredMethod,
+    members: Sequence[Member] | Mapping[str, Member],
+    lr: float | None,
 ) -> Prepared:
     """A baseline on the same model and data: everybody takes part in every round, and keeps the moments."""
     settings = replace(prepared.engine.settings, keep_optimizer=True)
@@ -75,8 +81,12 @@ def _variant(
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings)
     rounds = replace(config.round_settings(), cohort=None)
     federation = Federation(config.wrapped(method), engine, members, prepared.train, rounds)
-    evaluator = Evaluator(federation, config.evaluation.batch_size)
+    evaluator = _evaluator(federation, config)
     return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator)
+
+
+def _evaluator(federation: Federation, config: RunConfig) -> Evaluator:
+    return Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
 
 
 BASELINES = {"local": alone, "centralised": pooled}
@@ -106,7 +116,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     progress, best = (federation.begin(), None) if kept is None else (kept.progress, kept.best)
     while progress.state.round < federation.settings.rounds:
         result = federation.play(progress)
-        progress = result.progress
+        progress = store(place, result.progress)
         number = progress.state.round
         validation, _ = evaluator.clients(progress)
         score = round_score(variant, number, None if validation is None else validation.pooled)
@@ -122,5 +132,6 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     place.write_json(place.report, report)
     with disk_errors(folder):  # they are as large as the run's own, and nothing goes on from them
         remove(place.checkpoints)
+        remove(place.clients)
         remove(place.best)
     return report

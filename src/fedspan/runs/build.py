@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import datasets
+import numpy as np
 import torch
 
 from fedspan.config import RunConfig
@@ -14,6 +15,7 @@ from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
+from fedspan.engines.members import OnDemand
 from fedspan.engines.work import Engine
 from fedspan.errors import FedspanError
 from fedspan.runs.modelling import RunModel, build_model
@@ -120,7 +122,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         task=task,
         engine=engine,
         federation=federation,
-        evaluator=Evaluator(federation, config.evaluation.batch_size),
+        evaluator=Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients),
         train=train,
         test=None if data.test is None else task.encode(data.test),
         test_names=() if data.test is None else _names(data.test),
@@ -154,19 +156,17 @@ def _max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) ->
     return int(min(limits))
 
 
-def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> list[Member]:
-    ranks = client_ranks(config, method, [part.id for part in parts.clients])
-    members: list[Member] = []
-    for part in parts.clients:
-        client = Client(
-            id=part.id,
-            rank=ranks[part.id],
-            scaling=client_scaling(config, method, ranks[part.id]),
-            examples=len(part.train),
-            weight=1.0 if config.federation.weights == "uniform" else float(len(part.train)),
-        )
-        members.append(Member(client, part.train, part.validation, part.test))
+def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> OnDemand[Member]:
+    ids = parts.parts.ids
     cohort = config.federation.clients_per_round
-    if cohort is not None and cohort > len(members):
-        raise FedspanError("federation.clients_per_round", cohort, f"at most the {len(members)} clients there are")
-    return members
+    if cohort is not None and cohort > len(ids):
+        raise FedspanError("federation.clients_per_round", cohort, f"at most the {len(ids)} clients there are")
+    ranks = np.fromiter(client_ranks(config, method, ids).values(), np.int64, len(ids))
+
+    def member(at: int) -> Member:
+        part, rank = parts.parts[at], int(ranks[at])
+        weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
+        client = Client(part.id, rank, client_scaling(config, method, rank), len(part.train), weight)
+        return Member(client, part.train, part.validation, part.test)
+
+    return OnDemand(ids, member)

@@ -2,21 +2,24 @@
 
 A checkpoint is a folder ``checkpoints/round-00005`` (its files: ``runs.packing``). It is written under a temporary
 name, brought to the disk and renamed, so a folder of that name is whole, and a process killed at any moment leaves the
-round before. The logs are committed first, and cut back on resume to the lengths that it names: nothing counts twice.
+round before. What clients keep (``runs.clients``) and the logs are committed first; the logs are cut back on resume to
+the lengths that it names, and clients' files that no checkpoint names are deleted: nothing counts twice.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fedspan.errors import FedspanError
+from fedspan.runs.clients import Version, discard, store
 from fedspan.runs.files import disk_errors, fsync_folder, read_bytes, remove, sweep, temporary, write_file
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.packing import FILES, Checkpoint, Damaged, load, pack, read_index
+from fedspan.runs.packing import Checkpoint, Damaged, load, pack, read_index, read_versions
 
 __all__ = ["Checkpoint", "latest", "load", "prune", "resume", "save", "truncate_logs"]
 
@@ -37,6 +40,8 @@ def _rounds(run: RunFolder) -> dict[int, Path]:
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     """Commit a round: write its checkpoint, and let ``best/`` show the best one.
 
+    What clients keep and is not on the disk yet (``clients.store``) is brought there first.
+
     Args:
         run: a run whose lock this process holds.
         checkpoint: with the positions of logs that are committed already.
@@ -51,7 +56,8 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     target = _folder_of(run, checkpoint.state.round)
     if target.exists():
         raise ValueError(f"round {checkpoint.state.round} has a checkpoint already: {target}")
-    files = pack(checkpoint)
+    kept = store(run, checkpoint.progress)
+    files = pack(replace(checkpoint, memories=kept.memories, optimizer_states=kept.optimizers))
     with disk_errors(run.path):
         _commit(target, files)
         _show_best(run, checkpoint)
@@ -84,13 +90,14 @@ def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
         remove(run.best)
         return
     source = _folder_of(run, checkpoint.best[0])
-    if not source.is_dir() or all(_same_file(run.best / name, source / name) for name in FILES):
+    names = sorted(entry.name for entry in source.iterdir()) if source.is_dir() else []
+    if all(_same_file(run.best / name, source / name) for name in names):
         return
     partial, old = temporary(run.best), temporary(run.path / "best-old")
     remove(partial)
     remove(old)
     partial.mkdir()
-    for name in FILES:
+    for name in names:
         try:
             os.link(source / name, partial / name)
         except OSError:
@@ -176,6 +183,8 @@ def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:
         sweep(run.path)
         _show_best(run, checkpoint)
     prune(run, keep)
+    with disk_errors(run.path):
+        discard(run, _needed(_rounds(run).values()))
     return checkpoint
 
 
@@ -195,11 +204,23 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     rounds = _rounds(run)
     best = read_index(rounds[max(rounds)])["best"] if rounds else None
     kept = {*sorted(rounds)[-keep:], *(best[:1] if best else ())}
+    going = [folder for round, folder in rounds.items() if round not in kept]
+    stale = _needed(going)
     with disk_errors(run.path):
-        for round, folder in rounds.items():
-            if round not in kept:
-                # Renamed first: what stands under a checkpoint's name is always whole.
-                trash = temporary(folder)
-                remove(trash)
-                folder.rename(trash)
+        for folder in going:
+            # Renamed first: what stands under a checkpoint's name is always whole.
+            trash = temporary(folder)
+            remove(trash)
+            folder.rename(trash)
         sweep(run.checkpoints)
+        if stale:
+            discard(run, _needed(rounds[round] for round in rounds if round in kept), stale)
+
+
+def _needed(folders: Iterable[Path]) -> set[Version]:
+    """The clients' files that checkpoints name; one that cannot be read is of no use, nor what it needs."""
+    needed: set[Version] = set()
+    for folder in folders:
+        with suppress(FedspanError):
+            needed |= read_versions(folder)
+    return needed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,10 +16,18 @@ from fedspan.runs.folder import RunFolder
 __all__ = ["write_adapters"]
 
 
-def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> dict[str, Path]:
+def write_adapters(
+    prepared: Prepared, progress: Progress, place: RunFolder, clients: Iterable[str] | None = None
+) -> dict[str, Path]:
     """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
 
     A model that is no change of pretrained weights (from scratch, or of other factors) is written whole.
+
+    Args:
+        prepared: the run.
+        progress: of which round.
+        place: where to.
+        clients: whose models, where everybody has one; None: all clients'.
 
     Returns:
         Folders by client id, or under ``global``.
@@ -26,7 +35,7 @@ def write_adapters(prepared: Prepared, progress: Progress, place: RunFolder) -> 
     adapted = prepared.engine.adapted
     personal = prepared.federation.method.declared().personal
     folders: dict[str, Path] = {}
-    for ids, job in prepared.evaluator.models(progress):
+    for ids, job in prepared.evaluator.models(progress, clients):
         key = ids[0] if personal else "global"
         folder = place.adapter / folder_name(key) if personal else place.adapter
         notes = {

@@ -17,11 +17,13 @@ from urllib.parse import quote
 from fedspan.errors import FedspanError
 
 __all__ = [
+    "Damaged",
     "disk_errors",
     "folder_name",
     "from_json",
     "fsync_folder",
     "read_bytes",
+    "read_whole",
     "remove",
     "sweep",
     "temporary",
@@ -129,6 +131,28 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise FedspanError(str(path), error.strerror or str(error), "a readable file is expected here") from error
+
+
+class Damaged(FedspanError):
+    """A file of a checkpoint is not what was written; an older checkpoint may be. Not raised for another version's."""
+
+    def __init__(self, path: Path, how: str) -> None:
+        super().__init__(str(path), how, "the checkpoint is damaged; use another one")
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file of a checkpoint.
+
+    Raises:
+        Damaged: if there is none.
+        FedspanError: if this user may not read it.
+    """
+    try:
+        return path.read_bytes()
+    except PermissionError as error:
+        raise FedspanError(str(path), "no permission", "make it readable for this user") from error
+    except OSError as error:
+        raise Damaged(path, error.strerror or str(error)) from error
 
 
 def _plain(value: object) -> object:

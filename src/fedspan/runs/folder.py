@@ -9,6 +9,7 @@
     metrics.jsonl        one line per round
     ledger.jsonl         one line per message
     checkpoints/         round-00005/ ...: the last rounds, and the best
+    clients/             round-00005/ ...: what clients keep, by the round that wrote it
     best/                the best round's checkpoint
     adapter/             the exported adapter
     baselines/           local/, centralised/: their checkpoints while they train, then a report.json each
@@ -50,6 +51,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.clients = self.path / "clients"
         self.best = self.path / "best"
         self.adapter = self.path / "adapter"
         self.baselines = self.path / "baselines"

@@ -1,33 +1,36 @@
 """One checkpoint as files, and back: the format under ``runs.checkpoint``.
 
-``state.safetensors`` holds the server state, ``clients.safetensors`` memories and kept optimizer states, and
-``checkpoint.json`` the rest, with the SHA-256 of the two others and of itself.
+``state.safetensors`` holds the server state, ``clients.json`` the state that every client holds and the round that
+wrote what it keeps (``runs.clients``), and ``checkpoint.json`` the rest, with the SHA-256 of the two others and of
+itself. In the first format ``clients.safetensors`` held all that clients keep.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState, Scalar, ServerState
 from fedspan.engines.federation import Progress
-from fedspan.engines.wire import Reader, Writer, decode_state, encode_state, expect
+from fedspan.engines.wire import Reader, decode_state, encode_state, expect
 from fedspan.errors import FedspanError
-from fedspan.runs.files import from_json
+from fedspan.runs.clients import MEMORY, MOMENTS, Kind, Stored, Version, read_moments
+from fedspan.runs.files import Damaged, from_json, read_whole
+from fedspan.runs.folder import RunFolder
 
-__all__ = ["FILES", "Checkpoint", "Damaged", "load", "pack", "read_index"]
+__all__ = ["Checkpoint", "Damaged", "load", "pack", "read_index", "read_versions"]
 
-FORMAT = 1
-"""Version of checkpoint.json; a reader refuses any other."""
+FORMAT = 2
+"""Version of checkpoint.json; a reader refuses any other but the first."""
 
-_STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.safetensors", "checkpoint.json"
-FILES = (_STATE, _CLIENTS, _INDEX)
+_STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
+_FIRST = "clients.safetensors"
 
 
 @dataclass(frozen=True)
@@ -62,37 +65,28 @@ class Checkpoint:
 
 
 def _encode_clients(checkpoint: Checkpoint) -> bytes:
-    writer = Writer(canonical=False)
-    structure = {
-        "memories": {client: writer.tensors(memory) for client, memory in checkpoint.memories.items()},
-        "optimizers": {
-            client: {
-                "generation": generation,
-                "steps": dict(state.steps),
-                "moments": {kind: writer.tensors(moments) for kind, moments in state.moments.items()},
-            }
-            for client, (state, generation) in checkpoint.optimizer_states.items()
-        },
-    }
-    return writer.payload("clients", structure)
+    table: dict[str, Mapping[str, int | None]] = {"held": checkpoint.held}
+    for kind, values in ((MEMORY, checkpoint.memories), (MOMENTS, checkpoint.optimizer_states)):
+        assert isinstance(values, Stored)
+        table[kind.name] = values.rounds
+    return json.dumps({name: dict(rounds) for name, rounds in table.items()}, separators=(",", ":")).encode()
 
 
-def _decode_clients(data: bytes) -> tuple[dict[str, Tensors], dict[str, tuple[OptimizerState, int]]]:
+def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], Stored[Any], Stored[Any]]:
+    table = from_json(data)
+    memories, moments = (
+        Stored(kind, clients, expect(table, kind.name, dict)) for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
+    )
+    return expect(table, "held", dict), memories, moments
+
+
+def _decode_first(data: bytes) -> tuple[dict[str, Tensors], dict[str, tuple[OptimizerState, int]]]:
     reader = Reader(data, "clients")
     memories = expect(reader.structure, "memories", dict)
     optimizers = expect(reader.structure, "optimizers", dict)
-
-    def optimizer(kept: object) -> tuple[OptimizerState, int]:
-        moments, steps = expect(kept, "moments", dict), expect(kept, "steps", dict)
-        state = OptimizerState(
-            {kind: reader.tensors(expect(moments, kind, dict)) for kind in moments},
-            {name: expect(steps, name, int) for name in steps},
-        )
-        return state, expect(kept, "generation", int)
-
     return (
         {client: reader.tensors(expect(memories, client, dict)) for client in memories},
-        {client: optimizer(kept) for client, kept in optimizers.items()},
+        {client: read_moments(reader, kept) for client, kept in optimizers.items()},
     )
 
 
@@ -109,6 +103,9 @@ def _sealed(index: Mapping[str, Any]) -> bytes:
 def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
     """The files of a checkpoint, by name.
 
+    Args:
+        checkpoint: whose clients' files are on the disk (``clients.store``).
+
     Raises:
         ValueError: if a tensor cannot be stored (``wire.Writer``).
     """
@@ -118,27 +115,10 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
         "round": checkpoint.state.round,
         "best": checkpoint.best,
         "positions": dict(checkpoint.positions),
-        "held": dict(checkpoint.held),
         "extra": dict(checkpoint.extra),
         "files": {name: _digest(data) for name, data in files.items()},
     }
     return {**files, _INDEX: _sealed(index)}
-
-
-class Damaged(FedspanError):
-    """A checkpoint is not what was written; an older one may be. Not raised for another version's."""
-
-    def __init__(self, path: Path, how: str) -> None:
-        super().__init__(str(path), how, "the checkpoint is damaged; use another one")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except PermissionError as error:
-        raise FedspanError(str(path), "no permission", "make it readable for this user") from error
-    except OSError as error:
-        raise Damaged(path, error.strerror or str(error)) from error
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -149,7 +129,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         FedspanError: if it is of another version of fedspan.
     """
     path = folder / _INDEX
-    data = _read(path)
+    data = read_whole(path)
     try:
         index = from_json(data)
         digest = expect(index, "sha256", str)
@@ -159,36 +139,66 @@ def read_index(folder: Path) -> dict[str, Any]:
     body = {name: value for name, value in index.items() if name != "sha256"}
     if _sealed(body) != data:  # the whole text, so that no byte goes unchecked
         raise Damaged(path, f"does not have the SHA-256 {digest}")
-    if body.get("format") != FORMAT:
-        raise FedspanError(str(path), f"format {body.get('format')}", f"this version of fedspan reads format {FORMAT}")
+    if body.get("format") not in (1, FORMAT):
+        expected = f"this version of fedspan reads formats 1 and {FORMAT}"
+        raise FedspanError(str(path), f"format {body.get('format')}", expected)
     return body
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read one checkpoint, such as ``run.best``, and check every byte of it.
+    """Read one checkpoint, such as ``run.best``.
+
+    Every byte of it is checked, and of the clients' files those that its own round wrote; an older one when it is read.
 
     Raises:
         Damaged: naming the file, if one is missing or not as written.
         FedspanError: if they are of another version of fedspan.
     """
     index = read_index(folder)
-    data: dict[str, bytes] = {}
-    for name, digest in index["files"].items():
-        data[name] = _read(folder / name)
-        if _digest(data[name]) != digest:
-            raise Damaged(folder / name, f"does not have the SHA-256 {digest}")
+    data = _contents(folder, index)
+    clients = RunFolder(folder.parent if folder.name == "best" else folder.parent.parent).clients
     try:
         state = decode_state(data[_STATE])
-        memories, optimizer_states = _decode_clients(data[_CLIENTS])
+        if _FIRST in data:
+            held = index["held"]
+            memories, optimizer_states = _decode_first(data[_FIRST])
+        else:
+            held, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
+            for name, key, round in memories.versions() | optimizer_states.versions():
+                if round == state.round:
+                    (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
         best = expect(index, "best", list, NoneType)
     except ValueError as error:  # whole, so written by another version
         raise FedspanError(str(folder), str(error), "this version of fedspan cannot read it") from error
     return Checkpoint(
         state=state,
         memories=memories,
-        held=index["held"],
+        held=held,
         optimizer_states=optimizer_states,
         best=None if best is None else (best[0], best[1]),
         positions=index["positions"],
         extra=index["extra"],
     )
+
+
+def _contents(folder: Path, index: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, bytes]:
+    data: dict[str, bytes] = {}
+    for name, digest in index["files"].items():
+        if only is None or name in only:
+            data[name] = read_whole(folder / name)
+            if _digest(data[name]) != digest:
+                raise Damaged(folder / name, f"does not have the SHA-256 {digest}")
+    return data
+
+
+def read_versions(folder: Path) -> set[Version]:
+    """The clients' files that a checkpoint needs.
+
+    Raises:
+        FedspanError: as ``load``; of the state nothing is read.
+    """
+    data = _contents(folder, read_index(folder), (_CLIENTS,))
+    if _CLIENTS not in data:
+        return set()
+    _, memories, moments = _decode_clients(data[_CLIENTS], folder)
+    return memories.versions() | moments.versions()

@@ -30,9 +30,10 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
     """
     wanted = _wanted(config, ids)
     most, whose = _most(method)
+    known = set(ids)
     for id, rank in wanted.items():
         field = f"federation.ranks.{id}"
-        if id not in ids:
+        if id not in known:
             raise FedspanError(field, rank, f"no such client; the nearest are {nearest(id, ids)}")
         if rank > most:
             raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -21,9 +20,10 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.clients import store
 from fedspan.runs.environment import record_environment
 from fedspan.runs.exports import write_adapters
-from fedspan.runs.files import disk_errors, read_bytes
+from fedspan.runs.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
@@ -114,7 +114,8 @@ def _play(
         require_same_run(place, config, kept)
         prepared = prepare(config, _kept_partition(place))
     if not place.partition.exists():
-        place.write_json(place.partition, json.loads(prepared.partition.to_json()))
+        with disk_errors(place.path):
+            write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
     with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
         session = _Session(place, prepared, listener, metrics, ledger)
         return session.finish(session.play(kept, resumed))
@@ -167,13 +168,13 @@ class _Session:
                 self.listener.client_finished(number, client, loss)
 
             result = federation.play(progress, told)
-            progress = result.progress
             keep_choice(self.place, engine)
             if number == first and (note := engine_note(engine)) is not None:
                 self.listener.noted(note)
             row = self._row(result)
             self.seconds += time.monotonic() - began
-            self._commit(result, {**row, "seconds": self.seconds})
+            progress = self._commit(result, {**row, "seconds": self.seconds})
+            del result  # what the cohort keeps is on the disk now
         return progress
 
     def _row(self, result: RoundResult) -> dict[str, Any]:
@@ -201,9 +202,13 @@ class _Session:
             self.best = (number, score)
         return row
 
-    def _commit(self, result: RoundResult, row: dict[str, Any]) -> None:
-        """Logs first, then the checkpoint that says how long they are: a kill in between costs this round only."""
-        progress = result.progress
+    def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
+        """Clients' files and logs first, then the checkpoint that names them: a kill before it costs this round only.
+
+        Returns:
+            The progress, with what clients keep on the disk.
+        """
+        progress = store(self.place, result.progress)
         number = progress.state.round
         for transfer in result.transfers:
             self.ledger.record(number, transfer.client, transfer.direction, transfer.bytes, transfer.payload)
@@ -225,6 +230,7 @@ class _Session:
         )
         checkpoints.prune(self.place)
         self.listener.round_finished(row)
+        return progress
 
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
@@ -234,7 +240,7 @@ class _Session:
             best_round, progress = self.best[0], checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
         with disk_errors(place.path):
-            adapters = write_adapters(prepared, progress, place)
+            adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
         examples = _predictions(prepared, progress)
         totals = self.ledger.totals
         report = RunReport(
@@ -263,7 +269,7 @@ def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tupl
     if prepared.test is None:
         return ()
     indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
-    _, job = prepared.evaluator.models(progress)[0]
+    _, job = next(prepared.evaluator.models(progress))
     batch_size = prepared.config.evaluation.batch_size
     predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
     answers = prepared.task.answers(predictions)

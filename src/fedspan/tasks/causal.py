@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import datasets
 import numpy as np
@@ -20,10 +21,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fedspan.errors import FedspanError
 from fedspan.tasks.means import means, widened
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
+from fedspan.tasks.ragged import Ragged
 
 __all__ = ["CausalLM", "EncodedPrompts", "Generation", "same_answer", "sees_across"]
 
 _IGNORED = -100
+_CHUNK = 4096
+"""Rows that are tokenised at once: lists of Python integers are many times as large as the ids."""
 _SUMS = 3  # columns of a prediction: loss, tokens, right tokens; generated ids follow
 
 
@@ -49,7 +53,7 @@ class EncodedPrompts:
     """Tokenised prompts with their answers.
 
     Args:
-        ids: prompt and answer together, one list an example.
+        ids: prompt and answer together, of each example.
         starts: where each answer begins, int64, (examples,).
         answers: the answers' text, whole.
         lengths: tokens of each example, int64, (examples,).
@@ -57,7 +61,7 @@ class EncodedPrompts:
         cut_answers: how many answers lost their end.
     """
 
-    ids: list[list[int]]
+    ids: Sequence[list[int]]
     starts: np.ndarray
     answers: tuple[str, ...]
     lengths: np.ndarray
@@ -111,7 +115,20 @@ class CausalLM:
             FedspanError: an answer longer than ``max_length`` where that is refused, or a chat template that fails.
         """
         columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
-        prompts = [Prompt.of(row) for row in dataset.select_columns(columns)]  # pyright: ignore[reportArgumentType]
+        chosen = dataset.select_columns(columns)
+        parts = [
+            self._rows(chosen.select(range(start, min(start + _CHUNK, len(chosen)))), start)
+            for start in range(0, max(1, len(chosen)), _CHUNK)
+        ]
+        ids, starts, answers, cut_prompts, cut_answers = zip(*parts, strict=True)
+        joined = Ragged.joined(ids)
+        return EncodedPrompts(
+            joined, np.concatenate(starts), (*chain(*answers),), joined.lengths, sum(cut_prompts), sum(cut_answers)
+        )
+
+    def _rows(self, rows: datasets.Dataset, first: int) -> tuple[Ragged, np.ndarray, list[str], int, int]:
+        """Ids, starts, answers and numbers of cuts of some rows, the first of which has this number in its data set."""
+        prompts = [Prompt.of(row) for row in rows]  # pyright: ignore[reportArgumentType]
         texts = [(one.text, one.answer) for one in prompts]
         if self.chat:
             texts = [render(self.tokenizer, one, self.system) for one in prompts]
@@ -120,7 +137,7 @@ class CausalLM:
         ids: list[list[int]] = []
         starts: list[int] = []
         cut_prompts = cut_answers = 0
-        for row, (prompt, answer) in enumerate(zip(given, learnt, strict=True)):
+        for row, (prompt, answer) in enumerate(zip(given, learnt, strict=True), first):
             prompt, answer = prompt or [self._start], self._ended(answer)
             if self.refuse_long and len(answer) >= self.max_length:
                 expected = (
@@ -131,9 +148,8 @@ class CausalLM:
             cut_prompts, cut_answers = cut_prompts + (kept != prompt), cut_answers + (rest != answer)
             ids.append([*kept, *rest])
             starts.append(len(kept))
-        lengths = np.array([len(row) for row in ids], dtype=np.int64)
-        answers = tuple(one.answer for one in prompts)
-        return EncodedPrompts(ids, np.array(starts, dtype=np.int64), answers, lengths, cut_prompts, cut_answers)
+        answers = [one.answer for one in prompts]
+        return Ragged(ids), np.array(starts, dtype=np.int64), answers, cut_prompts, cut_answers
 
     @property
     def _start(self) -> int:

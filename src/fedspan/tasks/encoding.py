@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fedspan.tasks.ragged import Ragged
+
 __all__ = ["EncodedText", "collate", "encode_texts", "full_length"]
+
+_CHUNK = 4096
+"""Texts that a tokenizer is given at once: its own objects are many times as large as the ids."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +24,12 @@ class EncodedText:
     """Tokenised texts with what is to be predicted of each.
 
     Args:
-        encodings: by tokenizer output (``input_ids``, ``token_type_ids``), one list of ids an example.
+        encodings: by tokenizer output (``input_ids``, ``token_type_ids``), the ids of each example.
         labels: index into the label list, int64, or the value, float32; (examples,).
         lengths: tokens of each example, int64, (examples,).
     """
 
-    encodings: Mapping[str, list[list[int]]]
+    encodings: Mapping[str, Sequence[list[int]]]
     labels: np.ndarray
     lengths: np.ndarray
 
@@ -36,12 +41,16 @@ def encode_texts(
     tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
 ) -> EncodedText:
     """Tokenise the columns ``text`` and, where there is one, ``text_pair``, once."""
-    texts = list(dataset["text"])
-    pairs = list(dataset["text_pair"]) if "text_pair" in dataset.column_names else None
-    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length)
-    encodings = {key: list(value) for key, value in encoded.items() if key != "attention_mask"}
-    lengths = np.array([len(ids) for ids in encodings["input_ids"]], dtype=np.int64)
-    return EncodedText(encodings, labels, lengths)
+    chosen = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
+    pieces: dict[str, list[Ragged]] = {}
+    for start in range(0, max(1, len(chosen)), _CHUNK):
+        rows = chosen[start : start + _CHUNK]
+        encoded = tokenizer(rows["text"], rows.get("text_pair"), truncation=True, max_length=max_length)
+        for key, value in encoded.items():
+            if key != "attention_mask":
+                pieces.setdefault(key, []).append(Ragged(value))
+    encodings = {key: Ragged.joined(parts) for key, parts in pieces.items()}
+    return EncodedText(encodings, labels, encodings["input_ids"].lengths)
 
 
 def collate(

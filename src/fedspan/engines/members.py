@@ -1,0 +1,82 @@
+"""Clients by id, and what they keep, made when somebody asks: a federation of 100,000 holds their ids and no more."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+import numpy as np
+
+__all__ = ["Changes", "OnDemand", "changeable"]
+
+V = TypeVar("V")
+
+
+class OnDemand(Mapping[str, V], Generic[V]):
+    """Values by id, in the order of the ids, none of them kept.
+
+    Args:
+        ids: of the values; any order, all different.
+        make: gives the value of the id at a position of ``ids``, the same every time.
+    """
+
+    def __init__(self, ids: Iterable[str], make: Callable[[int], V]) -> None:
+        given = tuple(ids)
+        self._order = np.array(sorted(range(len(given)), key=given.__getitem__), np.int64)
+        self._ids = tuple(given[at] for at in self._order.tolist())
+        self._make = make
+
+    def __getitem__(self, id: str) -> V:
+        at = bisect_left(self._ids, id)
+        if at == len(self._ids) or self._ids[at] != id:
+            raise KeyError(id)
+        return self._make(int(self._order[at]))
+
+    def __contains__(self, id: object) -> bool:
+        if not isinstance(id, str):
+            return False
+        at = bisect_left(self._ids, id)
+        return at < len(self._ids) and self._ids[at] == id
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+
+class Changes(Mapping[str, V], Generic[V]):
+    """A mapping with changes to another one, which stays as it is.
+
+    Args:
+        below: the other one.
+        changes: values that take the place of its own; to be changed.
+    """
+
+    def __init__(self, below: Mapping[str, V], changes: dict[str, V]) -> None:
+        self.below = below
+        self.changes = changes
+
+    def __getitem__(self, key: str) -> V:
+        return self.changes[key] if key in self.changes else self.below[key]
+
+    def __setitem__(self, key: str, value: V) -> None:
+        self.changes[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.changes or key in self.below
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.below
+        yield from (key for key in self.changes if key not in self.below)
+
+    def __len__(self) -> int:
+        return len(self.below) + sum(key not in self.below for key in self.changes)
+
+
+def changeable(values: Mapping[str, V]) -> dict[str, V] | Changes[V]:
+    """The same values, to be changed without a trace in the given ones; nothing that lies on a disk is read."""
+    if isinstance(values, Changes):
+        return Changes(values.below, dict(values.changes))
+    return dict(values) if isinstance(values, dict) else Changes(values, {})

@@ -1,0 +1,240 @@
+"""What clients keep, on disk: only what changed is written, what no checkpoint needs is deleted, damage is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint import plain
+
+from fedspan.core.values import OptimizerState, ServerState
+from fedspan.engines.federation import Progress
+from fedspan.engines.members import changeable
+from fedspan.engines.wire import Writer, encode_state
+from fedspan.errors import FedspanError
+from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.clients import MEMORY, MOMENTS, store
+from fedspan.runs.files import Damaged
+from fedspan.runs.folder import RunFolder
+
+START = Progress(ServerState())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here depends on it, and it takes the time
+    return RunFolder(tmp_path)
+
+
+def memory(value: float) -> dict[str, torch.Tensor]:
+    return {"l/B": torch.full((3, 2), value)}
+
+
+def moments(value: float) -> tuple[OptimizerState, int]:
+    return OptimizerState({"exp_avg": memory(value)}, {"l/B": int(value)}), 1
+
+
+def played(progress: Progress, *cohort: str) -> Progress:
+    """The progress after a round in which these clients kept the round's number."""
+    round = progress.state.round + 1
+    memories, optimizers = changeable(progress.memories), changeable(progress.optimizers)
+    for id in cohort:
+        memories[id] = memory(round)
+        optimizers[f"{id}/train"] = moments(round)
+    held = {**progress.held, **dict.fromkeys(cohort, round - 1)}
+    return Progress(ServerState(round), memories, held, optimizers)
+
+
+def committed(run: RunFolder, progress: Progress, best: tuple[int, float] | None = None) -> Progress:
+    after = store(run, progress)
+    save(run, Checkpoint(after.state, after.memories, after.held, after.optimizers, best))
+    prune(run)
+    return after
+
+
+def files(run: RunFolder) -> set[str]:
+    return {str(path.relative_to(run.clients)) for path in run.clients.rglob("*") if path.is_file()}
+
+
+def named(run: RunFolder, *wanted: tuple[str, int]) -> set[str]:
+    """The names of clients' two files of a round."""
+    paths = [
+        path
+        for id, round in wanted
+        for path in (MEMORY.path(run.clients, id, round), MOMENTS.path(run.clients, f"{id}/train", round))
+    ]
+    return {str(path.relative_to(run.clients)) for path in paths}
+
+
+def test_a_round_writes_its_cohort_and_nothing_else(run: RunFolder) -> None:
+    first = committed(run, played(START, "a", "b", "c"))
+    before = {path: path.stat().st_ino for path in run.clients.rglob("*.safetensors")}
+    second = committed(run, played(first, "b"))
+    assert {path: path.stat().st_ino for path in before} == before
+    assert files(run) == named(run, ("a", 1), ("b", 1), ("c", 1), ("b", 2))
+    assert plain(dict(second.memories)) == plain({"a": memory(1), "b": memory(2), "c": memory(1)})
+    assert plain(dict(first.memories)) == plain({"a": memory(1), "b": memory(1), "c": memory(1)})
+    assert plain(second.optimizers["b/train"]) == plain(moments(2))
+    assert plain(second.optimizers["c/train"]) == plain(moments(1))
+    found = latest(run)
+    assert found is not None
+    assert plain(found.progress) == plain(second)
+
+
+def test_nothing_is_changed_in_place(run: RunFolder) -> None:
+    """A round that comes to no end leaves what is on the disk, and what was read of it, as it was."""
+    first = committed(run, played(START, "a", "b"))
+    begun = played(first, "a", "z")
+    again = changeable(begun.memories)
+    again["b"] = memory(9)
+    assert list(begun.memories) == ["a", "b", "z"]
+    assert len(begun.memories) == 3
+    assert plain(begun.memories["b"]) == plain(memory(1))
+    assert plain(dict(first.memories)) == plain({"a": memory(1), "b": memory(1)})
+    assert "z" not in first.memories
+    with pytest.raises(KeyError):
+        first.memories["z"]
+
+
+def test_a_memory_of_nothing_needs_no_file(run: RunFolder) -> None:
+    after = committed(run, Progress(ServerState(1), {"a": {}, "b": {}}))
+    assert files(run) == set()
+    assert dict(after.memories) == {"a": {}, "b": {}}
+
+
+def test_old_versions_go_when_no_checkpoint_needs_them(run: RunFolder) -> None:
+    progress = committed(run, played(START, "a", "b"), (1, 0.5))
+    for cohort in ("a", "a", "c"):
+        progress = committed(run, played(progress, cohort), (1, 0.5))
+    # Rounds 1 (the best), 3 and 4 are kept; the second version of a was needed by round 2 alone.
+    assert files(run) == named(run, ("a", 1), ("b", 1), ("a", 3), ("c", 4))
+    progress = committed(run, played(progress, "b"), (5, 0.6))
+    assert files(run) == named(run, ("b", 1), ("a", 3), ("c", 4), ("b", 5))
+    assert plain(dict(load(run.best).memories)) == plain(dict(progress.memories))
+    progress = committed(run, played(progress, "b"), (5, 0.6))
+    assert files(run) == named(run, ("a", 3), ("c", 4), ("b", 5), ("b", 6))
+    assert sorted(folder.name for folder in run.clients.iterdir()) == [f"round-0000{n}" for n in (3, 4, 5, 6)]
+
+
+def test_what_no_checkpoint_names_goes_on_resume(run: RunFolder) -> None:
+    first = committed(run, played(START, "a"))
+    whole = files(run)
+    store(run, played(first, "a", "b"))
+    (run.clients / "round-00003.tmp-1").mkdir()
+    (run.clients / "round-00003.tmp-1" / "memory-0.safetensors").write_bytes(b"half")
+    assert files(run) > whole
+    found = resume(run)
+    assert found is not None
+    assert files(run) == whole
+    assert [folder.name for folder in run.clients.iterdir()] == ["round-00001"]
+
+
+def test_a_round_that_was_stored_and_not_committed_is_stored_again(run: RunFolder) -> None:
+    first = committed(run, played(START, "a"))
+    store(run, played(first, "a", "b"))
+    committed(run, played(first, "b"))
+    assert files(run) == named(run, ("a", 1), ("b", 2))
+
+
+def test_every_damaged_byte_is_noticed(run: RunFolder) -> None:
+    after = committed(run, played(START, "a"))
+    for path, read in (
+        (MEMORY.path(run.clients, "a", 1), lambda: after.memories["a"]),
+        (MOMENTS.path(run.clients, "a/train", 1), lambda: after.optimizers["a/train"]),
+    ):
+        whole = path.read_bytes()
+        for position in {*range(0, len(whole), 3), len(whole) - 1}:
+            for bit in (1, 128):
+                damaged = bytearray(whole)
+                damaged[position] ^= bit
+                path.write_bytes(damaged)
+                with pytest.raises(Damaged, match=path.name):
+                    read()
+        path.write_bytes(whole)
+        read()
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "empty", "missing", "folder", "another's"])
+def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolder, damage: str) -> None:
+    progress = committed(run, played(START, "a", "b"))
+    committed(run, played(progress, "a"))
+    path = MEMORY.path(run.clients, "a", 2)
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage != "missing":
+        other = MEMORY.path(run.clients, "a", 1).read_bytes()
+        path.write_bytes({"cut": data[:-1], "longer": data + b"\n", "empty": b"", "another's": other}[damage])
+    with pytest.raises(FedspanError) as caught:
+        latest(run)
+    assert str(caught.value).startswith(str(path))
+    assert "round 1 is intact: delete " in str(caught.value)
+
+
+def test_an_older_file_is_checked_when_it_is_read(run: RunFolder) -> None:
+    committed(run, played(committed(run, played(START, "a", "b")), "a"))
+    path = MEMORY.path(run.clients, "b", 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    found = latest(run)
+    assert found is not None
+    with pytest.raises(FedspanError, match=path.name):
+        found.memories["b"]
+
+
+def test_what_cannot_be_stored_leaves_nothing(run: RunFolder) -> None:
+    progress = Progress(ServerState(1), {"a": memory(1), "b": {"x": torch.ones(2, dtype=torch.complex128)}})
+    with pytest.raises(ValueError, match="'x'"):
+        store(run, progress)
+    assert files(run) == set()
+
+
+def first_format(run: RunFolder, progress: Progress) -> None:
+    """A checkpoint as fedspan 0.1 wrote it: all that clients keep in one file."""
+    writer = Writer(canonical=False)
+    optimizers = {
+        key: {
+            "generation": generation,
+            "steps": state.steps,
+            "moments": {kind: writer.tensors(tensors) for kind, tensors in state.moments.items()},
+        }
+        for key, (state, generation) in progress.optimizers.items()
+    }
+    memories = {id: writer.tensors(memory) for id, memory in progress.memories.items()}
+    clients = writer.payload("clients", {"memories": memories, "optimizers": optimizers})
+    written = {"state.safetensors": encode_state(progress.state), "clients.safetensors": clients}
+    index = {
+        "format": 1,
+        "round": progress.state.round,
+        "best": (progress.state.round, 0.5),
+        "positions": {},
+        "held": progress.held,
+        "extra": {},
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in written.items()},
+    }
+    digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
+    sealed = (json.dumps({**index, "sha256": digest}, indent=1) + "\n").encode()
+    folder = run.checkpoints / f"round-{progress.state.round:05d}"
+    folder.mkdir(parents=True)
+    for name, data in {**written, "checkpoint.json": sealed}.items():
+        (folder / name).write_bytes(data)
+
+
+def test_a_run_of_the_first_format_goes_on(run: RunFolder) -> None:
+    old = played(START, "a", "b")
+    first_format(run, old)
+    found = resume(run)
+    assert found is not None
+    assert plain(found.progress) == plain(old)
+    after = committed(run, played(found.progress, "a"), (1, 0.5))
+    assert plain(dict(after.memories)) == plain({"a": memory(2), "b": memory(1)})
+    assert plain(load(run.best).progress) == plain(old)
+    after = committed(run, played(after, "a"), (1, 0.5))
+    again = resume(run)
+    assert again is not None
+    assert plain(again.progress) == plain(after)
+    assert files(run) == named(run, ("a", 2), ("b", 2), ("a", 3))
