@@ -1,4 +1,4 @@
-"""Several clients in one pass: model families, what trains beside factors, what can't be stacked, how many are chosen."""
+"""Several clients in one pass: model families, what trains beside factors, what is refused, how many are chosen."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-import tiny_decoders
-import tiny_images
 import torch
 import transformers
 from torch import Tensor
 
+import tiny
+import tiny_decoders
+import tiny_images
 from fedspan import api
 from fedspan.config import parse_config
 from fedspan.engines import tuning, worker
@@ -93,9 +93,7 @@ KINDS = ("bert", "roberta", "distilbert", "gpt2", *(f"{family}-lm" for family in
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "resnet", "builtin:resnet-8"])
-def test_every_family_of_models(
-    kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
-) -> None:
+def test_every_family_of_models(kind: str, tiny_folder: Path, decoders: Path, images: Path, passes: list[int]) -> None:
     gap, engine = same(values(kind, tiny_folder, decoders, images))
     assert gap < 1e-5
     assert engine.why_not is None
@@ -205,7 +203,8 @@ def test_packed_batches_train_alone(tiny_folder: Path, decoders: Path, images: P
 def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: Path, images: Path) -> None:
     made = values("bert", tiny_folder, decoders, images, training={"lr": 1e30, "max_grad_norm": 0})
     made["engine"] = {"name": "batched", "clients_at_once": 3, "workers": 2}
-    with pytest.raises(FedspanError, match=r"training.lr: 1e\+30; the loss of client \w+ in round [12] became (nan|inf)"):
+    words = r"training.lr: 1e\+30; the loss of client \w+ in round [12] became (nan|inf)"
+    with pytest.raises(FedspanError, match=words):
         state(prepare(parse_config(made)))
 
 
@@ -282,9 +281,7 @@ def test_a_damaged_cache_is_no_cache(measured: dict[Stacking, float]) -> None:
         assert tuning._read() == {}
 
 
-def test_measuring_leaves_the_run_as_it_was(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Measured or set, the same number at once gives the same bits."""
     monkeypatch.setattr(tuning, "_WORTH", 1)
     monkeypatch.setattr(tuning, "_MOST", 1)

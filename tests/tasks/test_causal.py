@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import tiny_decoders
 from fedspan.errors import FedspanError
-from fedspan.tasks.causal import CausalLM, EncodedPrompts, Generation, same_answer, sees_across
+from fedspan.tasks.answers import same_answer
+from fedspan.tasks.causal import CausalLM, EncodedPrompts, Generation, sees_across
 from fedspan.tasks.prompts import cut
 
 CPU = torch.device("cpu")

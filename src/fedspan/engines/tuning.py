@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
+from fedspan.engines.passes import chosen
 from fedspan.engines.seat import Seat
 from fedspan.engines.work import Assignment
-from fedspan.engines.worker import Worker, chosen
+from fedspan.engines.worker import Worker
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples
 

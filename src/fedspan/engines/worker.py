@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import generator
 from fedspan.core.values import Trained
 from fedspan.engines.loop import LoopEngine, dropout_mask
+from fedspan.engines.passes import chosen, disturbed, stacked_others, tolerance
 from fedspan.engines.refresh import refresh_due, refresh_projectors
 from fedspan.engines.seat import Seat, spec_of
 from fedspan.engines.stacked_optimizer import Layout, clip_rows, step_rows
 from fedspan.engines.work import Assignment
-from fedspan.models.adapted import AdaptedModel
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
 
@@ -29,9 +28,6 @@ Finished = Callable[[Assignment, Trained], Assignment | None]
 
 _WINDOW = 4
 """Open clients for each that trains at once: to choose batches of like lengths from, without holding a whole cohort."""
-
-_LIKE = 1.2
-"""Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
 
 
 class Worker:
@@ -267,7 +263,7 @@ class Worker:
         if len(group) == 1 or group[0].kind in self._verified:
             return
         job, first, second = group[0].work.job, group[0], group[1]
-        tensors = [_disturbed(seat) for seat in (first, second)]
+        tensors = [disturbed(seat) for seat in (first, second)]
         both = {name: value[: 2 * size] for name, value in batch.items()}
         together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
         with self.stacked.holding(job.parametrization, together, 2, 2 * size):
@@ -277,45 +273,6 @@ class Worker:
             self.adapted.install(job.parametrization, own, frozenset())
             alone = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
             apart = float((found[rows] - alone).norm() / alone.norm())
-            if not apart < _tolerance(self.adapted):
+            if not apart < tolerance(self.adapted):
                 raise Unstackable(f"predictions differ by {apart:.1e} when two clients share a pass")
         self._verified.add(group[0].kind)
-
-
-def chosen(seats: Sequence[Seat], at_once: int) -> list[Seat]:
-    """The clients of the next pass: that with the most batches left, and those whose next batches are most like its."""
-    leader = max(seats, key=lambda seat: seat.left)
-    same = [seat for seat in seats if seat.kind == leader.kind]
-    if leader.work.job.buffers:  # norms that measure their batch
-        same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
-    low, high = leader.cost / _LIKE, leader.cost * _LIKE
-    same = [seat for seat in same if seat is not leader and low <= seat.cost <= high]
-    same.sort(key=lambda seat: (abs(len(seat.batch) - len(leader.batch)), abs(seat.cost - leader.cost)))
-    kept = {id(seat) for seat in (leader, *same[: at_once - 1])}
-    return [seat for seat in seats if id(seat) in kept]
-
-
-def stacked_others(group: Sequence[Seat]) -> dict[str, Tensor]:
-    """What does not train, (C, ...) each; tensors that all clients share are not copied."""
-    made: dict[str, Tensor] = {}
-    for name, first in group[0].others.items():
-        own = [seat.others[name] for seat in group]
-        shared = all(value is first for value in own) and len(own) > 1
-        made[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
-    return made
-
-
-def _disturbed(seat: Seat) -> dict[str, Tensor]:
-    """A client's tensors, with those that train moved a little: where B is 0, nothing could be told apart."""
-    rng = generator(0, "verify", seat.work.client)
-    tensors = {name: value.clone() for name, value in seat.tensors().items()}
-    for name in seat.layout.names:
-        noise = torch.randn(tensors[name].shape, generator=rng) * 0.02
-        tensors[name] = tensors[name] + noise.to(tensors[name])
-    return tensors
-
-
-def _tolerance(adapted: AdaptedModel) -> float:
-    """Relative, for predictions in the number format of the base."""
-    dtype = next(adapted.model.parameters()).dtype
-    return 5e-2 if torch.finfo(dtype).bits == 16 else 1e-3

@@ -19,7 +19,8 @@ from torch.func import functional_call, vmap
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.core.tensors import EXTRAS, by_layer
-from fedspan.models.adapted import AdaptedLayer, AdaptedModel
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.layer import AdaptedLayer
 from fedspan.models.operators import Linear, Operator
 from fedspan.models.targets import is_batch_norm
 

@@ -6,7 +6,6 @@ Shapes: B examples of a batch, T tokens, V vocabulary, N generated tokens.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,15 +18,15 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fedspan.errors import FedspanError
+from fedspan.tasks.answers import same_answer
 from fedspan.tasks.means import means, widened
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 from fedspan.tasks.ragged import Ragged
 
-__all__ = ["CausalLM", "EncodedPrompts", "Generation", "same_answer", "sees_across"]
+__all__ = ["CausalLM", "EncodedPrompts", "Generation", "sees_across"]
 
 _IGNORED = -100
-_CHUNK = 4096
-"""Rows that are tokenised at once: lists of Python integers are many times as large as the ids."""
+_CHUNK = 4096  # rows that are tokenised at once: lists of Python integers are many times as large as the ids
 _SUMS = 3  # columns of a prediction: loss, tokens, right tokens; generated ids follow
 
 
@@ -294,24 +293,6 @@ def sees_across(model: nn.Module, device: torch.device) -> bool:
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
         logits.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 3:])
     return not torch.allclose(logits[0], logits[1], rtol=1e-5)
-
-
-def same_answer(made: str, wanted: str, pattern: str | None = None) -> bool:
-    """Whether two answers agree: as numbers if both are (1,000 is 1000.0), else as texts, whatever the spaces."""
-    left, right = (_counted(text, pattern) for text in (made, wanted))
-    if left is None or right is None:
-        return False
-    try:
-        return float(left.replace(",", "")) == float(right.replace(",", ""))
-    except ValueError:
-        return left.split() == right.split()
-
-
-def _counted(text: str, pattern: str | None) -> str | None:
-    if pattern is None:
-        return text
-    found = re.search(pattern, text)
-    return None if found is None else found[1 if found.re.groups else 0]
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:

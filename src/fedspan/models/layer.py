@@ -1,0 +1,153 @@
+"""A target layer that computes what a parametrization says, in place of its module's own forward.
+
+Shapes: O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fedspan.core.base import BaseUpdate, Delta, materialise
+from fedspan.core.lowrank import LowRank, concatenate
+from fedspan.core.parametrization import Effective, Parametrization
+from fedspan.errors import FedspanError
+from fedspan.models.operators import operator_of
+from fedspan.models.quantized import dequantized, is_quantized
+
+__all__ = ["AdaptedLayer", "Dropout"]
+
+Dropout = Callable[[Tensor, str], Tensor]
+
+
+class AdaptedLayer:
+    """One target layer's replaced forward.
+
+    Args:
+        name: module path.
+        module: of one of `operators.TARGET_TYPES`.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.operator = operator_of(module)
+        self.parametrization: Parametrization | None = None
+        self.slots: Mapping[str, Tensor] = {}
+        self.adopted: LowRank | None = None
+        self.moved: Delta | None = None
+        self.shrink = 1.0  # decay of the frozen base within a job
+        self.dropout: Dropout | None = None
+        self.stacked: Callable[[Tensor], Tensor] | None = None  # while several clients train in one pass
+        self.capture: Callable[[str, LowRank], None] | None = None
+        self._captured: list[LowRank] = []
+        self._expected = 0  # uses in the forward passes since the last gradient was handed over
+        self.base_forward = module.forward
+        self._original: Tensor | None = None
+        module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def stored_weight(self) -> nn.Parameter:
+        """The module's parameter, as it is stored."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def shared(self) -> tuple[LowRank | None, Delta | None, Tensor | None]:
+        """What replicas of the layer have in common beside the stored weight."""
+        return self.adopted, self.moved, self._original
+
+    @shared.setter
+    def shared(self, values: tuple[LowRank | None, Delta | None, Tensor | None]) -> None:
+        self.adopted, self.moved, self._original = values
+
+    def original(self) -> Tensor:
+        """W0, (O, I), in its stored dtype; of a quantised layer, the numbers that it stands for."""
+        if is_quantized(self.module):
+            return dequantized(self.module)
+        stored = self.stored_weight.detach() if self._original is None else self._original
+        return self.operator.matrix(stored)
+
+    def set_base(self, base: BaseUpdate) -> None:
+        """Let the layer compute with ``rho * W0 + total``.
+
+        A float32 module gets a working copy (W0 is kept aside). Narrower formats would round small changes away, so
+        there, and in quantised layers, W0 stays in place and the total is applied beside it.
+
+        Raises:
+            FedspanError: for rho != 1 on a base that is not float32.
+        """
+        delta = base.total.get(self.name)
+        if torch.promote_types(self.stored_weight.dtype, torch.float32) != self.stored_weight.dtype:
+            if base.rho != 1.0:
+                raise FedspanError("model.dtype", str(self.stored_weight.dtype), "float32: this method scales the base")
+            self.moved = None if delta is None else delta.to(self.stored_weight.device)
+            return
+        if base.rho == 1.0 and delta is None and self._original is None:
+            return
+        if self._original is None:
+            self._original = self.stored_weight.detach().clone()
+        working = materialise(self.original(), base, self.name)
+        with torch.no_grad():
+            self.stored_weight.copy_(self.operator.stored(working))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output under the installed parametrization, in the dtype the base computes in."""
+        if self.stacked is not None:
+            return self.stacked(x)
+        if self.parametrization is None:
+            return self.base_forward(x)
+        effective = self.parametrization.effective(self.slots)
+        dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
+        pair: Tensor | None = None
+        if effective.pair is not None:
+            dropout = self.dropout if effective.dropout and x.is_floating_point() else None
+            dropped = x if dropout is None else dropout(x, self.name)
+            pair = self.operator.product(effective.pair, dropped, dtype)
+        y = self._without_pair(x, effective, pair)
+        for fixed in (self.adopted, self.moved if effective.base else None):
+            if fixed is not None:
+                y = y + self.operator.product(fixed, x, dtype) * self.shrink
+        if pair is not None:
+            y = y + pair
+        if self.capture is not None and y.requires_grad:
+            self._expected += 1
+            inputs = x.detach()
+            y.register_hook(lambda gradient: self._collect(gradient, inputs))
+        return y
+
+    def _without_pair(self, x: Tensor, effective: Effective, pair: Tensor | None) -> Tensor:
+        """The base's product, that of a whole weight in its place, or (where the pair is all there is) the bias."""
+        bias = getattr(self.module, "bias", None)
+        if effective.base:
+            y = self.base_forward(x)
+            if self.shrink == 1.0:
+                return y
+            if bias is None:
+                return y * self.shrink
+            bias = self.operator.bias_like(bias)
+            return (y - bias) * self.shrink + bias
+        if effective.weight is not None:
+            dtype = x.dtype if x.is_floating_point() else self.stored_weight.dtype
+            return self.operator.apply(x, effective.weight.to(dtype), bias)
+        assert pair is not None
+        return torch.zeros_like(pair) if bias is None else self.operator.bias_like(bias).expand_as(pair)
+
+    def _collect(self, dy: Tensor, x: Tensor) -> None:
+        self._captured.append(self.operator.gradient(dy, x))
+        if len(self._captured) == self._expected:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Give what was captured to ``capture``: the loss's gradient by the layer's whole weight, as factors.
+
+        Called as soon as every use of the layer in the forward pass has met its gradient, so that activations do not
+        pile up over layers.
+        """
+        if self._captured and self.capture is not None:
+            self.capture(self.name, concatenate(self._captured))
+        self._captured.clear()
+        self._expected = 0
