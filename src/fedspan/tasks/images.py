@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -105,28 +105,16 @@ class ImageClassification(Labelling):
         scaled = self._scaled(torch.from_numpy(examples.pixels[chosen]).to(device))
         return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[chosen]).to(device)}
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross-entropy, in float32 or better.
-
-        Raises:
-            FedspanError: a batch of one image of which so little is left that a norm has nothing to measure.
-        """
-        with _too_small(batch):
-            return super().loss(model, batch)
-
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
-        """Mean cross-entropy of each client's images, (C,).
-
-        Raises:
-            FedspanError: as ``loss``.
-        """
-        with _too_small(batch):
-            return super().losses(model, batch, members_CB)
-
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """Logits, (images, labels)."""
+        """Logits, (images, labels).
+
+        Raises:
+            FedspanError: in training, a batch of one image of which so little is left that a norm has nothing to
+                measure.
+        """
         pixels = batch["pixel_values"]
-        return model(pixel_values=pixels.to(getattr(model, "dtype", pixels.dtype))).logits
+        with _large_enough(batch) if model.training else nullcontext():
+            return model(pixel_values=pixels.to(getattr(model, "dtype", pixels.dtype))).logits
 
     def remarks(self, examples: EncodedImages) -> tuple[str, ...]:
         """None: no image is cut."""
@@ -134,7 +122,7 @@ class ImageClassification(Labelling):
 
 
 @contextmanager
-def _too_small(batch: Mapping[str, Tensor]) -> Generator[None]:
+def _large_enough(batch: Mapping[str, Tensor]) -> Generator[None]:
     try:
         yield
     except ValueError as error:
