@@ -5,8 +5,8 @@
 
 32 decoder layers x q, k, v, o of 4096 x 4096 at rank 8, 50 clients, one process. Counted: ``contribute`` of every
 reply, the reduction and ``update``; the slower of two rounds, on random replies made by the method's own ``start`` and
-``finish``. Methods are those of the registry that send no whole weights (or gradients), whose ``init`` does not
-read W0, and whose clients' side can be simulated in minutes.
+``finish``. Methods are those of the registry that send adapters, no whole weights or gradients, and whose clients'
+side can be simulated in minutes.
 Beside that: the SVD of one layer's aggregate from its factors, against LAPACK on the dense float64 matrix.
 """
 
@@ -39,22 +39,23 @@ AVERAGING, DECOMPOSING, MEMORY, SPEEDUP, ERROR = 2.0, 60.0, 2.0, 100.0, 1e-5
 """Limits: seconds, seconds, GiB beside the replies, times faster than dense, relative error."""
 CLIENTS_DEAR = {"slora": "each of the simulated clients draws a mask over all entries of every layer anew"}
 """Methods whose clients' side would take hours here, and why."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {key: {"singular": "randomized"} for key in ("federa", "fr-lora")}
+"""Of methods that begin with an SVD of W0."""
 DECOMPOSITIONS = ("svd", "qr", "eigh", "eig", "cholesky", "solve", "lstsq", "inv", "pinv", "svdvals")
 GIB = 2**30
 
 
-class ReadsWeights(Exception):
-    """The method's ``init`` asked for W0."""
+@dataclass(frozen=True)
+class DrawnWeights:
+    """A pretrained model of random weights, drawn when they are asked for; without extras."""
 
-
-class NoWeights:
-    """A pretrained model that may not be looked at."""
+    size: int
 
     def weight(self, layer: str) -> Tensor:
-        raise ReadsWeights
+        return torch.randn((self.size, self.size), generator=generator(0, "weight", layer)) * self.size**-0.5
 
     def extra(self, parameter: str) -> Tensor:
-        raise ReadsWeights
+        raise KeyError(parameter)
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,12 @@ def answer(method: Method, message: Message, client: Client, memory: Memory, rou
 
 
 def measure(key: str, args: argparse.Namespace) -> Cost:
-    """Two rounds of a method; the larger time and memory of the two.
-
-    Raises:
-        ReadsWeights: where ``init`` needs W0.
-    """
+    """Two rounds of a method; the larger time and memory of the two. What ``init`` takes is not counted."""
     spec = Spec(
         tuple(LayerSpec(f"layer{k:03d}", args.size, args.size) for k in range(args.layers)), clients=args.clients
     )
-    method = METHODS[key](spec=spec, r=args.rank)
-    state = method.init(NoWeights())
+    method = METHODS[key](spec=spec, r=args.rank, **OPTIONS.get(key, {}))
+    state = method.init(DrawnWeights(args.size))
     memories: dict[str, Memory] = {}
     seconds, peak, calls = 0.0, 0, list[str]()
     for round in range(2):
@@ -230,13 +227,9 @@ def page(args: argparse.Namespace) -> str:
             skipped.append(f"{key} ({CLIENTS_DEAR[key]})")
             continue
         if sends_whole(key, args):
-            skipped.append(f"{key} (sends whole weights)")
+            skipped.append(f"{key} (sends whole weights or gradients)")
             continue
-        try:
-            cost = measure(key, args)
-        except ReadsWeights:
-            skipped.append(f"{key} (starts from W0)")
-            continue
+        cost = measure(key, args)
         limit = DECOMPOSING if cost.decomposes else AVERAGING
         kind = "SVDs, Grams or stacks" if cost.decomposes else "averages"
         kept = cost.seconds < limit and cost.gibibytes < MEMORY

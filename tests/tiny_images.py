@@ -98,6 +98,7 @@ def settings(folder: Path, kind: str = "vit", **changes: Mapping[str, Any]) -> d
         "federation": {"rounds": 2},
         "training": {"lr": 0.02, "local_steps": 2, "batch_size": 5},
         "evaluation": {"batch_size": 32},
+        "engine": {"name": "loop"},
     }
     if kind == "resnet":
         values["model"]["modules_to_save"] = ["normalization"]

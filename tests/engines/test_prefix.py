@@ -253,7 +253,7 @@ def test_the_budget_is_for_all_data_sets_together(folders: Mapping[str, Path]) -
     assert str(engine.prefixes.why_not(prepared.test)).endswith("exceed the budget of 0, and there is no file")
     job = job_of(prepared, "south", torch.float32)
     indices = np.arange(len(prepared.test))
-    wanted = prepared.engine.predict(job, prepared.test, indices, 5)
+    wanted = engine_of(prepared, None).predict(job, prepared.test, indices, 5)
     assert torch.equal(engine.predict(job, prepared.test, indices, 5), wanted)
 
 

@@ -155,6 +155,9 @@ class BaseUpdate:
         """
         if increment.round <= self.round:
             raise ValueError(f"increment of round {increment.round} on a base of round {self.round}")
+        deltas = {layer: delta.contiguous() for layer, delta in increment.deltas.items()}
+        if any(delta is not increment.deltas[layer] for layer, delta in deltas.items()):
+            increment = replace(increment, deltas=deltas)
         total = Total(self.total).after(increment)
         limit = total.numel()
         recent, recent_from = (*self.recent, increment), self.recent_from

@@ -55,6 +55,12 @@ class LowRank:
         """The same matrix with ``scale`` 1, the scalar moved into B."""
         return self if self.scale == 1.0 else LowRank(self.B * self.scale, self.A)
 
+    def contiguous(self) -> LowRank:
+        """The same pair, row after row in memory, as it is after a journey: the last bits of products depend on it."""
+        if self.B.is_contiguous() and self.A.is_contiguous():
+            return self
+        return LowRank(self.B.contiguous(), self.A.contiguous(), self.scale)
+
     def to(self, target: torch.dtype | torch.device) -> LowRank:
         """The pair in another number format, or on another device."""
         return LowRank(self.B.to(target), self.A.to(target), self.scale)
@@ -155,9 +161,9 @@ def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
     size = max(U.shape[0], Vt.shape[1])
     null = torch.finfo(S.dtype).eps * size * S[:1] >= S
     root = S.sqrt().masked_fill(null, 0.0)
-    return LowRank(U * root, root.masked_fill(null, 1.0)[:, None] * Vt)
+    return LowRank(U * root, root.masked_fill(null, 1.0)[:, None] * Vt).contiguous()
 
 
 def upward(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
     """``U S V^T`` as a pair with the singular values in B: ``U S``, ``V^T``."""
-    return LowRank(U * S, Vt)
+    return LowRank(U * S, Vt).contiguous()

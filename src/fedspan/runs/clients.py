@@ -39,6 +39,9 @@ V = TypeVar("V")
 Version = tuple[str, str, int]
 """What is kept (the name of its kind), of whom, and the round that wrote it."""
 
+NOTHING = -1
+"""In place of a round, where there is no file."""
+
 _BLANK = b"0" * 64
 """Stands in a file's text where its digest will be."""
 
@@ -133,7 +136,7 @@ class Stored(Mapping[str, V], Generic[V]):
     Args:
         kind: what it is.
         clients: the folder of all rounds' files.
-        rounds: the round that wrote each client's file; 0 for a memory of nothing, which needs none.
+        rounds: the round that wrote each client's file; ``NOTHING`` for a memory of nothing, which needs none.
     """
 
     def __init__(self, kind: Kind[V], clients: Path, rounds: Mapping[str, int]) -> None:
@@ -144,7 +147,7 @@ class Stored(Mapping[str, V], Generic[V]):
     def __getitem__(self, key: str) -> V:
         round = self.rounds[key]
         empty: Any = {}
-        return self.kind.load(self.clients, key, round) if round else empty
+        return empty if round == NOTHING else self.kind.load(self.clients, key, round)
 
     def __contains__(self, key: object) -> bool:
         return key in self.rounds
@@ -157,7 +160,7 @@ class Stored(Mapping[str, V], Generic[V]):
 
     def versions(self) -> set[Version]:
         """The files behind it."""
-        return {(self.kind.name, key, round) for key, round in self.rounds.items() if round}
+        return {(self.kind.name, key, round) for key, round in self.rounds.items() if round != NOTHING}
 
 
 def store(run: RunFolder, progress: Progress) -> Progress:
@@ -183,9 +186,9 @@ def store(run: RunFolder, progress: Progress) -> Progress:
     stored: list[Stored[Any]] = []
     for kind, values in kept:
         rounds, changes = _changes(values, run.clients)
-        written = {key: round if value or kind is MOMENTS else 0 for key, value in changes.items()}
+        written = {key: round if value or kind is MOMENTS else NOTHING for key, value in changes.items()}
         for key, value in changes.items():
-            if written[key]:
+            if written[key] != NOTHING:
                 files[kind.path(run.clients, key, round)] = (kind, key, value)
         stored.append(Stored(kind, run.clients, {**rounds, **written}))
     if files:
