@@ -166,4 +166,4 @@ def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
 
 def upward(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
     """``U S V^T`` as a pair with the singular values in B: ``U S``, ``V^T``."""
-    return LowRank(U * S, Vt).contiguous()
+    return LowRank(U * S, Vt)

@@ -82,7 +82,7 @@ class FedMomentum(RegisteredMethod):
             dtype = state.tensors[tensor_name(layer.name, "B")].dtype
             kept = balanced(U[:, : self.r], S[: self.r] / self.scaling(None), Vt[: self.r])
             rest = upward(U[:, self.r :], S[self.r :], Vt[self.r :])
-            return kept.to(dtype), smaller(rest).to(dtype)
+            return kept.to(dtype), smaller(rest).to(dtype).contiguous()
 
         parts = map_layers(parted, self.spec.layers)
         increment = Increment(state.round + 1, {name: rest for name, (_, rest) in parts.items() if rest.numel()})
