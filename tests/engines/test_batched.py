@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,31 @@ def test_what_trains_and_how(
     assert gap < 1e-5
     assert engine.why_not is None
     assert max(passes) > 1
+
+
+def test_projectors_are_renewed_beside_running_statistics(
+    tiny_folder: Path, decoders: Path, images: Path, passes: list[int]
+) -> None:
+    """A client whose projectors come from its gradient keeps the statistics of its own images."""
+    changes = {"training": {"lr": 0.001}, "method": {"name": "fedgalore", "r": 2}}
+    gap, engine = same(values("builtin:resnet-8", tiny_folder, decoders, images, **changes))
+    assert gap < 1e-3
+    assert engine.why_not is None
+    assert max(passes) > 1
+
+
+def test_a_client_without_examples_does_not_disturb_the_measuring(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tuning, "_WORTH", 1)
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    federation = prepared.federation
+    empty = {id: replace(one, train=one.train[:0]) for id, one in federation.members.items() if id != "west"}
+    federation.members = {**federation.members, **empty}
+    federation.play(federation.begin())
+    assert isinstance(prepared.engine, BatchedEngine)
+    assert prepared.engine.stacking is not None
 
 
 def test_threads_side_by_side_on_one_base(tiny_folder: Path, decoders: Path, images: Path) -> None:

@@ -121,7 +121,7 @@ class Seat:
             if name in own:
                 own[name].copy_(value.detach())
             else:
-                self.others[name] = value.detach()
+                self.others[name] = value.detach().clone()  # extras live in the model, which others will use
         self._names = (*self._names, *(name for name in live if name not in self._names))
 
     def take_gathered(self) -> Tensor:

@@ -78,8 +78,8 @@ def choose(
     """
     if wish.at_once is not None and wish.workers is not None:
         return Stacking(wish.at_once, wish.workers)
-    first = workers(1)[0]
-    probe = first.seat(works[0], examples)
+    first, works = workers(1)[0], [work for work in works if len(work.indices)]
+    probe = first.seat(works[0], examples) if works else None
     if probe is None or first.why_not is not None or len(probe.batches) * clients < _WORTH:
         # Alone they still can train side by side.
         return Stacking(wish.at_once or DEFAULT.at_once, wish.workers or DEFAULT.workers)

@@ -40,8 +40,7 @@ def stacked_effective(parametrization: Parametrization, slots: Mapping[str, Tens
         clients: C.
 
     Returns:
-        Its pair and weight as tensors (C, ...): B (C, O, R) and A (C, R, I) as a list where it is factors, a matrix
-        (C, O, I) else.
+        Its pair a ``StackedPair`` or a matrix (C, O, I), its weight (C, O, I).
     """
     kept: list[Effective] = []
 
