@@ -13,7 +13,7 @@ from typing import Any
 from engines.contenders import HERE, Contender, Measured, fedspan_variables, in_turns
 from engines.environment import peer_variables
 from engines.page import Limit, ratios, speed_table
-from engines.work import PREFIX_CACHE, Work, write_plan
+from engines.work import Work, write_plan
 
 __all__ = ["LAST", "compare", "last_layers"]
 
@@ -150,7 +150,7 @@ def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tu
     field = Field(args, python, args.out / f"last-layers-{batch}")
     everywhere, last = work_of(args, batch), work_of(args, batch, LAST)
     contenders = [
-        field.fedspan(CACHED, last, "bfloat16", {"name": "batched", **PREFIX_CACHE}),
+        field.fedspan(CACHED, last, "bfloat16", {"name": "batched"}),
         field.fedspan(ALL_LAYERS, everywhere, "bfloat16", {"name": "batched"}),
     ]
     plain = f"{PLAIN}, all layers"
@@ -168,9 +168,7 @@ def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tu
     lines = [
         f"## Adapters on the last 2 of 6 layers, batch {batch}",
         "",
-        "The frozen prefix's hidden states are computed once and kept."
-        if PREFIX_CACHE
-        else "This fedspan has no prefix cache: all 6 layers are computed in every step.",
+        "The frozen prefix's hidden states are computed once and kept.",
         f"The first {len(results[CACHED].ready['losses'])} rounds, which fill the cache, took "
         f"{results[CACHED].ready['warm_up']:.1f} s, those of all layers {results[ALL_LAYERS].ready['warm_up']:.1f} s.",
         "",

@@ -15,7 +15,6 @@ import numpy as np
 from safetensors.torch import save_file
 
 from fedspan.config import parse_config
-from fedspan.config.engine import EngineConfig
 from fedspan.core.tensors import is_extra
 from fedspan.core.values import Job
 from fedspan.engines.batching import job_batches, training_batches
@@ -23,14 +22,12 @@ from fedspan.engines.work import Assignment
 from fedspan.models.names import resolve
 from fedspan.runs.build import Prepared, prepare
 
-__all__ = ["CHECKED", "PREFIX_CACHE", "Work", "write_plan"]
+__all__ = ["CHECKED", "Work", "write_plan"]
 
 MODEL = "builtin:all-minilm-l6-v2"
 RANK, ALPHA, RATE, CLIP, ROUNDS = 8, 16, 2e-3, 1.0, 1000
 CHECKED = 2
 """Rounds at the beginning in which everybody takes fedspan's batches, so that losses can be compared."""
-PREFIX_CACHE: dict[str, Any] = {"prefix_cache": True} if "prefix_cache" in EngineConfig.model_fields else {}
-"""What switches the prefix cache on, in a fedspan that has one."""
 
 
 @dataclass(frozen=True)
