@@ -102,7 +102,7 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
         "batch": work.batch,
         "threads": work.threads,
         "seed": work.seed,
-        "input_ids": prepared.train.encodings["input_ids"],
+        "input_ids": [list(map(int, ids)) for ids in prepared.train.encodings["input_ids"]],
         "targets": prepared.train.labels.tolist(),
         "clients": [member.train.tolist() for member in members.values()],
         "checked": [

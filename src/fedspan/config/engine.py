@@ -36,6 +36,11 @@ class EngineConfig(Section):
         description="Threads of batched that train clients side by side on one base; torch's own threads are divided "
         "among them. Left out: measured.",
     )
+    padding_free: bool = Field(
+        default=True,
+        description="Let the tokens of a batch stand in one row between the first block and the last, with attention "
+        "in groups of texts of like length; batched only, where the model has Transformers' eager attention.",
+    )
     prefix_cache: bool = Field(
         default=True,
         description="Compute the hidden states that enter the first layer with anything trainable once for each "

@@ -40,6 +40,7 @@ class BatchedEngine:
         seed: of every draw.
         wish: how many clients at once, as far as that is not to be measured.
         prefix: where hidden states that leave the model's frozen prefix are kept; None: it is computed every time.
+        padding_free: train without padding where the model can.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class BatchedEngine:
         seed: int,
         wish: Wish | None = None,
         prefix: PrefixSettings | None = None,
+        padding_free: bool = True,
     ) -> None:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.wish = wish or Wish()
         self.stacking: Stacking | None = None
         """How many clients at once; known from the first round on, or set beforehand."""
-        self._workers = [Worker(LoopEngine(adapted, task, settings, seed, prefix))]
+        self._workers = [Worker(LoopEngine(adapted, task, settings, seed, prefix, padding_free))]
 
     def train_all(
         self,
@@ -116,6 +118,7 @@ class BatchedEngine:
         while len(self._workers) < max(1, count):
             loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed)
             loop.prefixes = self._workers[0].loop.prefixes.replica(loop.adapted)
+            loop.padding = self._workers[0].loop.padding.replica(loop.adapted)
             self._workers.append(Worker(loop))
         workers = self._workers[: max(1, count)]
         for worker in workers[1:]:

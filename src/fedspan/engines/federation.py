@@ -7,7 +7,7 @@ the server state and every client's memory as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -155,7 +155,7 @@ class Federation:
         lr = self.engine.settings.lr(state.round, self.settings.rounds)
         ids = self.cohort(state.round)
         clients = {id: self.client(id, progress) for id in ids}
-        reducer = Reducer(list(clients.values()))
+        reducer, broadcast = Reducer(list(clients.values())), _Broadcast()
         transfers: list[Transfer] = []
         memories, optimizers = changeable(progress.memories), changeable(progress.optimizers)
         self.engine.adapted.set_base(state.base)
@@ -166,7 +166,7 @@ class Federation:
             return Assignment(id, state.round, job, self.members[id].train, lr, kept)
 
         def opened(id: str) -> Assignment:
-            down = self._travel(self.method.sync(state, clients[id]), id, "down", transfers)
+            down = broadcast.travel(self.method.sync(state, clients[id]), id, transfers)
             job = self.method.start(down, clients[id], memories.get(id, {}))
             return assigned(id, job)
 
@@ -181,7 +181,7 @@ class Federation:
                 on_client(id, trained.metrics["loss"])
             if isinstance(result, Job):
                 return assigned(id, result)
-            up = self._travel(result, id, "up", transfers)
+            up = _travel(result, id, "up", transfers)
             reducer.add(id, self.method.contribute(up, clients[id]))
             return None
 
@@ -207,11 +207,34 @@ class Federation:
             return None
         return kept[0]
 
-    def _travel(self, message: Message, client: str, direction: Direction, transfers: list[Transfer]) -> Message:
-        """Through the wire format and back: what is counted is what arrives, and nothing else arrives."""
-        data = wire.encode(message)
-        transfers.append(Transfer(client, direction, len(data), wire.payload_size(message)))
-        return wire.decode(data)
+
+def _travel(message: Message, client: str, direction: Direction, transfers: list[Transfer]) -> Message:
+    """Through the wire format and back: what is counted is what arrives, and nothing else arrives."""
+    data = wire.encode(message)
+    transfers.append(Transfer(client, direction, len(data), wire.payload_size(message)))
+    return wire.decode(data)
+
+
+class _Broadcast:
+    """What goes down, encoded once for all clients in a row that are sent the very same tensors."""
+
+    def __init__(self) -> None:
+        self._sent: Message | None = None
+        self._arrived = Message()
+        self._transfers: list[Transfer] = []
+
+    def travel(self, message: Message, client: str, transfers: list[Transfer]) -> Message:
+        """``_travel`` downwards; the tensors that arrive may be those that arrived at others."""
+        if self._sent is None or not _the_very_same(message, self._sent):
+            self._transfers.clear()
+            self._sent, self._arrived = message, _travel(message, client, "down", self._transfers)
+        transfers.append(replace(self._transfers[0], client=client))
+        return replace(self._arrived, tensors=dict(self._arrived.tensors))
+
+
+def _the_very_same(one: Message, other: Message) -> bool:
+    same = one.base is other.base and one.scalars == other.scalars and one.tensors.keys() == other.tensors.keys()
+    return same and all(value is other.tensors[name] for name, value in one.tensors.items())
 
 
 def _moments_key(client: str, job: Job) -> str:

@@ -19,6 +19,7 @@ from fedspan.core.tensors import generator
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState, Trained
 from fedspan.engines.batching import evaluation_batches, job_batches
 from fedspan.engines.optimizers import LocalOptimizer
+from fedspan.engines.padding import Padding
 from fedspan.engines.prefix_caches import PrefixCaches
 from fedspan.engines.refresh import refresh_projectors
 from fedspan.engines.settings import PrefixSettings, TrainingSettings
@@ -39,6 +40,7 @@ class LoopEngine:
         settings: local training.
         seed: of every draw.
         prefix: where hidden states that leave the model's frozen prefix are kept; None: it is computed every time.
+        padding_free: train without padding where the model can.
     """
 
     def __init__(
@@ -48,12 +50,19 @@ class LoopEngine:
         settings: TrainingSettings,
         seed: int,
         prefix: PrefixSettings | None = None,
+        padding_free: bool = False,
     ) -> None:
         self.adapted = adapted
         self.task = task
         self.settings = settings
         self.seed = seed
         self.prefixes = PrefixCaches(adapted, task, prefix)
+        refusals = {
+            "it was not asked for": not padding_free,
+            "dropout masks have the shape of padded batches": settings.dropout > 0,
+            "packed batches have none": getattr(task, "packing", False),
+        }
+        self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
 
     def train(
         self,
@@ -82,7 +91,7 @@ class LoopEngine:
         """
         settings, adapted = self.settings, self.adapted
         work = Assignment(client, round, job, indices, lr, kept)
-        self.prefixes.ensure(examples, indices)
+        self.ready(examples, indices)
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         spec = replace(settings.optimizer, lr=lr, **job.optimizer)
@@ -97,7 +106,7 @@ class LoopEngine:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
             self._set_dropout(client, round, job.phase, micro)
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
-            with self.prefixes.fed(examples, batch_indices.tolist()):
+            with self.padding.removed(batch), self.prefixes.fed(examples, batch_indices.tolist()):
                 loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):
@@ -138,6 +147,11 @@ class LoopEngine:
             work: Assignment | None = opened(client)
             while work is not None:
                 work = finished(work, self.take(work, examples))
+
+    def ready(self, examples: Examples, indices: np.ndarray) -> None:
+        """Before a job trains on examples: find out what can be left out of its passes. The model loses its job."""
+        self.padding.ensure(examples)
+        self.prefixes.ensure(examples, indices)
 
     def take(self, work: Assignment, examples: Examples) -> Trained:
         """``train``, of an assignment."""

@@ -9,22 +9,27 @@ from torch import Tensor
 
 from fedspan.core.tensors import generator
 from fedspan.engines.seat import Seat
-from fedspan.models.adapted import AdaptedModel
 
-__all__ = ["chosen", "disturbed", "stacked_others", "tolerance"]
+__all__ = ["chosen", "disturbed", "stacked_others"]
 
 _LIKE = 1.2
 """Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
 
 
-def chosen(seats: Sequence[Seat], at_once: int) -> list[Seat]:
-    """The clients of the next pass: that with the most batches left, and those whose next batches are most like its."""
+def chosen(seats: Sequence[Seat], at_once: int, padded: bool = True) -> list[Seat]:
+    """The clients of the next pass: that with the most batches left, and those whose next batches are most like its.
+
+    Args:
+        seats: open clients.
+        at_once: clients in a pass.
+        padded: whether batches that are unlike would be padded to the longest.
+    """
     leader = max(seats, key=lambda seat: seat.left)
     same = [seat for seat in seats if seat.kind == leader.kind]
     if leader.work.job.buffers:  # norms that measure their batch
         same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
     low, high = leader.cost / _LIKE, leader.cost * _LIKE
-    same = [seat for seat in same if seat is not leader and low <= seat.cost <= high]
+    same = [seat for seat in same if seat is not leader and (not padded or low <= seat.cost <= high)]
     same.sort(key=lambda seat: (abs(len(seat.batch) - len(leader.batch)), abs(seat.cost - leader.cost)))
     kept = {id(seat) for seat in (leader, *same[: at_once - 1])}
     return [seat for seat in seats if id(seat) in kept]
@@ -48,9 +53,3 @@ def disturbed(seat: Seat) -> dict[str, Tensor]:
         noise = torch.randn(tensors[name].shape, generator=rng) * 0.02
         tensors[name] = tensors[name] + noise.to(tensors[name])
     return tensors
-
-
-def tolerance(adapted: AdaptedModel) -> float:
-    """Relative, for predictions in the number format of the base."""
-    dtype = next(adapted.model.parameters()).dtype
-    return 5e-2 if torch.finfo(dtype).bits == 16 else 1e-3

@@ -105,6 +105,12 @@ class Seat:
         parametrization = tuple(job.parametrization.items())
         return self.layout, parametrization, shapes, job.buffers, self.spec, self.probing, self.mask is None
 
+    @property
+    def evenly(self) -> bool:
+        """Whether AdamW, with both bias corrections, has taken as many steps with each tensor and moment."""
+        same = bool((self.counts == self.counts[0]).all()) and not self.before.any()
+        return self.spec.name == "adamw" and all(self.spec.bias_correction) and same
+
     def tensors(self) -> dict[str, Tensor]:
         """All of the job's tensors as they stand; those that train are views."""
         own = self.layout.views(self.values)

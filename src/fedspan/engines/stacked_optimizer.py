@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from fedspan.core.values import Job, OptimizerSpec
 
-__all__ = ["Layout", "Segment", "clip_rows", "step_rows"]
+__all__ = ["Layout", "Segment", "clip_rows", "fused_step", "step_rows"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,44 @@ def step_rows(
         own.sub_(first / denominator * _columns(segment.lr / correct1, layout, own, segment))
     if masks is not None and old is not None:
         values.copy_(torch.where(masks.bool(), values, old))
+
+
+def fused_step(
+    spec: OptimizerSpec,
+    layout: Layout,
+    values: Sequence[Tensor],
+    gradients: Tensor,
+    moments: Mapping[str, Sequence[Tensor]],
+    steps: Sequence[int],
+) -> None:
+    """``step_rows`` by PyTorch's fused AdamW, with both bias corrections: one way through memory, and no copies.
+
+    Args:
+        spec: algorithm.
+        layout: of the rows.
+        values: (P,) of each client, moved in place.
+        gradients: (C, P); kept as they are.
+        moments: by kind, (P,) of each client, moved in place.
+        steps: taken by each client, this one included; by all of its tensors, and known to both moments.
+    """
+    for segment in layout.segments:
+        columns = slice(segment.start, segment.stop)
+        adamw(
+            [value[columns] for value in values],
+            [gradient[columns] for gradient in gradients],
+            [moment[columns] for moment in moments["exp_avg"]],
+            [moment[columns] for moment in moments["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # it counts for itself
+            fused=True,
+            amsgrad=False,
+            beta1=spec.betas[0],
+            beta2=spec.betas[1],
+            lr=segment.lr,
+            weight_decay=segment.weight_decay,
+            eps=spec.eps,
+            maximize=False,
+        )
 
 
 def _columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:

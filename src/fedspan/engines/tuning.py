@@ -106,11 +106,13 @@ def _search(wish: Wish, clients: int, device: torch.device, seconds: Callable[[S
             best, least = other, taken
     if wish.at_once is not None:
         return best
-    for sizes in ((8, 16, 32, _MOST), (2, 1)):
+    share = -(-clients // best.workers)
+    more = [size for size in sorted({8, 16, 32, _MOST, share}) if best.at_once < size <= min(share, _MOST)]
+    for sizes in (more, (2, 1)):
         start = best
         for size in sizes:
             other = Stacking(size, best.workers)
-            if size * best.workers > clients or (taken := seconds(other)) > _GAIN * least:
+            if size > share or (taken := seconds(other)) > _GAIN * least:
                 break
             best, least = other, taken
         if best != start:
@@ -131,7 +133,7 @@ def _seconds_a_token(
     def passes(number: int, count: int, until: float) -> None:
         worker, seats = team[number], seated[number]
         for _ in range(count):
-            group = chosen(seats, at_once)
+            group = chosen(seats, at_once, not worker.loop.padding.possible)
             tokens[number] += sum(int(examples.lengths[seat.batch].sum()) for seat in group)
             worker.advance(group, examples)
             for seat in group:
@@ -166,6 +168,7 @@ def _key(wish: Wish, worker: Worker, seat: Seat, clients: int, examples: Example
         "model": [type(model).__name__, sum(value.numel() for value in model.parameters())],
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
         "layout": [seat.layout.names, [list(shape) for shape in seat.layout.shapes]],
+        "padded": not worker.loop.padding.possible,
         "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
         "clients": clients,
         "wish": asdict(wish),

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from fedspan.core.values import Trained
 from fedspan.engines.loop import LoopEngine, dropout_mask
-from fedspan.engines.passes import chosen, disturbed, stacked_others, tolerance
+from fedspan.engines.passes import chosen, disturbed, stacked_others
 from fedspan.engines.refresh import refresh_due, refresh_projectors
 from fedspan.engines.seat import Seat, spec_of
-from fedspan.engines.stacked_optimizer import Layout, clip_rows, step_rows
+from fedspan.engines.stacked_optimizer import Layout, clip_rows, fused_step, step_rows
 from fedspan.engines.work import Assignment
+from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
 
@@ -61,7 +62,7 @@ class Worker:
                 self._admit(opened(waiting.pop()), examples, at_once, seats, finished)
             if not seats:
                 continue
-            group = chosen(seats, at_once)
+            group = chosen(seats, at_once, not self.loop.padding.possible)
             try:
                 self.advance(group, examples)
             except Unstackable as error:
@@ -114,7 +115,7 @@ class Worker:
         self.why_alone = reason or self.why_alone
         if layout is None or reason is not None or not len(work.indices):
             return None
-        self.loop.prefixes.ensure(examples, work.indices)
+        self.loop.ready(examples, work.indices)
         self._mode = None
         seat = Seat(work, layout, self.settings, self.seed, examples, self.adapted.device)
         for name, value in seat.others.items():
@@ -176,10 +177,11 @@ class Worker:
         leaves = {name: view.detach().requires_grad_() for name, view in layout.views(values).items()}
         others = stacked_others(group)
         batch = self.task.batch(examples, rows, device)
-        self._verify(group, batch, size)
+        counted = members.sum(0).numpy() > 0
+        self._verify(group, batch, size, counted)
         self._set_dropout(group, batch, size)
         held = self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size)
-        with held, self.loop.prefixes.fed(examples, rows):
+        with held, self.loop.padding.removed(batch, clients, counted), self.loop.prefixes.fed(examples, rows):
             losses = self.task.losses(self.adapted.model, batch, members.to(device))
             shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
             (losses * shares).sum().backward()
@@ -209,13 +211,18 @@ class Worker:
         if offsets:
             zero = torch.zeros_like(offsets[0])
             gradients = gradients + torch.stack([zero if seat.offset is None else seat.offset for seat in group])
-        values = torch.stack([seat.values for seat in group])
-        moments = {kind: torch.stack([seat.moments[kind] for seat in group]) for kind in group[0].moments}
         for seat in group:
             seat.steps += 1
             seat.counts += 1
+        rows, spec = [seat.values for seat in group], group[0].spec
+        if mask is None and all(seat.evenly for seat in group):
+            kinds = {kind: [seat.moments[kind] for seat in group] for kind in group[0].moments}
+            fused_step(spec, layout, rows, gradients, kinds, [int(seat.counts[0]) for seat in group])
+            return
+        values = torch.stack(rows)
+        moments = {kind: torch.stack([seat.moments[kind] for seat in group]) for kind in group[0].moments}
         counts, before = np.stack([seat.counts for seat in group]), np.stack([seat.before for seat in group])
-        step_rows(group[0].spec, layout, values, gradients, moments, counts, before, mask)
+        step_rows(spec, layout, values, gradients, moments, counts, before, mask)
         for number, seat in enumerate(group):
             seat.values.copy_(values[number])
             for kind, moment in moments.items():
@@ -254,7 +261,7 @@ class Worker:
         self.adapted.set_dropout(dropout)
 
     @torch.no_grad()
-    def _verify(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int) -> None:
+    def _verify(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int, counted: np.ndarray) -> None:
         """Before clients first share a pass: that each gets what it would get alone, to rounding.
 
         Raises:
@@ -266,13 +273,14 @@ class Worker:
         tensors = [disturbed(seat) for seat in (first, second)]
         both = {name: value[: 2 * size] for name, value in batch.items()}
         together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
-        with self.stacked.holding(job.parametrization, together, 2, 2 * size):
+        held = self.stacked.holding(job.parametrization, together, 2, 2 * size)
+        with held, self.loop.padding.removed(both, 2, counted[: 2 * size]):
             found = self.task.predict(self.adapted.model, both)
         for number, own in enumerate(tensors):
             rows = slice(number * size, (number + 1) * size)
             self.adapted.install(job.parametrization, own, frozenset())
             alone = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
             apart = float((found[rows] - alone).norm() / alone.norm())
-            if not apart < tolerance(self.adapted):
+            if not apart < tolerance(self.adapted.model):
                 raise Unstackable(f"predictions differ by {apart:.1e} when two clients share a pass")
         self._verified.add(group[0].kind)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HIDDEN", "Call", "evaluating", "hidden_of", "traced"]
+__all__ = ["DROPOUTS", "HIDDEN", "Call", "block_chains", "evaluating", "hidden_of", "replaced", "traced"]
 
 HIDDEN = "hidden_states"
 """The name of a block's first argument."""
+DROPOUTS = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
+"""What draws at random in training."""
 
 
 @dataclass
@@ -95,6 +98,44 @@ def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list
         for handle in handles:
             handle.remove()
     return entered, calls
+
+
+def block_chains(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> list[list[nn.Module]]:
+    """The lists of blocks that hand on hidden states (examples, tokens, features), each in the order of its calls."""
+    return [made for one in _outer_lists(model) if (made := _chain(one, calls))]
+
+
+def _outer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists of modules that are not inside a member of another one."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    inside = {module for one in lists for member in one for module in member.modules()}
+    return [one for one in lists if one not in inside]
+
+
+def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
+    """A list's blocks in the order of their calls, if they are called once each, each with what the last one gave."""
+    used = sorted((block for block in blocks if calls[block]), key=lambda block: calls[block][0].entered)
+    if not used or any(len(calls[block]) > 1 for block in used):
+        return None
+    chain = [calls[block][0] for block in used]
+    first = chain[0].hidden
+    if first is None or first.ndim != 3 or not all(call.keeps(first.shape) for call in chain):
+        return None
+    return used if all(call.hands_on_to(after) for call, after in pairwise(chain)) else None
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Any) -> Generator[None]:
+    """Within this context a module computes something else; a forward of its own (an adapted layer's) comes back."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def _tiny_batch(model: nn.Module) -> dict[str, Tensor]:

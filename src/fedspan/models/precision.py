@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["keep_in_float32"]
+__all__ = ["keep_in_float32", "tolerance"]
 
 
 def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
@@ -68,3 +68,8 @@ def _cast_back(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
         return _map(output, lambda value: value.to(dtype) if value.dtype == torch.float32 else value)
 
     return back
+
+
+def tolerance(model: nn.Module) -> float:
+    """Relative, for predictions in the number format of a model's weights, of what may be called rounding."""
+    return 5e-2 if torch.finfo(next(model.parameters()).dtype).bits == 16 else 1e-3

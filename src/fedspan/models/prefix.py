@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import HIDDEN, Call, hidden_of, traced
+from fedspan.models.calls import DROPOUTS, HIDDEN, Call, block_chains, hidden_of, replaced, traced
 
 __all__ = ["FrozenPrefix", "NoPrefix", "Recording", "live_modules"]
 
@@ -71,7 +70,7 @@ class FrozenPrefix:
         if not live:
             raise NoPrefix("nothing in the model is trained")
         first, culprit = min((_entry(model, path, entered), path) for path in live)
-        candidates = [made for one in _outer_lists(model) if (made := _chain(one, calls))]
+        candidates = block_chains(model, calls)
         if not candidates:
             raise NoPrefix("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
         prefixes = [_before(chain, first, calls) for chain in candidates]
@@ -80,7 +79,7 @@ class FrozenPrefix:
             raise NoPrefix(f"{culprit} changes, and it is used in the first block or before it")
         end = calls[best[-1]][0].entered
         for module, moment in entered.items():
-            if moment < end and isinstance(module, _DROPOUTS) and module.p > 0:
+            if moment < end and isinstance(module, DROPOUTS) and module.p > 0:
                 raise NoPrefix(f"{names[module]} draws at random (dropout {module.p}) before what changes")
         return cls(adapted, [names[block] for block in best], [calls[block][0].width for block in best[:-1]])
 
@@ -129,7 +128,7 @@ class FrozenPrefix:
             raise _Stopped
 
         try:
-            with _replaced(self._first, stop):
+            with replaced(self._first, stop):
                 yield made
         except _Stopped:
             return
@@ -158,12 +157,9 @@ class FrozenPrefix:
 
         with ExitStack() as contexts:
             for block, width in zip(self._skipped, self._widths, strict=True):
-                contexts.enter_context(_replaced(block, _handing_on(width)))
-            contexts.enter_context(_replaced(self._first, begin))
+                contexts.enter_context(replaced(block, _handing_on(width)))
+            contexts.enter_context(replaced(self._first, begin))
             yield
-
-
-_DROPOUTS = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 
 def live_modules(adapted: AdaptedModel) -> frozenset[str]:
@@ -179,20 +175,6 @@ def _handing_on(width: int | None) -> Any:
         return hidden if width is None else (hidden, *[None] * (width - 1))
 
     return forward
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Any) -> Generator[None]:
-    """Within this context a module computes something else; a forward of its own (an adapted layer's) comes back."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int:
@@ -211,25 +193,6 @@ def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int
             one = one.rpartition(".")[0]
         moments.append(entered[model.get_submodule(one)])
     return min(moments)
-
-
-def _outer_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The lists of modules that are not inside a member of another one."""
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
-    inside = {module for one in lists for member in one for module in member.modules()}
-    return [one for one in lists if one not in inside]
-
-
-def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
-    """A list's blocks in the order of their calls, if they are called once each, each with what the last one gave."""
-    used = sorted((block for block in blocks if calls[block]), key=lambda block: calls[block][0].entered)
-    if not used or any(len(calls[block]) > 1 for block in used):
-        return None
-    chain = [calls[block][0] for block in used]
-    first = chain[0].hidden
-    if first is None or first.ndim != 3 or not all(call.keeps(first.shape) for call in chain):
-        return None
-    return used if all(call.hands_on_to(after) for call, after in pairwise(chain)) else None
 
 
 def _before(chain: Sequence[nn.Module], moment: int, calls: Mapping[nn.Module, Sequence[Call]]) -> Sequence[nn.Module]:

@@ -21,8 +21,10 @@ from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.core.tensors import EXTRAS, by_layer
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.layer import AdaptedLayer
+from fedspan.models.layout import TokenLayout
 from fedspan.models.operators import Linear, Operator
 from fedspan.models.targets import is_batch_norm
+from fedspan.models.unpadded import current_layout
 
 __all__ = ["StackedModel", "Unstackable"]
 
@@ -112,24 +114,35 @@ class StackedLayer:
         if effective.base:
             y = self._base(x)
         elif effective.weight is not None:
-            y = self._with_bias(_apply(operator, effective.weight.to(dtype), grouped).flatten(0, 1))
+            y = self._with_bias(self._ungrouped(_apply(operator, effective.weight.to(dtype), grouped), x))
         else:
-            y, pair = self._with_bias(_product(operator, pair, dropped, dtype).flatten(0, 1)), None
+            y, pair = self._with_bias(self._ungrouped(_product(operator, pair, dropped, dtype), x)), None
         for fixed in (layer.adopted, layer.moved if effective.base else None):
             if fixed is not None:
                 y = y + operator.product(fixed, x, dtype)
         if pair is None:
             return y
-        if isinstance(pair, StackedPair) and isinstance(operator, Linear) and pair.A.dtype == dropped.dtype == y.dtype:
+        if _joins(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._in_a_row(x) is None:
             return _added(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
-        return y + _product(operator, pair, dropped, dtype).flatten(0, 1)
+        return y + self._ungrouped(_product(operator, pair, dropped, dtype), x)
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """(rows, ...) -> (C, B, ...). Tokens may be flattened into the rows, as some models do."""
+        """(rows, ...) -> (C, B, ...). Tokens may be flattened into the rows, as some models do, or stand in one row."""
+        if (layout := self._in_a_row(x)) is not None:
+            return layout.by_client(x)
         flat = x.ndim == 2 and x.is_floating_point() and x.shape[0] % self.rows == 0
         if x.shape[0] != self.rows and not flat:
             raise Unstackable(f"{self.layer.name} is given an input of {tuple(x.shape)} for {self.rows} examples")
         return x.unflatten(0, (self.clients, -1))
+
+    def _ungrouped(self, y_CB: Tensor, like: Tensor) -> Tensor:
+        layout = self._in_a_row(like)
+        return y_CB.flatten(0, 1) if layout is None else layout.together(y_CB).view(*like.shape[:-1], -1)
+
+    def _in_a_row(self, x: Tensor) -> TokenLayout | None:
+        """The layout of an input without padding."""
+        layout = current_layout()
+        return layout if layout is not None and layout.holds(x) else None
 
     def _base(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -145,7 +158,12 @@ class StackedLayer:
         grouped = self._grouped(y)
         biases = vmap(operator.bias_like)(self.bias)  # (C, O) or, of a convolution, (C, O, 1, 1)
         middle = grouped.ndim - 1 - (biases.ndim - 1)
-        return (grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:])).flatten(0, 1)
+        return self._ungrouped(grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:]), y)
+
+
+def _joins(operator: Operator, pair: Any, x_CB: Tensor, y: Tensor) -> bool:
+    """Whether ``_added`` can be used."""
+    return isinstance(operator, Linear) and isinstance(pair, StackedPair) and pair.A.dtype == x_CB.dtype == y.dtype
 
 
 def _added(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def make_engine(config: RunConfig, adapted: AdaptedModel, task: Task, settings: 
     prefix = chosen.prefix_settings(config.evaluation.batch_size)
     if chosen.name == "loop":
         return LoopEngine(adapted, task, settings, seed, prefix)
-    return BatchedEngine(adapted, task, settings, seed, Wish(chosen.clients_at_once, chosen.workers), prefix)
+    wish = Wish(chosen.clients_at_once, chosen.workers)
+    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free)
 
 
 def engine_note(engine: Engine) -> str | None:

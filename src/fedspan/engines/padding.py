@@ -1,0 +1,135 @@
+"""Training without padding, where a model can do that and where it pays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import evaluating
+from fedspan.models.layout import Padded, TokenLayout
+from fedspan.models.precision import tolerance
+from fedspan.models.unpadded import Unpadded
+from fedspan.tasks.task import Examples, Task
+
+__all__ = ["Padding"]
+
+_WORTH = 0.08
+"""Share of a batch that must be padding: moving the tokens takes time, too."""
+_SAMPLE = 4
+"""Examples on which a model is tried."""
+
+
+class Padding:
+    """Whether, and how, forward passes of an engine go without padding.
+
+    Args:
+        adapted: the model.
+        task: the learning problem.
+        why_not: a reason why all batches are to be padded; None: it depends on the model.
+    """
+
+    def __init__(self, adapted: AdaptedModel, task: Task, why_not: str | None) -> None:
+        self.adapted, self.task = adapted, task
+        self._state = _State(why_not)
+        self._own: Unpadded | None = None
+
+    def replica(self, adapted: AdaptedModel) -> Padding:
+        """The same for a replica of the model, in another thread."""
+        made = copy.copy(self)
+        made.adapted, made._own = adapted, None
+        return made
+
+    @property
+    def why_not(self) -> str | None:
+        """Why batches are padded; None if they are not, or if no data set has been seen."""
+        return self._state.why_not
+
+    def ensure(self, examples: Examples) -> None:
+        """Find out, at the first sight of a data set. The model is given its bare base then."""
+        with self._state.lock:
+            if not self._state.tried and self._state.why_not is None:
+                try:
+                    self._own = Unpadded(self.adapted)
+                    self._verify(self._own, examples)
+                except Padded as error:
+                    self._state.why_not = str(error)
+            self._state.tried = True
+        if self._own is None and self._state.why_not is None:
+            self._own = Unpadded(self.adapted)
+
+    @property
+    def possible(self) -> bool:
+        """Whether batches can go without padding, as far as is known."""
+        return self._own is not None and self._state.why_not is None
+
+    def removed(
+        self, batch: Mapping[str, Tensor], clients: int = 1, counted: np.ndarray | None = None
+    ) -> AbstractContextManager[None]:
+        """Within this context forward passes of a batch go without padding, if that pays.
+
+        Args:
+            batch: padded on the right.
+            clients: whose examples stand one below the other, as many of each.
+            counted: (B,), false for examples that are nobody's.
+        """
+        if self._own is None or self._state.why_not is not None:
+            return nullcontext()
+        layout = layout_of(batch, clients, counted)
+        return nullcontext() if layout is None or layout.padding < _WORTH else self._own.within(layout)
+
+    def _verify(self, own: Unpadded, examples: Examples) -> None:
+        """Compare predictions with padding and without.
+
+        Raises:
+            Padded: if they differ by more than rounding.
+        """
+        order = np.argsort(examples.lengths, kind="stable")
+        if not len(order):
+            raise Padded("there are no examples")
+        sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))].tolist()
+        self.adapted.install({}, {}, frozenset())
+        batch = self.task.batch(examples, sample, self.adapted.device)
+        layout = layout_of(batch, 1, None)
+        if layout is None:
+            raise Padded("its batches have no attention mask with padding on the right")
+        with evaluating(self.adapted.model):
+            wanted = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
+            try:
+                with own.within(layout):
+                    found = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
+            except Padded:
+                raise
+            except Exception as error:  # whatever blocks make of tokens in one row
+                raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
+        apart = float((found - wanted).norm() / wanted.norm())
+        if not apart < tolerance(self.adapted.model):
+            raise Padded(f"losses differ by {apart:.1e} without padding")
+
+
+class _State:
+    """What the replicas share."""
+
+    def __init__(self, why_not: str | None) -> None:
+        self.why_not, self.tried, self.lock = why_not, False, Lock()
+
+
+def layout_of(batch: Mapping[str, Tensor], clients: int, counted: np.ndarray | None) -> TokenLayout | None:
+    """The layout of a batch that is padded on the right; None of any other."""
+    mask: Any = batch.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return None
+    lengths = mask.sum(1).cpu().numpy()
+    ahead = torch.arange(mask.shape[1]) < torch.from_numpy(lengths)[:, None]
+    if not bool((mask.bool() == ahead.to(mask.device)).all()):
+        return None
+    if counted is not None:
+        lengths = np.where(counted, lengths, 0)
+    return TokenLayout(lengths.astype(np.int64), mask.shape[1], mask.device, clients)

@@ -1,0 +1,134 @@
+"""Forward passes without padding: from the first block to the last the tokens of a batch stand in one row.
+
+Texts of a batch differ in length, and most of what a block computes (products with weights, norms, activations) it
+computes token by token. Only attention needs to know which tokens are one text: it takes them in groups of texts of
+like length.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import DROPOUTS, HIDDEN, block_chains, hidden_of, replaced, traced
+from fedspan.models.layout import Padded, TokenLayout
+from fedspan.models.operators import Linear
+
+__all__ = ["Unpadded", "current_layout"]
+
+_ATTENTION = "fedspan_unpadded"
+
+_CURRENT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
+
+
+def current_layout() -> TokenLayout | None:
+    """That of the forward pass that goes on in this thread, if it goes without padding."""
+    return _CURRENT.get()
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    layout = current_layout()
+    forward = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if layout is None or forward is None or query.shape[:3:2] != (1, layout.places) or key.shape[2] != layout.places:
+        raise Padded("its attention is not one that Transformers lets be replaced")
+    return layout.attend(forward, module, query, key, value, attention_mask, options), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, eager_mask)
+
+
+class Unpadded:
+    """The blocks of an adapted model, through which batches can go without padding.
+
+    Args:
+        adapted: a Hugging Face model.
+
+    Raises:
+        Padded: if it needs its padding, as far as its modules tell.
+    """
+
+    def __init__(self, adapted: AdaptedModel) -> None:
+        model = adapted.model
+        self._config: Any = getattr(model, "config", None)
+        if getattr(model, "main_input_name", None) != "input_ids":
+            raise Padded("the model does not take tokens")
+        if getattr(self._config, "_attn_implementation", None) != "eager":
+            raise Padded("attention is not Transformers' eager one")
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            raise Padded("activations are computed again in the backward pass (gradient checkpointing)")
+        if any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules()):
+            raise Padded("the model drops out at random")
+        try:
+            _, calls = traced(model)
+        except Exception as error:  # whatever a model makes of a batch that is not what it expects
+            raise Padded(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
+        chains = block_chains(model, calls)
+        if not chains:
+            raise Padded("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
+        self._blocks = max(chains, key=lambda chain: sum(one.numel() for block in chain for one in block.parameters()))
+        names = {module: name for name, module in model.named_modules()}
+        inside = tuple(f"{names[block]}." for block in self._blocks)
+        for path in (*adapted.extras, *adapted.buffers):
+            if path.startswith(inside) and path.rpartition(".")[0] not in adapted.layers:
+                raise Padded(f"{path} trains inside a block")
+        for path, layer in adapted.layers.items():
+            if path.startswith(inside) and not isinstance(layer.operator, Linear):
+                raise Padded(f"{path} is no linear layer")
+
+    @contextmanager
+    def within(self, layout: TokenLayout) -> Generator[None]:
+        """Within this context forward passes of a batch go without padding.
+
+        Args:
+            layout: of the batch.
+
+        Raises:
+            Padded: within the context, by a forward pass that can't.
+        """
+        attention, token = self._config._attn_implementation, _CURRENT.set(layout)
+        try:
+            with ExitStack() as contexts:
+                for block in self._blocks:
+                    last = block is self._blocks[-1]
+                    contexts.enter_context(replaced(block, _in_a_row(block.forward, layout, last)))
+                self._config._attn_implementation = _ATTENTION
+                yield
+        finally:
+            self._config._attn_implementation = attention
+            _CURRENT.reset(token)
+
+
+def _in_a_row(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> Callable[..., Any]:
+    """A block's forward that packs what still is padded; the last one's answer is padded again."""
+
+    def packed(*args: Any, **options: Any) -> Any:
+        hidden = hidden_of(args, options)
+        if hidden is None or hidden.ndim != 3:
+            raise Padded("a block is given no hidden states (examples, tokens, features)")
+        if hidden.shape[:2] != (1, layout.places):
+            if hidden.shape[:2] != (len(layout.lengths), layout.tokens):
+                raise Padded(f"a block is given hidden states of shape {tuple(hidden.shape)}")
+            hidden = layout.pack(hidden)
+        others = {name: layout.along(value) for name, value in options.items() if name != HIDDEN}
+        if args:
+            result = forward(hidden, *(layout.along(value) for value in args[1:]), **others)
+        else:
+            result = forward(**{HIDDEN: hidden}, **others)
+        if not last:
+            return result
+        if isinstance(result, tuple):
+            return (layout.unpack(result[0]), *result[1:])
+        return layout.unpack(result)
+
+    return packed
