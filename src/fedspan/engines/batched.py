@@ -19,7 +19,7 @@ from fedspan.core.values import Job, Trained
 from fedspan.engines.batching import evaluation_batches
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.settings import PrefixSettings, TrainingSettings
-from fedspan.engines.tuning import DEFAULT, Stacking, Wish, choose
+from fedspan.engines.tuning import Stacking, Wish, choose
 from fedspan.engines.work import Assignment
 from fedspan.engines.worker import Worker
 from fedspan.models.adapted import AdaptedModel
@@ -97,7 +97,7 @@ class BatchedEngine:
     ) -> Tensor:
         """``Engine.predict``."""
         batches = evaluation_batches(indices, examples.lengths, batch_size)
-        workers = self._ready(min((self.stacking or DEFAULT).workers, len(batches)))
+        workers = self._ready(min(1 if self.stacking is None else self.stacking.workers, len(batches)))
         rows: dict[int, Tensor] = {}
 
         def predicted(number: int) -> None:

@@ -27,7 +27,7 @@ from fedspan.tasks.task import Examples
 
 __all__ = ["DEFAULT", "Stacking", "Wish", "cache_file", "choose"]
 
-_WORTH = 200  # batches in a round below which measuring would take longer than it saves
+_WORTH, _TOKENS = 200, 10_000  # batches and tokens of a round below both of which measuring takes more than it saves
 _PASSES, _SECONDS = 4, 0.3  # of one measurement, at most
 _GAIN = 0.97  # more at once must take at most this share of the time
 _MOST = 64  # clients in a pass
@@ -54,8 +54,8 @@ class Wish:
     workers: int | None = None
 
 
-DEFAULT = Stacking(4, 1)
-"""Where there is too little to train for measuring to pay."""
+DEFAULT = Stacking(4, 2)
+"""Where there is too little to train for measuring to pay; one worker where torch has one thread, or on a GPU."""
 
 
 def choose(
@@ -80,9 +80,12 @@ def choose(
         return Stacking(wish.at_once, wish.workers)
     first, works = workers(1)[0], [work for work in works if len(work.indices)]
     probe = first.seat(works[0], examples) if works else None
-    if probe is None or first.why_not is not None or len(probe.batches) * clients < _WORTH:
+    threads = torch.get_num_threads() if first.adapted.device.type == "cpu" else 1
+    tokens = 0 if probe is None else clients * sum(int(examples.lengths[batch].sum()) for batch in probe.batches)
+    few = probe is None or (len(probe.batches) * clients < _WORTH and tokens < _TOKENS)
+    if probe is None or few or first.why_not is not None:
         # Alone they still can train side by side.
-        return Stacking(wish.at_once or DEFAULT.at_once, wish.workers or DEFAULT.workers)
+        return Stacking(wish.at_once or DEFAULT.at_once, wish.workers or min(DEFAULT.workers, threads))
     key = _key(wish, first, probe, clients, examples)
     if known := _read().get(key):
         return Stacking(**known)
@@ -91,13 +94,12 @@ def choose(
         team = workers(stacking.workers)
         return _seconds_a_token(team, together, works, stacking.at_once, examples)
 
-    found = _search(wish, clients, first.adapted.device, seconds)
+    found = _search(wish, clients, threads, seconds)
     _write(key, found)
     return found
 
 
-def _search(wish: Wish, clients: int, device: torch.device, seconds: Callable[[Stacking], float]) -> Stacking:
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
+def _search(wish: Wish, clients: int, threads: int, seconds: Callable[[Stacking], float]) -> Stacking:
     best = Stacking(wish.at_once or min(4, clients), wish.workers or 1)
     least = seconds(best)
     if wish.workers is None and threads > 1 and clients > 1:
@@ -127,26 +129,35 @@ def _seconds_a_token(
     at_once: int,
     examples: Examples,
 ) -> float:
-    """Wall-clock seconds for each token that is no padding; infinite where it does not fit into memory."""
-    tokens = [0] * len(team)
+    """Wall-clock seconds for each token that is no padding; infinite where it does not fit into memory.
 
-    def passes(number: int, count: int, until: float) -> None:
+    The same passes are made twice, and timed the second time: libraries prepare themselves for every new shape.
+    """
+    tokens = [0] * len(team)
+    made: list[list[list[tuple[Seat, int]]]] = [[] for _ in team]
+
+    def first(number: int) -> None:
         worker, seats = team[number], seated[number]
-        for _ in range(count):
+        until = time.perf_counter() + _SECONDS
+        while len(made[number]) < _PASSES and (not made[number] or time.perf_counter() < until):
             group = chosen(seats, at_once, not worker.loop.padding.possible)
             tokens[number] += sum(int(examples.lengths[seat.batch].sum()) for seat in group)
+            made[number].append([(seat, seat.taken) for seat in group])
             worker.advance(group, examples)
             for seat in group:
                 seat.taken %= len(seat.batches)
-            if time.perf_counter() > until:
-                break
+
+    def again(number: int) -> None:
+        for passed in made[number]:
+            for seat, taken in passed:
+                seat.taken = taken
+            team[number].advance([seat for seat, _ in passed], examples)
 
     seated = [_seats(worker, works, number, at_once, examples) for number, worker in enumerate(team)]
     try:
-        together([lambda number=number: passes(number, 1, 0.0) for number in range(len(team))])  # warm-up
-        tokens[:] = [0] * len(team)
+        together([lambda number=number: first(number) for number in range(len(team))])
         start = time.perf_counter()
-        together([lambda number=number: passes(number, _PASSES, start + _SECONDS) for number in range(len(team))])
+        together([lambda number=number: again(number) for number in range(len(team))])
         return (time.perf_counter() - start) / sum(tokens)
     except (Unstackable, torch.cuda.OutOfMemoryError):
         return float("inf")

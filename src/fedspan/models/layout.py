@@ -8,7 +8,8 @@ Shapes: B examples, T tokens of the longest, P places in the row, C clients, S p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,12 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Padded", "TokenLayout", "grouped_by_length", "rounded"]
-
-_LEVELS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Lengths to which attention pads its groups."""
-_GROUP = 8192
-"""Pairs of tokens that attention computes in the time that one more group takes."""
+__all__ = ["Padded", "TokenLayout", "binned", "rounded"]
 
 
 class Padded(Exception):
@@ -83,12 +79,26 @@ def _selected(rows: Tensor, take: Tensor, empty: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Texts of like length in attention: how many, padded to which length, and which (their rows)."""
+class _Bins:
+    """Rows of attention, all of one width, each with one text or several in it.
 
-    texts: int
-    length: int
-    rows: Tensor
+    Args:
+        width: places of a bin, W.
+        text: whose each place is, (bins, W); -1: nobody's.
+        position: of the token within its text, (bins, W).
+    """
+
+    width: int
+    text: np.ndarray
+    position: np.ndarray
+
+    def masked(self, mask: Tensor) -> Tensor:
+        """Additive, (bins, 1, W, W): what the batch's mask (B, 1, 1 or T, T) says within a text, else all is masked."""
+        text, at = (torch.from_numpy(one).to(mask.device) for one in (self.text, self.position))
+        own = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
+        query = at[:, :, None] if mask.shape[2] > 1 else torch.zeros_like(at)[:, :, None]
+        made = mask[text.clamp(min=0)[:, :, None], 0, query, at[:, None, :]]
+        return made.masked_fill(~own, torch.finfo(mask.dtype).min)[:, None]
 
 
 class TokenLayout:
@@ -108,6 +118,8 @@ class TokenLayout:
         self._starts = lengths.cumsum() - lengths
         self._along: dict[int, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._moves: dict[int, Move] = {}
+        self._grouped: tuple[Tensor, Tensor] | None = None
 
     @property
     def padding(self) -> float:
@@ -157,24 +169,34 @@ class TokenLayout:
 
     def by_client(self, x_PD: Tensor) -> Tensor:
         """(P, D) or (1, P, D) -> (C, S, D)."""
-        return self._by_client(x_PD.reshape(self.places, -1)).view(self.clients, -1, x_PD.shape[-1])
+        if self._grouped is None or self._grouped[0] is not x_PD:  # queries, keys and values have one input
+            made = self._by_client(x_PD.reshape(self.places, -1)).view(self.clients, -1, x_PD.shape[-1])
+            self._grouped = (x_PD, made)
+        return self._grouped[1]
 
     def together(self, x_CSD: Tensor) -> Tensor:
         """(C, S, D) -> (P, D)."""
         return self._by_client.reverse(x_CSD.flatten(0, 1))
 
     @cached_property
-    def _groups(self) -> tuple[list[_Group], Move]:
-        groups: list[_Group] = []
-        source: list[np.ndarray] = []
-        for rows, length in grouped_by_length(self.lengths, self.tokens):
-            texts = _rounded(len(rows), 4)
-            places = np.arange(length) + self._starts[rows][:, None]
-            places[np.arange(length) >= self.lengths[rows][:, None]] = -1
-            source.append(np.pad(places, ((0, texts - len(rows)), (0, 0)), constant_values=-1).ravel())
-            chosen = np.pad(rows, (0, texts - len(rows)), mode="edge")
-            groups.append(_Group(texts, length, torch.from_numpy(chosen).to(self.device)))
-        return groups, Move.of(np.concatenate(source), self.places, self.device)
+    def _bins(self) -> list[_Bins]:
+        return binned(self.lengths)
+
+    def _to_bins(self, heads: int) -> Move:
+        """From the row's places and heads, (P * heads, d), to all bins' (bins, heads, W) one after another."""
+        if heads not in self._moves:
+            parts: list[np.ndarray] = []
+            for bins in self._bins:
+                place = np.where(bins.text < 0, -1, self._starts[bins.text] + bins.position)[:, None, :]
+                parts.append(np.where(place < 0, -1, place * heads + np.arange(heads)[:, None]).ravel())
+            self._moves[heads] = Move.of(np.concatenate(parts), self.places * heads, self.device)
+        return self._moves[heads]
+
+    @cached_property
+    def _from_bins(self) -> Move:
+        """From all bins' places to the row's."""
+        places = [np.where(bins.text < 0, -1, self._starts[bins.text] + bins.position).ravel() for bins in self._bins]
+        return Move.of(np.concatenate(places), self.places, self.device).reverse
 
     def attend(
         self,
@@ -186,7 +208,7 @@ class TokenLayout:
         mask: Any,
         options: dict[str, Any],
     ) -> Tensor:
-        """A model's own attention, group by group.
+        """A model's own attention, bin by bin.
 
         Args:
             forward: Transformers' eager attention of the model's family.
@@ -200,36 +222,33 @@ class TokenLayout:
         Returns:
             (1, P, heads, d).
         """
-        groups, move = self._groups
-        sizes = [(group.texts, group.length) for group in groups]
-        parts = zip(*(self._parts(move, one, sizes) for one in (query, key, value)), strict=True)
+        parts = zip(*(self._parts(one) for one in (query, key, value)), strict=True)
         made = [
             forward(module, *own, masked, **options)[0].flatten(0, 1)
-            for own, masked in zip(parts, self._group_masks(mask), strict=True)
+            for own, masked in zip(parts, self._bin_masks(mask), strict=True)
         ]
         heads, width = made[0].shape[1:]
-        return move.reverse(torch.cat(made).flatten(1)).view(1, self.places, heads, width)
+        whole = made[0] if len(made) == 1 else torch.cat(made)
+        return self._from_bins(whole.flatten(1)).view(1, self.places, heads, width)
 
-    def _parts(self, move: Move, x_1HPd: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """A group's texts each, (texts, heads, length, d)."""
-        rows = x_1HPd[0].transpose(0, 1)
-        places = move(rows.reshape(self.places, -1)).unflatten(1, rows.shape[1:])
-        parts = places.split([texts * length for texts, length in sizes])
-        return [part.unflatten(0, size).transpose(1, 2) for part, size in zip(parts, sizes, strict=True)]
+    def _parts(self, x_1HPd: Tensor) -> list[Tensor]:
+        """(bins, heads, W, d) of every width."""
+        heads, width = x_1HPd.shape[1], x_1HPd.shape[3]
+        rows = self._to_bins(heads)(x_1HPd[0].transpose(0, 1).reshape(-1, width))
+        shapes = [(len(bins.text), heads, bins.width, width) for bins in self._bins]
+        if len(shapes) == 1:
+            return [rows.view(shapes[0])]
+        parts = rows.split([count * heads * size for count, _, size, _ in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _group_masks(self, mask: Any) -> Sequence[Tensor | None]:
-        groups, _ = self._groups
-        if mask is None:
-            if any(one < self.tokens for one in self.lengths.tolist() if one):
-                raise Padded("attention is given no mask although texts differ in length")
-            return [None] * len(groups)
-        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-1] != self.tokens:
-            raise Padded("attention is given a mask of a form of its own")
-        if id(mask) not in self._masks:
+    def _bin_masks(self, mask: Any) -> list[Tensor]:
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != self.tokens:
+            raise Padded("attention is given no mask, or one of a form of its own")
+        if not mask.is_floating_point():
+            raise Padded("attention is given a mask that is not added")
+        if id(mask) not in self._masks:  # the same for many blocks; it is held, so that its id stays its own
             whole = mask.expand(len(self.lengths), *mask.shape[1:])
-            queries = [min(group.length, mask.shape[2]) for group in groups]
-            made = [whole[group.rows, :, :count, : group.length] for group, count in zip(groups, queries, strict=True)]
-            self._masks[id(mask)] = (mask, made)
+            self._masks[id(mask)] = (mask, [bins.masked(whole) for bins in self._bins])
         return self._masks[id(mask)][1]
 
 
@@ -243,18 +262,46 @@ def _rounded(count: int, parts: int) -> int:
     return -(-count // step) * step
 
 
-def grouped_by_length(lengths: np.ndarray, longest: int) -> list[tuple[np.ndarray, int]]:
-    """Texts in groups, shortest first: their rows, and the length that they are padded to. Empty ones are left out."""
-    order = np.argsort(lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    levels = [min(longest, next((level for level in _LEVELS if level >= one), longest)) for one in lengths[order]]
-    ends = [*np.flatnonzero(np.diff(levels)).tolist(), len(order) - 1]
-    groups: list[tuple[np.ndarray, int]] = []
-    start = 0
-    for end in ends:
-        rows, level = order[start : end + 1], levels[end]
-        if groups and len(groups[-1][0]) * (level**2 - groups[-1][1] ** 2) < _GROUP:
-            rows = np.concatenate([groups.pop()[0], rows])
-        groups.append((rows, level))
-        start = end + 1
-    return groups
+def binned(lengths: np.ndarray) -> list[_Bins]:
+    """Texts in bins for attention, best fit and longest first; empty ones are left out.
+
+    Widths are multiples of 32: softmax is several times slower in rows that do not fill a processor's vectors, and
+    many small products cost more than few larger ones with other texts masked.
+    """
+    widths: list[int] = []
+    contents: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # of every bin, sorted, with its number
+    for text in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[text])
+        if not length:
+            break
+        at = bisect_left(room, (length, 0))
+        if at < len(room):
+            left, number = room.pop(at)
+        else:
+            left, number = _width(length), len(widths)
+            widths.append(left)
+            contents.append([])
+        contents[number].append(text)
+        insort(room, (left - length, number))
+    return [
+        _filled(width, [own for own, one in zip(contents, widths, strict=True) if one == width], lengths)
+        for width in sorted(set(widths))
+    ]
+
+
+def _width(length: int) -> int:
+    step = 32 if length <= 128 else 64 if length <= 512 else 128
+    return -(-length // step) * step
+
+
+def _filled(width: int, contents: list[list[int]], lengths: np.ndarray) -> _Bins:
+    count = _rounded(len(contents), 8)
+    text = np.full((count, width), -1, dtype=np.int64)
+    position = np.zeros((count, width), dtype=np.int64)
+    for number, own in enumerate(contents):
+        sizes = lengths[own]
+        end = int(sizes.sum())
+        text[number, :end] = np.repeat(own, sizes)
+        position[number, :end] = np.arange(end) - np.repeat(sizes.cumsum() - sizes, sizes)
+    return _Bins(width, text, position)

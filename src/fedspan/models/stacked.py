@@ -179,7 +179,7 @@ def _product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> 
         if not factors:
             return _linear(x_CB.to(pair.dtype), pair).to(like)
         h = _linear(x_CB.to(pair.A.dtype), pair.A)
-        return (_linear(h, pair.B) * pair.scale).to(like)
+        return _linear(h, pair.B * pair.scale).to(like)
     if factors:
         return vmap(lambda B, A, x: operator.product(LowRank(B, A, pair.scale), x, like))(pair.B, pair.A, x_CB)
     return vmap(lambda matrix, x: operator.product(matrix, x, like))(pair, x_CB)

@@ -1,8 +1,8 @@
 """Forward passes without padding: from the first block to the last the tokens of a batch stand in one row.
 
 Texts of a batch differ in length, and most of what a block computes (products with weights, norms, activations) it
-computes token by token. Only attention needs to know which tokens are one text: it takes them in groups of texts of
-like length.
+computes token by token. Only attention needs to know which tokens are one text: it takes them in bins, each with
+several short texts or a long one.
 """
 
 from __future__ import annotations

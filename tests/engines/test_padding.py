@@ -1,0 +1,170 @@
+"""Training without padding gives what training with it gives; where that can't be, batches stay padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+import tiny_decoders
+from fedspan.config import parse_config
+from fedspan.core.values import Job
+from fedspan.engines.batched import BatchedEngine
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.tuning import Wish
+from fedspan.models.layout import TokenLayout
+from fedspan.runs.build import Prepared, prepare
+
+TEXTS = ("bert", "roberta", "distilbert", "gpt2")
+KINDS = (*TEXTS, *(f"{family}-lm" for family in tiny_decoders.FAMILIES))
+
+
+def built(kind: str, tiny_folder: Path, decoders: Path, **changes: Any) -> Prepared:
+    changes = {"training": {"optimizer": "sgd", "lr": 0.02}, **changes}
+    if kind.endswith("-lm"):
+        made = {"evaluation": {"generate": False}, **changes}
+        return prepare(parse_config(tiny_decoders.settings(decoders, kind.removesuffix("-lm"), **made)))
+    if kind == "distilbert":
+        changes["model"] = {"target_modules": ["q_lin", "v_lin", "lin1"], **changes.get("model", {})}
+    return prepare(tiny.config(tiny_folder, kind, **changes))
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[TokenLayout]:
+    """The layouts of all passes without padding."""
+    found: list[TokenLayout] = []
+    pack = TokenLayout.pack
+
+    def counted(self: TokenLayout, x: Tensor) -> Tensor:
+        found.append(self)
+        return pack(self, x)
+
+    monkeypatch.setattr(TokenLayout, "pack", counted)
+    return found
+
+
+def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor], LoopEngine]:
+    """One client's first job."""
+    federation, settings = prepared.federation, prepared.config.training_settings()
+    engine = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free)
+    id, member = next((id, one) for id, one in federation.members.items() if len(one.train))
+    state = federation.begin().state
+    client = federation.client(id, federation.begin())
+    job = federation.method.start(federation.method.sync(state, client), client, {})
+    assert isinstance(job, Job)
+    made = engine.train(job, prepared.train, member.train, client=id, round=0, lr=0.02)
+    return {**made.tensors, "loss": torch.tensor(made.metrics["loss"])}, engine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_ends_where_it_ends_with_padding(
+    kind: str, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
+) -> None:
+    prepared = built(kind, tiny_folder, decoders)
+    prepared.engine.adapted.model.double()
+    expected, _ = trained(prepared, padding_free=False)
+    assert not packed
+    found, engine = trained(prepared, padding_free=True)
+    assert engine.padding.why_not is None
+    assert packed
+    for name, value in expected.items():
+        # Factors, and softmax or norms of decoders, are float32 in a float64 model, too.
+        apart = (found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-3)
+        assert apart < 1e-6, name
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_clients_at_once(
+    layers: list[int] | None, workers: int, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
+) -> None:
+    """With the frozen prefix cached, too; clients' batches differ in size, and ranks are their own."""
+    model: dict[str, Any] = {} if layers is None else {"layers_to_transform": layers}
+    changes: dict[str, Any] = {
+        "model": model,
+        "method": {"name": "hetlora", "r": 3},
+        "federation": {"rounds": 2, "clients_per_round": None, "ranks": [1, 2, 3]},
+        "training": {"optimizer": "sgd", "lr": 0.02, "batch_size": 7, "local_steps": None},
+    }
+    states: list[Mapping[str, Tensor]] = []
+    for padding_free in (False, True):
+        prepared = built("bert", tiny_folder, decoders, **changes)
+        prefix = prepared.config.engine.prefix_settings(8)
+        settings = prepared.config.training_settings()
+        engine = BatchedEngine(
+            prepared.engine.adapted, prepared.task, settings, 0, Wish(3, workers), prefix, padding_free
+        )
+        prepared.federation.engine = engine
+        progress = prepared.federation.begin()
+        for _ in range(2):
+            progress = prepared.federation.play(progress).progress
+        states.append(progress.state.tensors)
+        assert engine.why_not is None
+        assert bool(packed) == padding_free
+    assert workers > 1 or any(layout.clients > 1 for layout in packed)
+    for name, value in states[0].items():
+        assert (states[1][name] - value).norm() < 1e-5 * value.norm().clamp(min=1e-3)
+
+
+def refuse(prepared: Prepared) -> str | None:
+    engine = LoopEngine(
+        prepared.engine.adapted, prepared.task, prepared.config.training_settings(), 0, None, padding_free=True
+    )
+    engine.padding.ensure(prepared.train)
+    return engine.padding.why_not
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("bert", {"training": {"lora_dropout": 0.1}}, "dropout masks"),
+        ("bert", {"model": {"gradient_checkpointing": True}}, "gradient checkpointing"),
+        ("bert", {"model": {"modules_to_save": ["LayerNorm"]}}, "trains inside a block"),
+        ("llama-lm", {"data": {"packing": True}}, "packed batches"),
+    ],
+)
+def test_where_batches_stay_padded(
+    kind: str, changes: dict[str, Any], reason: str, tiny_folder: Path, decoders: Path
+) -> None:
+    found = refuse(built(kind, tiny_folder, decoders, **changes))
+    assert found is not None
+    assert reason in found
+
+
+def test_other_attention_than_the_eager_one_is_left_alone(tiny_folder: Path, decoders: Path) -> None:
+    prepared = built("bert", tiny_folder, decoders)
+    model: Any = prepared.engine.adapted.model
+    model.set_attn_implementation("sdpa")
+    assert "eager" in str(refuse(prepared))
+
+
+def test_a_model_that_looks_at_its_neighbours_is_found_out(tiny_folder: Path, decoders: Path) -> None:
+    """A block that adds the next place's hidden states does something else when texts stand side by side."""
+    prepared = built("bert", tiny_folder, decoders)
+    model: Any = prepared.engine.adapted.model
+    block: nn.Module = model.bert.encoder.layer[0]
+    block.register_forward_hook(lambda _, __, output: output + output.roll(1, 1))
+    assert "without padding" in str(refuse(prepared))
+
+
+def test_batches_of_one_length_are_left_as_they_are(
+    tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
+) -> None:
+    prepared = built("bert", tiny_folder, decoders)
+    engine = LoopEngine(
+        prepared.engine.adapted, prepared.task, prepared.config.training_settings(), 0, None, padding_free=True
+    )
+    engine.padding.ensure(prepared.train)
+    packed.clear()
+    lengths = np.asarray(prepared.train.lengths)
+    alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
+    batch = prepared.task.batch(prepared.train, alike, torch.device("cpu"))
+    with engine.padding.removed(batch):
+        prepared.task.loss(prepared.engine.adapted.model, batch)
+    assert not packed
