@@ -20,7 +20,7 @@ from pathlib import Path
 
 from engines.environment import PEERS, make_environment
 from engines.page import Limit, gemm_table, limit_table, machine
-from engines.runs import accuracy, memory, overhead
+from engines.runs import accuracy, memory, overhead, profiled
 from engines.speed import compare, last_layers
 
 FULL = {"clients": 50, "threads": 2, "registered": 100_000}
@@ -36,7 +36,7 @@ def sections(python: Path | None) -> dict[str, Section]:
         parts[f"batch{batch}"] = partial(compare, python=python, batch=batch)
     for batch in EXAMPLES:
         parts[f"last{batch}"] = partial(last_layers, python=python, batch=batch)
-    return {**parts, "overhead": overhead, "memory": memory, "accuracy": accuracy}
+    return {**parts, "profile": profiled, "overhead": overhead, "memory": memory, "accuracy": accuracy}
 
 
 def command(args: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ from engines.contenders import run_once
 from engines.page import Limit, table
 from engines.work import Work
 
-__all__ = ["accuracy", "memory", "overhead"]
+__all__ = ["accuracy", "memory", "overhead", "profiled"]
 
 MIB = 2**20
 OVERHEAD, STACKED, REGISTERED = 0.05, 1.3, 1.1
@@ -72,6 +72,35 @@ def overhead(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
         *table(["batch", "s a round", "of it the federation", "share"], rows),
     ]
     return lines, limits
+
+
+def profiled(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:
+    """What bounds a round, by kinds of operators."""
+    folder = args.out / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    found: list[dict[str, float]] = []
+    for batch, examples in args.examples.items():
+        work = Work(args.data, batch, examples, args.clients, threads=args.threads)
+        engine = {"name": "batched", "clients_at_once": max(1, 64 // batch), "workers": 1}
+        config = folder / f"profile-{batch}.json"
+        config.write_text(json.dumps(work.values("bfloat16", engine)))
+        result = run_once("fedspan_profile.py", [str(config)], args.threads, config.with_suffix(".log"))
+        found.append(result["milliseconds"])
+        print(f"  profile, batch {batch}: {found[-1]}", flush=True)
+    rows: list[list[str]] = []
+    for kind in found[0]:
+        shares = [f"{one[kind]:.2f} ({one[kind] / sum(one.values()):.0%})" for one in found]
+        rows.append([kind, *shares])
+    lines = [
+        "## What bounds a round",
+        "",
+        "PyTorch's profiler over a round of the batched engine in bfloat16, one worker with all threads, as many "
+        "clients at once as make 64 examples: milliseconds an example in operators of a kind (share of the round). "
+        "The profiler itself adds to small operators.",
+        "",
+        *table(["", *(f"batch {batch}" for batch in args.examples)], rows),
+    ]
+    return lines, []
 
 
 def memory(args: argparse.Namespace) -> tuple[list[str], list[Limit]]:

@@ -198,6 +198,7 @@ def test_deberta_is_not_stacked_and_says_so(
     assert passes == []
     assert engine.why_not is not None
     assert "is given an input of" in engine.why_not
+    assert "without padding" in str(engine._workers[0].loop.padding.why_not)
 
 
 def test_a_model_that_looks_across_examples_is_found_out(
@@ -213,7 +214,7 @@ def test_a_model_that_looks_across_examples_is_found_out(
 
     monkeypatch.setattr(embeddings, "forward", centred)
     gap, engine = same(values("bert", tiny_folder, decoders, images))
-    assert gap == 0.0
+    assert gap < 1e-5  # rounding, of batches without padding
     assert passes == []
     assert engine.why_not is not None
     assert "predictions differ by" in engine.why_not

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.models.layout import Move, Padded, TokenLayout, binned, rounded
+from fedspan.models.bins import binned, rounded
+from fedspan.models.layout import Move, Padded, TokenLayout
 
 CPU = torch.device("cpu")
 

@@ -1,14 +1,10 @@
 """Where the tokens of a batch stand without padding: in one row, by client, and in attention.
 
-Numbers of places are rounded up a little, so that few different shapes occur: on a CPU, oneDNN compiles its bfloat16
-products for every new one.
-
 Shapes: B examples, T tokens of the longest, P places in the row, C clients, S places of a client, D features.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Padded", "TokenLayout", "binned", "rounded"]
+from fedspan.models.bins import Bins, binned, rounded
+
+__all__ = ["Move", "Padded", "TokenLayout"]
 
 
 class Padded(Exception):
@@ -76,29 +74,6 @@ class _Moved(torch.autograd.Function):
 def _selected(rows: Tensor, take: Tensor, empty: Tensor) -> Tensor:
     made = rows.index_select(0, take)
     return made.index_fill_(0, empty, 0) if len(empty) else made
-
-
-@dataclass(frozen=True)
-class _Bins:
-    """Rows of attention, all of one width, each with one text or several in it.
-
-    Args:
-        width: places of a bin, W.
-        text: whose each place is, (bins, W); -1: nobody's.
-        position: of the token within its text, (bins, W).
-    """
-
-    width: int
-    text: np.ndarray
-    position: np.ndarray
-
-    def masked(self, mask: Tensor) -> Tensor:
-        """Additive, (bins, 1, W, W): what the batch's mask (B, 1, 1 or T, T) says within a text, else all is masked."""
-        text, at = (torch.from_numpy(one).to(mask.device) for one in (self.text, self.position))
-        own = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
-        query = at[:, :, None] if mask.shape[2] > 1 else torch.zeros_like(at)[:, :, None]
-        made = mask[text.clamp(min=0)[:, :, None], 0, query, at[:, None, :]]
-        return made.masked_fill(~own, torch.finfo(mask.dtype).min)[:, None]
 
 
 class TokenLayout:
@@ -179,7 +154,7 @@ class TokenLayout:
         return self._by_client.reverse(x_CSD.flatten(0, 1))
 
     @cached_property
-    def _bins(self) -> list[_Bins]:
+    def _bins(self) -> list[Bins]:
         return binned(self.lengths)
 
     def _to_bins(self, heads: int) -> Move:
@@ -250,58 +225,3 @@ class TokenLayout:
             whole = mask.expand(len(self.lengths), *mask.shape[1:])
             self._masks[id(mask)] = (mask, [bins.masked(whole) for bins in self._bins])
         return self._masks[id(mask)][1]
-
-
-def rounded(count: int) -> int:
-    """A number of places, at least so many: sixteen different ones up to each power of two."""
-    return _rounded(count, 16)
-
-
-def _rounded(count: int, parts: int) -> int:
-    step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * parts))
-    return -(-count // step) * step
-
-
-def binned(lengths: np.ndarray) -> list[_Bins]:
-    """Texts in bins for attention, best fit and longest first; empty ones are left out.
-
-    Widths are multiples of 32: softmax is several times slower in rows that do not fill a processor's vectors, and
-    many small products cost more than few larger ones with other texts masked.
-    """
-    widths: list[int] = []
-    contents: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of every bin, sorted, with its number
-    for text in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[text])
-        if not length:
-            break
-        at = bisect_left(room, (length, 0))
-        if at < len(room):
-            left, number = room.pop(at)
-        else:
-            left, number = _width(length), len(widths)
-            widths.append(left)
-            contents.append([])
-        contents[number].append(text)
-        insort(room, (left - length, number))
-    return [
-        _filled(width, [own for own, one in zip(contents, widths, strict=True) if one == width], lengths)
-        for width in sorted(set(widths))
-    ]
-
-
-def _width(length: int) -> int:
-    step = 32 if length <= 128 else 64 if length <= 512 else 128
-    return -(-length // step) * step
-
-
-def _filled(width: int, contents: list[list[int]], lengths: np.ndarray) -> _Bins:
-    count = _rounded(len(contents), 8)
-    text = np.full((count, width), -1, dtype=np.int64)
-    position = np.zeros((count, width), dtype=np.int64)
-    for number, own in enumerate(contents):
-        sizes = lengths[own]
-        end = int(sizes.sum())
-        text[number, :end] = np.repeat(own, sizes)
-        position[number, :end] = np.arange(end) - np.repeat(sizes.cumsum() - sizes, sizes)
-    return _Bins(width, text, position)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import Effective, Parametrization
+from fedspan.core.parametrization import Parametrization
 from fedspan.core.tensors import EXTRAS, by_layer
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.layer import AdaptedLayer
 from fedspan.models.layout import TokenLayout
-from fedspan.models.operators import Linear, Operator
+from fedspan.models.stacked_products import StackedPair, added, apply, joins, product, stacked_effective
 from fedspan.models.targets import is_batch_norm
 from fedspan.models.unpadded import current_layout
 
@@ -31,48 +30,6 @@ __all__ = ["StackedModel", "Unstackable"]
 
 class Unstackable(Exception):
     """A model, or a job, that can't train several clients in one pass; the text is the reason, without a full stop."""
-
-
-def stacked_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
-    """A parametrization's ``Effective`` of every client at once.
-
-    Args:
-        parametrization: of one layer, the same for all clients.
-        slots: by name, (C, ...) each.
-        clients: C.
-
-    Returns:
-        Its pair a ``StackedPair`` or a matrix (C, O, I), its weight (C, O, I).
-    """
-    kept: list[Effective] = []
-
-    def one(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        effective = parametrization.effective(own)
-        kept.append(effective)
-        pair = effective.pair
-        parts = () if pair is None else ((pair.B, pair.A) if isinstance(pair, LowRank) else (pair,))
-        return parts if effective.weight is None else (*parts, effective.weight)
-
-    made = vmap(one)(dict(slots))
-    effective = kept[0]
-    weight = None if effective.weight is None else made[-1]
-    pair: Any = None
-    if isinstance(effective.pair, LowRank):
-        pair = StackedPair(made[0], made[1], effective.pair.scale)
-    elif effective.pair is not None:
-        pair = made[0]
-    return Effective(pair, weight, effective.base, effective.dropout)
-
-
-class StackedPair:
-    """``scale * B A`` for every client: B (C, O, R), A (C, R, I)."""
-
-    def __init__(self, B: Tensor, A: Tensor, scale: float) -> None:
-        self.B, self.A, self.scale = B, A, scale
-
-    def to(self, dtype: torch.dtype) -> StackedPair:
-        """In another number format."""
-        return StackedPair(self.B.to(dtype), self.A.to(dtype), self.scale)
 
 
 class StackedLayer:
@@ -114,17 +71,17 @@ class StackedLayer:
         if effective.base:
             y = self._base(x)
         elif effective.weight is not None:
-            y = self._with_bias(self._ungrouped(_apply(operator, effective.weight.to(dtype), grouped), x))
+            y = self._with_bias(self._ungrouped(apply(operator, effective.weight.to(dtype), grouped), x))
         else:
-            y, pair = self._with_bias(self._ungrouped(_product(operator, pair, dropped, dtype), x)), None
+            y, pair = self._with_bias(self._ungrouped(product(operator, pair, dropped, dtype), x)), None
         for fixed in (layer.adopted, layer.moved if effective.base else None):
             if fixed is not None:
                 y = y + operator.product(fixed, x, dtype)
         if pair is None:
             return y
-        if _joins(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._in_a_row(x) is None:
-            return _added(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
-        return y + self._ungrouped(_product(operator, pair, dropped, dtype), x)
+        if joins(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._in_a_row(x) is None:
+            return added(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
+        return y + self._ungrouped(product(operator, pair, dropped, dtype), x)
 
     def _grouped(self, x: Tensor) -> Tensor:
         """(rows, ...) -> (C, B, ...). Tokens may be flattened into the rows, as some models do, or stand in one row."""
@@ -159,43 +116,6 @@ class StackedLayer:
         biases = vmap(operator.bias_like)(self.bias)  # (C, O) or, of a convolution, (C, O, 1, 1)
         middle = grouped.ndim - 1 - (biases.ndim - 1)
         return self._ungrouped(grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:]), y)
-
-
-def _joins(operator: Operator, pair: Any, x_CB: Tensor, y: Tensor) -> bool:
-    """Whether ``_added`` can be used."""
-    return isinstance(operator, Linear) and isinstance(pair, StackedPair) and pair.A.dtype == x_CB.dtype == y.dtype
-
-
-def _added(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:
-    """``y + scale * x A^T B^T`` client by client; A, B and y have one number format."""
-    h_CNR = torch.bmm(x_CB.flatten(1, -2), pair.A.mT)
-    return torch.baddbmm(y_CNO, h_CNR, (pair.B * pair.scale).mT)
-
-
-def _product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> Tensor:
-    """Each client's change of weight applied to its rows, (C, B, ..., O): ``Operator.product`` client by client."""
-    factors = isinstance(pair, StackedPair)
-    if isinstance(operator, Linear):
-        if not factors:
-            return _linear(x_CB.to(pair.dtype), pair).to(like)
-        h = _linear(x_CB.to(pair.A.dtype), pair.A)
-        return _linear(h, pair.B * pair.scale).to(like)
-    if factors:
-        return vmap(lambda B, A, x: operator.product(LowRank(B, A, pair.scale), x, like))(pair.B, pair.A, x_CB)
-    return vmap(lambda matrix, x: operator.product(matrix, x, like))(pair, x_CB)
-
-
-def _apply(operator: Operator, weight_COI: Tensor, x_CB: Tensor) -> Tensor:
-    """Each client's rows through its own whole weight, without a bias."""
-    if isinstance(operator, Linear):
-        return _linear(x_CB, weight_COI)
-    return vmap(lambda matrix, x: operator.apply(x, matrix))(weight_COI, x_CB)
-
-
-def _linear(x_CB: Tensor, matrix_COI: Tensor) -> Tensor:
-    """``x @ W_c^T`` client by client, as one batched product: (C, B, ..., I) -> (C, B, ..., O)."""
-    made = torch.bmm(x_CB.flatten(1, -2), matrix_COI.mT)
-    return made.unflatten(1, x_CB.shape[1:-1])
 
 
 class StackedModule:

@@ -1,0 +1,53 @@
+"""What a round of the batched engine spends its time on, by kinds of operators; one JSON line about it.
+
+python fedspan_profile.py CONFIG.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from peers_answers import Answers
+from torch.profiler import ProfilerActivity, profile
+
+from fedspan.config import parse_config
+from fedspan.runs.build import prepare
+
+KINDS = {
+    "products with weights": ("addmm", "mm"),
+    "batched products: factors, attention": ("bmm", "baddbmm"),
+    "GELU": ("gelu", "gelu_backward"),
+    "softmax": ("_softmax", "_softmax_backward_data"),
+    "layer norms": ("native_layer_norm", "native_layer_norm_backward"),
+    "moving and copying": ("index_select", "index_fill_", "index", "cat", "copy_", "stack", "clone", "fill_"),
+    "sums and scalings": ("add", "add_", "mul", "mul_", "div", "sub_", "sum", "neg"),
+    "optimizer": ("_fused_adamw_",),
+}
+
+
+def main() -> None:
+    """Profile the third round: the first ones measure, and fill caches."""
+    answers = Answers()
+    prepared = prepare(parse_config(json.loads(Path(sys.argv[1]).read_text())))
+    federation = prepared.federation
+    progress = federation.begin()
+    for _ in range(2):
+        progress = federation.play(progress).progress
+    began = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        federation.play(progress)
+    whole = time.perf_counter() - began
+    names = {f"aten::{name}": kind for kind, own in KINDS.items() for name in own}
+    seconds = dict.fromkeys([*KINDS, "other operators"], 0.0)
+    for event in found.key_averages():
+        seconds[names.get(event.key, "other operators")] += event.self_cpu_time_total / 1e6
+    seconds["outside of operators"] = whole - sum(seconds.values())
+    examples = sum(len(member.train) for member in federation.members.values())
+    answers.say(milliseconds={kind: 1000 * spent / examples for kind, spent in seconds.items()})
+
+
+if __name__ == "__main__":
+    main()
