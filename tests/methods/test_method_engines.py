@@ -18,6 +18,7 @@ from fedspan.engines import worker
 from fedspan.engines.batched import BatchedEngine
 from fedspan.engines.federation import Progress
 from fedspan.engines.loop import LoopEngine
+from fedspan.engines.settings import PrefixSettings
 from fedspan.engines.tuning import Wish
 from fedspan.engines.work import Assignment, Engine
 from fedspan.methods.registry import METHODS
@@ -54,10 +55,10 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def engine_of(prepared: Prepared, at_once: int | None, workers: int = 1) -> Engine:
+def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | None = None) -> Engine:
     """The loop, or the batched engine with so many clients at once."""
     parts = (prepared.engine.adapted, prepared.task, prepared.config.training_settings(), prepared.config.seed)
-    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, Wish(at_once, workers))
+    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, Wish(at_once, 1), prefix)
 
 
 def played(prepared: Prepared, engine: Engine) -> Progress:
@@ -162,11 +163,15 @@ def test_one_job_of_every_method_gives_the_same_in_float64(
     assert max(passes, default=1) > 1 or key == "fedgalore"  # whose weight decay shrinks the base by client
 
 
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "prefix cache"])
 @pytest.mark.parametrize("key", sorted(METHODS))
-def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(key: str, tiny_folder: Path) -> None:
+def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
+    key: str, layers: list[int] | None, tiny_folder: Path
+) -> None:
     """float32, two rounds, clients of 11 to 58 texts with a batch of 8: SGD 1e-5, AdamW 1e-3."""
     config = tiny.config(
         tiny_folder,
+        model={} if layers is None else {"layers_to_transform": layers},
         method={"name": key, "r": 2},
         training={"optimizer": "sgd", "lr": 0.005, "local_steps": None, "batch_size": 8},
         federation={"clients_per_round": None, "rounds": 2},
@@ -174,5 +179,8 @@ def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(k
     prepared = prepare(config)
     expected = played(prepared, engine_of(prepared, None)).state.tensors
     for at_once in AT_ONCE:
-        found = played(prepared, engine_of(prepared, at_once)).state.tensors
+        engine = engine_of(prepared, at_once, None if layers is None else PrefixSettings())
+        found = played(prepared, engine).state.tensors
         assert apart(expected, found) < (1e-3 if key in ADAMW else 1e-5)
+        assert isinstance(engine, BatchedEngine)
+        assert (engine._workers[0].loop.prefixes.cache(prepared.train) is not None) == (layers is not None)

@@ -20,6 +20,7 @@ from fedspan.models.loading import load_pretrained
 from fedspan.models.names import published_name, resolve
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
+from fedspan.tasks.ragged import Ragged
 
 KINDS = ("bert", "roberta", "distilbert", "gpt2")
 HEADS = {
@@ -83,7 +84,7 @@ def test_padding_does_not_change_a_prediction(
     task = SequenceClassification(loaded.processor, tiny.LABELS, 16)
     encoded = loaded.processor(["lab1 word2", "billing3 word1 word5 word6 word7", "symptom2"])
     ids = list(encoded["input_ids"])
-    examples = EncodedText({"input_ids": ids}, torch.zeros(3, dtype=torch.long).numpy(), torch.ones(3).numpy())
+    examples = EncodedText({"input_ids": Ragged(ids)}, torch.zeros(3, dtype=torch.long).numpy(), torch.ones(3).numpy())
     cpu = torch.device("cpu")
     with torch.no_grad():
         together = task.predict(loaded.model, task.batch(examples, range(3), cpu))

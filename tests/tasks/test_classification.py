@@ -32,6 +32,20 @@ def encoded(task: SequenceClassification) -> EncodedText:
     return task.encode(datasets.Dataset.from_dict({"text": TEXTS, "label": [2, 1, 3]}))
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_batches_are_those_of_the_tokenizer_s_own_padding(task: SequenceClassification, pairs: bool) -> None:
+    columns = {"text": TEXTS, "label": [2, 1, 3], **({"text_pair": TEXTS[::-1]} if pairs else {})}
+    encoded, rows = task.encode(datasets.Dataset.from_dict(columns)), [2, 0, 0, 1]
+    made = dict(task.batch(encoded, rows, CPU))
+    chosen = {key: [values[row] for row in rows] for key, values in encoded.encodings.items()}
+    wanted = task.tokenizer.pad(chosen, padding_side="right", return_attention_mask=True, return_tensors="pt")
+    assert torch.equal(made.pop("labels"), torch.tensor([3, 2, 2, 1]))
+    assert made.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(made[key], value)
+        assert made[key].dtype == value.dtype
+
+
 class Fixed(nn.Module):
     """A model that gives the logits it was made with, and keeps what it was asked."""
 

@@ -119,6 +119,11 @@ def _search(wish: Wish, clients: int, threads: int, seconds: Callable[[Stacking]
             best, least = other, taken
         if best != start:
             break
+    if wish.workers is None and threads > 1 and clients > 1:  # small passes say little of how large ones share a CPU
+        workers = 1 if best.workers > 1 else threads
+        other = Stacking(min(best.at_once, -(-clients // workers)), workers)
+        if seconds(other) < _GAIN * least:
+            best = other
     return best
 
 

@@ -35,6 +35,14 @@ class Ragged(Sequence[list[int]]):
             made._set(np.concatenate([part.lengths for part in parts]), np.concatenate([part._ids for part in parts]))
         return made
 
+    def padded(self, indices: Sequence[int], value: int) -> np.ndarray:
+        """Some rows, padded on the right to the longest of them, int64, (rows, longest)."""
+        lengths, ends = self.lengths[list(indices)], self._ends[list(indices)]
+        at = np.arange(lengths.max(initial=0))
+        real = at < lengths[:, None]
+        where = np.where(real, (ends - lengths)[:, None] + at, 0)
+        return np.where(real, self._ids[where], value).astype(np.int64)
+
     def __len__(self) -> int:
         return len(self.lengths)
 
