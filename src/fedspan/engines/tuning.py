@@ -30,6 +30,7 @@ __all__ = ["DEFAULT", "Stacking", "Wish", "cache_file", "choose"]
 _WORTH, _TOKENS = 200, 10_000  # batches and tokens of a round below both of which measuring takes more than it saves
 _PASSES, _SECONDS = 4, 0.3  # of one measurement, at most
 _GAIN = 0.97  # more at once must take at most this share of the time
+_PATIENCE = 2  # sizes in a row that may be no faster: a busy moment spoils a measurement
 _MOST = 64  # clients in a pass
 
 
@@ -111,12 +112,15 @@ def _search(wish: Wish, clients: int, threads: int, seconds: Callable[[Stacking]
     share = -(-clients // best.workers)
     more = [size for size in sorted({8, 16, 32, _MOST, share}) if best.at_once < size <= min(share, _MOST)]
     for sizes in (more, (2, 1)):
-        start = best
+        start, failed = best, 0
         for size in sizes:
             other = Stacking(size, best.workers)
-            if size > share or (taken := seconds(other)) > _GAIN * least:
+            if size > share or failed == _PATIENCE:
                 break
-            best, least = other, taken
+            if (taken := seconds(other)) > _GAIN * least:
+                failed += 1
+            else:
+                best, least, failed = other, taken, 0
         if best != start:
             break
     if wish.workers is None and threads > 1 and clients > 1:  # small passes say little of how large ones share a CPU
@@ -136,7 +140,7 @@ def _seconds_a_token(
 ) -> float:
     """Wall-clock seconds for each token that is no padding; infinite where it does not fit into memory.
 
-    The same passes are made twice, and timed the second time: libraries prepare themselves for every new shape.
+    The same passes are made three times; the faster of the last two counts: libraries prepare for every new shape.
     """
     tokens = [0] * len(team)
     made: list[list[list[tuple[Seat, int]]]] = [[] for _ in team]
@@ -161,9 +165,12 @@ def _seconds_a_token(
     seated = [_seats(worker, works, number, at_once, examples) for number, worker in enumerate(team)]
     try:
         together([lambda number=number: first(number) for number in range(len(team))])
-        start = time.perf_counter()
-        together([lambda number=number: again(number) for number in range(len(team))])
-        return (time.perf_counter() - start) / sum(tokens)
+        least = float("inf")
+        for _ in range(2):
+            start = time.perf_counter()
+            together([lambda number=number: again(number) for number in range(len(team))])
+            least = min(least, time.perf_counter() - start)
+        return least / sum(tokens)
     except (Unstackable, torch.cuda.OutOfMemoryError):
         return float("inf")
 
