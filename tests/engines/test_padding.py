@@ -168,3 +168,24 @@ def test_batches_of_one_length_are_left_as_they_are(
     with engine.padding.removed(batch):
         prepared.task.loss(prepared.engine.adapted.model, batch)
     assert not packed
+
+
+def test_texts_of_one_length_of_which_some_are_nobody_s(
+    tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
+) -> None:
+    """Then Transformers makes no mask: a client's batch is smaller than the others', and no text is padded."""
+    prepared = built("bert", tiny_folder, decoders)
+    engine = LoopEngine(
+        prepared.engine.adapted, prepared.task, prepared.config.training_settings(), 0, None, padding_free=True
+    )
+    engine.padding.ensure(prepared.train)
+    packed.clear()
+    lengths = np.asarray(prepared.train.lengths)
+    alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
+    batch = prepared.task.batch(prepared.train, alike, torch.device("cpu"))
+    model, members = prepared.engine.adapted.model, torch.eye(3, 4)
+    expected = prepared.task.losses(model, batch, members)
+    with engine.padding.removed(batch, 2, np.array([True, True, True, False])):
+        found = prepared.task.losses(model, batch, members)
+    assert packed
+    torch.testing.assert_close(found, expected)

@@ -110,7 +110,7 @@ def test_attention_in_bins_is_attention_text_by_text(causal: bool) -> None:
 
 
 def test_a_mask_of_another_form_is_refused() -> None:
-    layout = TokenLayout(np.array([2, 3]), 3, CPU)
+    layout = TokenLayout(np.array([2, 3]), 3, CPU)  # None would do if no text were padded
     x = torch.zeros(1, 2, layout.places, 4)
     for mask in (None, torch.zeros(2, 2, 3, 3), torch.ones(2, 1, 3, 3, dtype=torch.bool), torch.zeros(2, 3)):
         with pytest.raises(Padded):

@@ -95,6 +95,7 @@ class TokenLayout:
         self._masks: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._moves: dict[int, Move] = {}
         self._grouped: tuple[Tensor, Tensor] | None = None
+        self._open: Tensor | None = None
 
     @property
     def padding(self) -> float:
@@ -157,21 +158,24 @@ class TokenLayout:
     def _bins(self) -> list[Bins]:
         return binned(self.lengths)
 
+    @cached_property
+    def _bin_places(self) -> list[np.ndarray]:
+        """The row's place of every bin's places, (bins, W) of each width; -1: nobody's."""
+        return [np.where(bins.text < 0, -1, self._starts[bins.text] + bins.position) for bins in self._bins]
+
     def _to_bins(self, heads: int) -> Move:
         """From the row's places and heads, (P * heads, d), to all bins' (bins, heads, W) one after another."""
         if heads not in self._moves:
-            parts: list[np.ndarray] = []
-            for bins in self._bins:
-                place = np.where(bins.text < 0, -1, self._starts[bins.text] + bins.position)[:, None, :]
-                parts.append(np.where(place < 0, -1, place * heads + np.arange(heads)[:, None]).ravel())
+            places, own = (place[:, None, :] for place in self._bin_places), np.arange(heads)[:, None]
+            parts = [np.where(place < 0, -1, place * heads + own).ravel() for place in places]
             self._moves[heads] = Move.of(np.concatenate(parts), self.places * heads, self.device)
         return self._moves[heads]
 
     @cached_property
     def _from_bins(self) -> Move:
         """From all bins' places to the row's."""
-        places = [np.where(bins.text < 0, -1, self._starts[bins.text] + bins.position).ravel() for bins in self._bins]
-        return Move.of(np.concatenate(places), self.places, self.device).reverse
+        places = np.concatenate([place.ravel() for place in self._bin_places])
+        return Move.of(places, self.places, self.device).reverse
 
     def attend(
         self,
@@ -191,7 +195,7 @@ class TokenLayout:
             query: (1, heads, P, d).
             key: as the query, maybe of fewer heads.
             value: as the key.
-            mask: of the padded batch, additive, (B or 1, 1, 1 or T, T); None: nothing is masked.
+            mask: of the padded batch, additive, (B or 1, 1, 1 or T, T); None: no text is padded.
             options: others of ``forward``.
 
         Returns:
@@ -200,7 +204,7 @@ class TokenLayout:
         parts = zip(*(self._parts(one) for one in (query, key, value)), strict=True)
         made = [
             forward(module, *own, masked, **options)[0].flatten(0, 1)
-            for own, masked in zip(parts, self._bin_masks(mask), strict=True)
+            for own, masked in zip(parts, self._bin_masks(mask, query), strict=True)
         ]
         heads, width = made[0].shape[1:]
         whole = made[0] if len(made) == 1 else torch.cat(made)
@@ -216,9 +220,15 @@ class TokenLayout:
         parts = rows.split([count * heads * size for count, _, size, _ in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _bin_masks(self, mask: Any) -> list[Tensor]:
+    def _bin_masks(self, mask: Any, like: Tensor) -> list[Tensor]:
+        if mask is None:  # Transformers leaves it out where no text is padded, although some may be nobody's
+            if ((self.lengths > 0) & (self.lengths < self.tokens)).any():
+                raise Padded("attention is given no mask although texts differ in length")
+            if self._open is None:
+                self._open = like.new_zeros(1, 1, 1, self.tokens)
+            mask = self._open
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != self.tokens:
-            raise Padded("attention is given no mask, or one of a form of its own")
+            raise Padded("attention is given a mask of a form of its own")
         if not mask.is_floating_point():
             raise Padded("attention is given a mask that is not added")
         if id(mask) not in self._masks:  # the same for many blocks; it is held, so that its id stays its own
