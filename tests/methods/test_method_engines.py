@@ -16,11 +16,12 @@ import tiny
 from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.engines import worker
 from fedspan.engines.batched import BatchedEngine
+from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Progress
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.settings import PrefixSettings
 from fedspan.engines.tuning import Wish
-from fedspan.engines.work import Assignment, Engine
+from fedspan.engines.work import Assignment
 from fedspan.methods.registry import METHODS
 from fedspan.runs.build import Prepared, prepare
 from fedspan.tasks.task import Examples

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.engines.batching import evaluation_batches
 from fedspan.engines.loop import LoopEngine
+from fedspan.engines.prefix_caches import PrefixCaches
 from fedspan.engines.settings import PrefixSettings, TrainingSettings
 from fedspan.engines.tuning import Stacking, Wish, choose
 from fedspan.engines.work import Assignment
@@ -39,7 +40,8 @@ class BatchedEngine:
         settings: local training.
         seed: of every draw.
         wish: how many clients at once, as far as that is not to be measured.
-        prefix: where hidden states that leave the model's frozen prefix are kept; None: it is computed every time.
+        prefix: where hidden states that leave the model's frozen prefix are kept, or the caches of another engine on
+            this model and task; None: it is computed every time.
         padding_free: train without padding where the model can.
     """
 
@@ -50,7 +52,7 @@ class BatchedEngine:
         settings: TrainingSettings,
         seed: int,
         wish: Wish | None = None,
-        prefix: PrefixSettings | None = None,
+        prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = True,
     ) -> None:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
@@ -91,6 +93,15 @@ class BatchedEngine:
             for worker, share in zip(workers, shares, strict=True)
         ]
         together(calls)
+
+    @property
+    def prefixes(self) -> PrefixCaches:
+        """``Engine.prefixes``."""
+        return self._workers[0].loop.prefixes
+
+    def ready(self, examples: Examples, indices: np.ndarray) -> None:
+        """``Engine.ready``."""
+        self._workers[0].loop.ready(examples, indices)
 
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False

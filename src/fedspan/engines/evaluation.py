@@ -113,6 +113,8 @@ class Evaluator:
             wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
             if not wanted:
                 continue
+            for _, _, own in wanted:  # the same parts at a time, whoever's models are measured
+                self.federation.engine.ready(examples, own)
             indices = np.concatenate([own for _, _, own in wanted])
             predictions = self.federation.engine.predict(job, examples, indices, self.batch_size)
             at = 0

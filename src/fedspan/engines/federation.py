@@ -17,10 +17,11 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.engines import wire
+from fedspan.engines.engine import Engine
 from fedspan.engines.members import changeable
 from fedspan.engines.reduction import Reducer
 from fedspan.engines.settings import RoundSettings
-from fedspan.engines.work import Assignment, Engine
+from fedspan.engines.work import Assignment
 from fedspan.tasks.task import Examples
 
 __all__ = ["Federation", "Member", "Progress", "RoundResult", "Transfer"]

@@ -39,7 +39,8 @@ class LoopEngine:
         task: the learning problem.
         settings: local training.
         seed: of every draw.
-        prefix: where hidden states that leave the model's frozen prefix are kept; None: it is computed every time.
+        prefix: where hidden states that leave the model's frozen prefix are kept, or the caches of another engine on
+            this model and task; None: it is computed every time.
         padding_free: train without padding where the model can.
     """
 
@@ -49,14 +50,14 @@ class LoopEngine:
         task: Task,
         settings: TrainingSettings,
         seed: int,
-        prefix: PrefixSettings | None = None,
+        prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = False,
     ) -> None:
         self.adapted = adapted
         self.task = task
         self.settings = settings
         self.seed = seed
-        self.prefixes = PrefixCaches(adapted, task, prefix)
+        self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix)
         refusals = {
             "it was not asked for": not padding_free,
             "dropout masks have the shape of padded batches": settings.dropout > 0,
@@ -149,7 +150,7 @@ class LoopEngine:
                 work = finished(work, self.take(work, examples))
 
     def ready(self, examples: Examples, indices: np.ndarray) -> None:
-        """Before a job trains on examples: find out what can be left out of its passes. The model loses its job."""
+        """``Engine.ready``."""
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, indices)
 

@@ -41,6 +41,8 @@ def pooled(prepared: Prepared) -> Prepared:
     member = Member(client, train, validation, test)
     variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
     federation = variant.federation
+    for own, _, _ in parts:  # as each client would alone: the same bits, whether or not the federation did it before
+        variant.engine.ready(prepared.train, own)
     judged = Federation(federation.method, variant.engine, members, prepared.train, federation.settings)
     return replace(variant, evaluator=_evaluator(judged, changed))
 
@@ -78,7 +80,7 @@ def _variant(
     settings = replace(prepared.engine.settings, keep_optimizer=True)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
-    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings)
+    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, prepared.engine.prefixes)
     rounds = replace(config.round_settings(), cohort=None)
     federation = Federation(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = _evaluator(federation, config)

@@ -13,10 +13,10 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
+from fedspan.engines.engine import Engine
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
 from fedspan.engines.members import OnDemand
-from fedspan.engines.work import Engine
 from fedspan.errors import FedspanError
 from fedspan.runs.modelling import RunModel, build_model
 from fedspan.runs.problems import PROBLEMS, Facts, require_size

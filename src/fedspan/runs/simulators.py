@@ -6,10 +6,11 @@ from dataclasses import asdict
 
 from fedspan.config import RunConfig
 from fedspan.engines.batched import BatchedEngine
+from fedspan.engines.engine import Engine
 from fedspan.engines.loop import LoopEngine
+from fedspan.engines.prefix_caches import PrefixCaches
 from fedspan.engines.settings import TrainingSettings
 from fedspan.engines.tuning import Stacking, Wish
-from fedspan.engines.work import Engine
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.folder import RunFolder
@@ -18,10 +19,24 @@ from fedspan.tasks.task import Task
 __all__ = ["engine_note", "keep_choice", "make_engine", "recall_choice"]
 
 
-def make_engine(config: RunConfig, adapted: AdaptedModel, task: Task, settings: TrainingSettings) -> Engine:
-    """The engine that a config names."""
+def make_engine(
+    config: RunConfig,
+    adapted: AdaptedModel,
+    task: Task,
+    settings: TrainingSettings,
+    prefixes: PrefixCaches | None = None,
+) -> Engine:
+    """The engine that a config names.
+
+    Args:
+        config: the run's.
+        adapted: the model.
+        task: the learning problem.
+        settings: local training.
+        prefixes: of another engine on the same model and task, to be shared.
+    """
     chosen, seed = config.engine, config.seed
-    prefix = chosen.prefix_settings(config.evaluation.batch_size)
+    prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
     if chosen.name == "loop":
         return LoopEngine(adapted, task, settings, seed, prefix)
     wish = Wish(chosen.clients_at_once, chosen.workers)
