@@ -10,11 +10,13 @@ import pytest
 
 import tiny
 from fedspan import api
+from fedspan.config import parse_config
 from fedspan.core.lowrank import LowRank
+from fedspan.engines.federation import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.models.export import layer_updates
 from fedspan.runs.baselines import alone, pooled, train_baseline
-from fedspan.runs.build import Prepared
+from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.listener import Listener
 
 
@@ -29,6 +31,24 @@ class Told(Listener):
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
         self.events.append((name, round))
+
+
+class Losses(Listener):
+    """Remembers the losses of baselines."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def baseline_round(self, name: str, round: int, loss: float) -> None:
+        self.losses.append(loss)
+
+
+def play(run: Prepared) -> Progress:
+    """All rounds of a run."""
+    progress = run.federation.begin()
+    while progress.state.round < run.federation.settings.rounds:
+        progress = run.federation.play(progress).progress
+    return progress
 
 
 def test_centralised_training_has_everybody_s_examples_and_its_own_learning_rate(prepared: Prepared) -> None:
@@ -67,6 +87,25 @@ def test_a_baseline_takes_the_federation_s_rounds_and_tells_of_each(prepared: Pr
     assert 1 <= result["best_round"] <= rounds
     assert set(result["by_client"]) == set(tiny.SITES)
     assert result["scores"]["test"]["worst"]["accuracy"] <= result["scores"]["test"]["accuracy"]
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_without_it(
+    engine: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    values = tiny.settings(tiny_folder, model={"layers_to_transform": [1]}, engine={"name": engine})
+    after, alone = prepare(parse_config(values)), prepare(parse_config(values))
+    after.evaluator.clients(play(after))
+    told = {number: Losses() for number in range(2)}
+    for number, run in enumerate((after, alone)):
+        for name in ("local", "centralised"):
+            train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
+    cache = after.engine.prefixes.cache(after.train)
+    assert cache is not None
+    assert cache.known[pooled(after).federation.members["all"].train].all()
+    assert pooled(after).engine.prefixes is after.engine.prefixes
+    assert told[0].losses == told[1].losses
+    assert len(told[0].losses) == 6
 
 
 @pytest.mark.parametrize("name", ["local", "centralised"])
