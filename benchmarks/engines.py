@@ -21,7 +21,7 @@ from pathlib import Path
 from engines.environment import PEERS, make_environment
 from engines.page import Limit, gemm_table, limit_table, machine
 from engines.runs import accuracy, memory, overhead, profiled
-from engines.speed import compare, last_layers
+from engines.speed import compare, compiled, last_layers
 
 FULL = {"clients": 50, "threads": 2, "registered": 100_000}
 EXAMPLES = {4: 16, 32: 64}
@@ -36,6 +36,7 @@ def sections(python: Path | None) -> dict[str, Section]:
         parts[f"batch{batch}"] = partial(compare, python=python, batch=batch)
     for batch in EXAMPLES:
         parts[f"last{batch}"] = partial(last_layers, python=python, batch=batch)
+    parts["compiled"] = partial(compiled, python=python, batch=min(EXAMPLES))
     return {**parts, "profile": profiled, "overhead": overhead, "memory": memory, "accuracy": accuracy}
 
 
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument(
         "--attention", choices=("eager", "sdpa"), default="eager", help="of the peers; fedspan's: eager"
     )
-    parser.add_argument("--at-once", type=int, default=8, help="clients in a pass where memory is measured")
+    parser.add_argument("--at-once", type=int, default=8, help="clients in a pass where it is not measured")
     parser.add_argument("--accuracy-examples", type=int, default=5000)
     parser.add_argument("--accuracy-rounds", type=int, default=5)
     parser.add_argument("--accuracy-lr", type=float, default=8e-3)

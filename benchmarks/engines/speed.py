@@ -15,10 +15,11 @@ from engines.environment import peer_variables
 from engines.page import Limit, ratios, speed_table
 from engines.work import Work, write_plan
 
-__all__ = ["LAST", "compare", "last_layers"]
+__all__ = ["LAST", "compare", "compiled", "last_layers"]
 
 SUBJECT = "fedspan batched, bfloat16"
 PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"
+COMPILED, PADDED = "fedspan batched, bfloat16, compiled", "fedspan batched, bfloat16, padded"
 LAST = (4, 5)
 ALL_LAYERS, CACHED = "fedspan batched, bfloat16, all layers", "fedspan batched, bfloat16, last 2 layers"
 TARGETS = {4: {PLAIN: 4.0, SAME: 2.0, "Flower": 3.0}, 32: {PLAIN: 4.0, SAME: 1.5}}
@@ -175,3 +176,27 @@ def last_layers(args: argparse.Namespace, python: Path | None, batch: int) -> tu
         *speed_table(results, CACHED),
     ]
     return lines, limits
+
+
+def compiled(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[list[str], list[Limit]]:
+    """What torch.compile gains; without peers."""
+    field = Field(args, python, args.out / f"compiled-{batch}")
+    work, stacking = work_of(args, batch), {"clients_at_once": args.at_once, "workers": args.threads}
+    contenders = [
+        field.fedspan(name, work, "bfloat16", {"name": "batched", **stacking, **options})
+        for name, options in ((COMPILED, {"compile": True}), (PADDED, {"padding_free": False}), (SUBJECT, {}))
+    ]
+    results = in_turns(contenders, args.repetitions, field.folder)
+    keep(results, field.folder)
+    lines = [
+        f"## torch.compile, batch {batch}",
+        "",
+        f"`engine.compile`, all with {args.at_once} clients at once and {args.threads} workers. Compiled blocks take "
+        "padded batches, so they are to be compared with the second row.",
+        f"The first {len(results[COMPILED].ready['losses'])} rounds, which compile, took "
+        f"{results[COMPILED].ready['warm_up']:.0f} s; padded and not compiled "
+        f"{results[PADDED].ready['warm_up']:.1f} s.",
+        "",
+        *speed_table(results, COMPILED),
+    ]
+    return lines, []

@@ -53,6 +53,7 @@ def test_a_page_comes_of_every_section(tmp_path: Path) -> None:
         "Batch 4",
         "Batch 32",
         "Adapters on the last 2 of 6 layers",
+        "torch.compile",
         "bounds",
         "own time",
         "Peak memory",

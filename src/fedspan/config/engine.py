@@ -41,6 +41,11 @@ class EngineConfig(Section):
         description="Let the tokens of a batch stand in one row between the first block and the last, with attention "
         "in bins of whole texts; batched only, where the model has Transformers' eager attention.",
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile the model's blocks with torch.compile for the passes that clients share; batched only, "
+        "without training.lora_dropout. Takes minutes at the start and needs a C++ compiler; batches are padded then.",
+    )
     prefix_cache: bool = Field(
         default=True,
         description="Compute the hidden states that enter the first layer with anything trainable once for each "

@@ -43,6 +43,7 @@ class BatchedEngine:
         prefix: where hidden states that leave the model's frozen prefix are kept, or the caches of another engine on
             this model and task; None: it is computed every time.
         padding_free: train without padding where the model can.
+        compiled: compile the model's blocks for passes that clients share; batches are padded then.
     """
 
     def __init__(
@@ -54,12 +55,15 @@ class BatchedEngine:
         wish: Wish | None = None,
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = True,
+        compiled: bool = False,
     ) -> None:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.wish = wish or Wish()
         self.stacking: Stacking | None = None
         """How many clients at once; known from the first round on, or set beforehand."""
-        self._workers = [Worker(LoopEngine(adapted, task, settings, seed, prefix, padding_free))]
+        self.compiled = compiled
+        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled)
+        self._workers = [Worker(loop, compiled)]
 
     def train_all(
         self,
@@ -130,7 +134,7 @@ class BatchedEngine:
             loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed)
             loop.prefixes = self._workers[0].loop.prefixes.replica(loop.adapted)
             loop.padding = self._workers[0].loop.padding.replica(loop.adapted)
-            self._workers.append(Worker(loop))
+            self._workers.append(Worker(loop, self.compiled))
         workers = self._workers[: max(1, count)]
         for worker in workers[1:]:
             worker.adapted.share_base(self.adapted)

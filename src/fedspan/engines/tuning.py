@@ -192,6 +192,7 @@ def _key(wish: Wish, worker: Worker, seat: Seat, clients: int, examples: Example
         "dtype": sorted({str(value.dtype) for value in model.parameters()}),
         "layout": [seat.layout.names, [list(shape) for shape in seat.layout.shapes]],
         "padded": not worker.loop.padding.possible,
+        "compiled": worker.compiled is not None,
         "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
         "clients": clients,
         "wish": asdict(wish),

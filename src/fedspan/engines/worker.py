@@ -18,6 +18,7 @@ from fedspan.engines.refresh import refresh_due, refresh_projectors
 from fedspan.engines.seat import Seat, spec_of
 from fedspan.engines.stacked_optimizer import Layout, clip_rows, fused_step, step_rows
 from fedspan.engines.work import Assignment
+from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
@@ -36,13 +37,15 @@ class Worker:
 
     Args:
         loop: trains what can't be stacked, and says how all is trained; nobody else may use its model meanwhile.
+        compiled: compile the model's blocks for what is stacked.
     """
 
-    def __init__(self, loop: LoopEngine) -> None:
+    def __init__(self, loop: LoopEngine, compiled: bool = False) -> None:
         adapted, task, settings, seed = loop.adapted, loop.task, loop.settings, loop.seed
         self.loop = loop
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.stacked = StackedModel(adapted)
+        self.compiled = CompiledBlocks(adapted) if compiled else None
         self.why_not = self.stacked.refusal()
         """Why all clients train one by one here, if they must."""
         self.why_alone: str | None = None
@@ -181,7 +184,9 @@ class Worker:
         self._verify(group, batch, size, counted)
         self._set_dropout(group, batch, size)
         held = self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size)
-        with held, self.loop.padding.removed(batch, clients, counted), self.loop.prefixes.fed(examples, rows):
+        padding, compiled = self.loop.padding, self.compiled
+        quick = padding.removed(batch, clients, counted) if compiled is None else compiled.within()
+        with held, quick, self.loop.prefixes.fed(examples, rows):
             losses = self.task.losses(self.adapted.model, batch, members.to(device))
             shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
             (losses * shares).sum().backward()

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
@@ -31,7 +32,7 @@ _CURRENT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
 
 def current_layout() -> TokenLayout | None:
     """That of the forward pass that goes on in this thread, if it goes without padding."""
-    return _CURRENT.get()
+    return None if torch.compiler.is_compiling() else _CURRENT.get()  # compiled blocks are padded
 
 
 def _attention(

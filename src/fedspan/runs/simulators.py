@@ -34,13 +34,22 @@ def make_engine(
         task: the learning problem.
         settings: local training.
         prefixes: of another engine on the same model and task, to be shared.
+
+    Raises:
+        FedspanError: if blocks are to be compiled that can't be.
     """
     chosen, seed = config.engine, config.seed
     prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
+    refusals = {
+        "with engine.name: loop, which is the reference": chosen.name == "loop",
+        "with training.lora_dropout, whose masks are drawn client by client": settings.dropout > 0,
+    }
+    if chosen.compile and (why := next((why for why, holds in refusals.items() if holds), None)):
+        raise FedspanError("engine.compile", True, f"false {why}")
     if chosen.name == "loop":
         return LoopEngine(adapted, task, settings, seed, prefix)
     wish = Wish(chosen.clients_at_once, chosen.workers)
-    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free)
+    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile)
 
 
 def engine_note(engine: Engine) -> str | None:
