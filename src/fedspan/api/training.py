@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.api.reports import is_run, read_config, read_report
+from fedspan.api.simulated import flower_simulation
 from fedspan.config import RunConfig, load_config, override, parse_config
 from fedspan.errors import FedspanError
+from fedspan.flower import require
 from fedspan.runs import session
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.listener import Listener
@@ -42,7 +44,7 @@ def run(
         if read_config(folder) != config:
             raise FedspanError("config", str(folder), "the config that this run was begun with, or another folder")
         return _go_on(folder, listener)
-    return session.run(config, folder, listener=listener)
+    return session.run(config, folder, listener=listener, host=_host(config))
 
 
 def _config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
@@ -71,4 +73,13 @@ def resume(folder: str | Path, *, listener: Listener | None = None) -> RunReport
 def _go_on(folder: str | Path, listener: Listener | None) -> RunReport:
     if is_run(folder) and RunFolder(folder).report.is_file():
         return read_report(folder)
-    return session.run(None, folder, resume=True, listener=listener)
+    host = _host(read_config(folder)) if is_run(folder) else None
+    return session.run(None, folder, resume=True, listener=listener, host=host)
+
+
+def _host(config: RunConfig) -> session.Host | None:
+    """What connects a run to its clients; None: they are simulated in this process."""
+    if config.engine.name != "flower-sim":
+        return None
+    require(simulation=True)
+    return flower_simulation

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import fedspan
-from fedspan.cli import compare, data, show, train, use
+from fedspan.cli import compare, data, deploy, show, train, use
 from fedspan.errors import FedspanError
 
 __all__ = ["app"]
@@ -131,3 +131,19 @@ app.command(
         "fedspan export runs/personal --out theirs --client client-03",
     ),
 )(use.export)
+_MACHINES = "Between machines"
+app.command(
+    "server", rich_help_panel=_MACHINES, epilog=_examples("fedspan server --name fl.example.org", "fedspan server -h")
+)(deploy.server)
+app.command("admit", rich_help_panel=_MACHINES, epilog=_examples("fedspan admit clinic-a.key.pub --as clinic-a"))(
+    deploy.admit
+)
+app.command(
+    "join", rich_help_panel=_MACHINES, epilog=_examples("fedspan join --new-key node.key", "fedspan join node.yaml")
+)(deploy.join)
+app.command(
+    "submit",
+    rich_help_panel=_MACHINES,
+    epilog=_examples("fedspan submit config.yaml --out runs/first", "fedspan submit --resume runs/first"),
+)(deploy.submit)
+app.command("status", rich_help_panel=_MACHINES, epilog=_examples("fedspan status"))(deploy.status)

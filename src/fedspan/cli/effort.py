@@ -47,7 +47,7 @@ class Effort:
         """A client's part of a round."""
         if self._passes is not None:
             return self._passes
-        return _TRAINING * len(self._members[id].train) * self._epochs
+        return _TRAINING * self._members[id].client.examples * self._epochs
 
     def client(self, id: str) -> None:
         """A client has trained."""

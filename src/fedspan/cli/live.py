@@ -72,7 +72,9 @@ class RunView(Listener):
         cohort = federation.settings.cohort or clients
         self._effort = Effort(prepared, done, self._clock)
         self._now = "training" if done < self.rounds else "measuring the best round"
-        examples = int(prepared.partition.parts.sizes[:, 0].sum())
+        parts, members = prepared.partition, federation.members
+        known = sum(member.client.examples for member in members.values()) if parts is None else 0
+        examples = known if parts is None else int(parts.parts.sizes[:, 0].sum())
         each = f", {cohort} a round" if cohort < clients else ""
         self._print(
             Text.assemble(

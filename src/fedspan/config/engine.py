@@ -18,10 +18,11 @@ _GIB = 2**30
 class EngineConfig(Section):
     """The simulator. Results are the same to rounding, whatever is set here."""
 
-    name: Literal["batched", "loop"] = Field(
+    name: Literal["batched", "loop", "flower-sim"] = Field(
         default="batched",
         description="batched: several clients in each forward and backward pass over the frozen base. loop: one client "
-        "after another, the reference.",
+        "after another, the reference. flower-sim: one after another in each process of Flower's simulation engine, "
+        "as in a deployment; needs fedspan[flower-sim].",
     )
     clients_at_once: int | None = Field(
         default=None,
@@ -34,7 +35,8 @@ class EngineConfig(Section):
         ge=1,
         le=1024,
         description="Threads of batched that train clients side by side on one base; torch's own threads are divided "
-        "among them. Left out: measured.",
+        "among them. Left out: measured. Of flower-sim: processes, each with a base of its own; left out: one for each "
+        "of torch's threads.",
     )
     padding_free: bool = Field(
         default=True,

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from fedspan.config.mistakes import VARIANT
 from fedspan.config.section import Section
+from fedspan.engines.screening import ReplyRules
 
 __all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks"]
 
@@ -86,3 +87,38 @@ class FederationConfig(Section):
         description="Factor on a client's B A under different ranks. by-rank: lora_alpha over its own rank. equal: "
         "lora_alpha over method.r for all, as if each had its own alpha.",
     )
+    reduction: Literal["mean", "median", "trimmed-mean"] = Field(
+        default="mean",
+        description="How replies are combined: their weighted mean, or coordinate by coordinate the median or a "
+        "trimmed mean, which a few bad replies can't move far. Those two count all clients alike, and are for methods "
+        "that sum.",
+    )
+    trim: float = Field(
+        default=0.1, gt=0, lt=0.5, description="trimmed-mean: share of the replies dropped at each end, rounded up."
+    )
+    min_replies: int | None = Field(
+        default=None,
+        ge=1,
+        description="On Flower: good replies without which a round does not stand; left out: more than half of the "
+        "clients asked.",
+    )
+    deadline: float = Field(
+        default=3600.0, gt=0, allow_inf_nan=False, description="On Flower: seconds that clients have for a round."
+    )
+    retries: int = Field(
+        default=2,
+        ge=0,
+        description="On Flower: how often the missing clients of a round are asked again where there are too few good "
+        "replies; after that the run stops, to be resumed.",
+    )
+    max_norm_ratio: float | None = Field(
+        default=10.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="On Flower: a reply whose change has a norm of more than so many times the round's median is "
+        "dropped, from 3 replies on; null: none is.",
+    )
+
+    def reply_rules(self) -> ReplyRules:
+        """When a round between machines stands."""
+        return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio)

@@ -182,7 +182,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.wrapped(self.method.build(Spec(()), self.seed))
+        method = self.wrapped(self.method.build(Spec(()), self.seed))
+        if self.federation.reduction != "mean" and method.declared().reduction != "sum":
+            expected = f"mean: {self.method.name} combines replies one by one"
+            raise FedspanError("federation.reduction", self.federation.reduction, expected)
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"one that {self.task} measures: {', '.join(metrics)}"
@@ -241,7 +244,8 @@ class RunConfig(Section):
 
     def round_settings(self) -> RoundSettings:
         """Rounds as the engines take them."""
-        return RoundSettings(self.federation.rounds, self.federation.clients_per_round, self.seed)
+        f = self.federation
+        return RoundSettings(f.rounds, f.clients_per_round, self.seed, f.reduction, f.trim)
 
     def build_method(self, spec: Spec) -> RegisteredMethod:
         """The method, bound to a model's target layers.

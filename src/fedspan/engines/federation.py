@@ -19,12 +19,12 @@ from fedspan.core.values import Client, Job, Message, OptimizerState, ServerStat
 from fedspan.engines import wire
 from fedspan.engines.engine import Engine
 from fedspan.engines.members import changeable
-from fedspan.engines.reduction import Reducer
+from fedspan.engines.robust import reducer_for
 from fedspan.engines.settings import RoundSettings
 from fedspan.engines.work import Assignment
 from fedspan.tasks.task import Examples
 
-__all__ = ["Federation", "Member", "Progress", "RoundResult", "Transfer"]
+__all__ = ["Failure", "Federation", "Member", "Progress", "RoundResult", "Transfer", "kept_moments", "the_very_same"]
 
 Direction = Literal["down", "up"]
 
@@ -81,6 +81,21 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A client whose reply does not count in a round.
+
+    Args:
+        client: id.
+        attempt: of the round, from 0.
+        reason: in words.
+    """
+
+    client: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class RoundResult:
     """What a round gave.
 
@@ -90,6 +105,7 @@ class RoundResult:
         cohort: ids, sorted.
         lr: learning rate of the round.
         loss: mean training loss over the cohort's examples.
+        failures: whose replies did not count; nobody's in a simulation on one machine.
     """
 
     progress: Progress
@@ -97,6 +113,7 @@ class RoundResult:
     cohort: tuple[str, ...]
     lr: float
     loss: float
+    failures: tuple[Failure, ...] = ()
 
 
 class Federation:
@@ -125,6 +142,13 @@ class Federation:
         self.members = members
         self.examples = examples
         self.settings = settings
+
+    def remember(self, best: Progress) -> None:
+        """The best progress so far, which may be asked for again; here all that it needs is in it."""
+
+    def conclude(self, progress: Progress) -> tuple[Failure, ...]:
+        """The end of the run, with the progress that is exported; those who could not do their part in it."""
+        return ()
 
     def begin(self) -> Progress:
         """The progress before the first round."""
@@ -156,14 +180,14 @@ class Federation:
         lr = self.engine.settings.lr(state.round, self.settings.rounds)
         ids = self.cohort(state.round)
         clients = {id: self.client(id, progress) for id in ids}
-        reducer, broadcast = Reducer(list(clients.values())), _Broadcast()
+        reducer, broadcast = reducer_for(self.settings, list(clients.values())), _Broadcast()
         transfers: list[Transfer] = []
         memories, optimizers = changeable(progress.memories), changeable(progress.optimizers)
         self.engine.adapted.set_base(state.base)
         losses: dict[str, list[tuple[float, float]]] = {id: [] for id in ids}
 
         def assigned(id: str, job: Job) -> Assignment:
-            kept = self._kept(job, optimizers.get(_moments_key(id, job)))
+            kept = kept_moments(job, optimizers.get(_moments_key(id, job)), self.engine.settings.keep_optimizer)
             return Assignment(id, state.round, job, self.members[id].train, lr, kept)
 
         def opened(id: str) -> Assignment:
@@ -203,10 +227,10 @@ class Federation:
         """About how much a client has to train, in tokens an epoch."""
         return int(self.examples.lengths[self.members[id].train].sum())
 
-    def _kept(self, job: Job, kept: tuple[OptimizerState, int] | None) -> OptimizerState | None:
-        if kept is None or not self.engine.settings.keep_optimizer or kept[1] != job.generation:
-            return None
-        return kept[0]
+
+def kept_moments(job: Job, kept: tuple[OptimizerState, int] | None, wanted: bool) -> OptimizerState | None:
+    """The moments that a job goes on with: those kept of its phase, unless its tensors were begun anew since then."""
+    return None if kept is None or not wanted or kept[1] != job.generation else kept[0]
 
 
 def _travel(message: Message, client: str, direction: Direction, transfers: list[Transfer]) -> Message:
@@ -226,14 +250,15 @@ class _Broadcast:
 
     def travel(self, message: Message, client: str, transfers: list[Transfer]) -> Message:
         """``_travel`` downwards; the tensors that arrive may be those that arrived at others."""
-        if self._sent is None or not _the_very_same(message, self._sent):
+        if self._sent is None or not the_very_same(message, self._sent):
             self._transfers.clear()
             self._sent, self._arrived = message, _travel(message, client, "down", self._transfers)
         transfers.append(replace(self._transfers[0], client=client))
         return replace(self._arrived, tensors=dict(self._arrived.tensors))
 
 
-def _the_very_same(one: Message, other: Message) -> bool:
+def the_very_same(one: Message, other: Message) -> bool:
+    """Whether two messages hold the same tensor objects, so that one encoding serves both."""
     same = one.base is other.base and one.scalars == other.scalars and one.tensors.keys() == other.tensors.keys()
     return same and all(value is other.tensors[name] for name, value in one.tensors.items())
 

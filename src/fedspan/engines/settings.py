@@ -91,8 +91,12 @@ class RoundSettings:
         rounds: how many.
         cohort: clients asked each round; None: all.
         seed: of every draw.
+        reduction: how replies that sum are combined.
+        trim: share of the replies that ``trimmed-mean`` drops at each end.
     """
 
     rounds: int
     cohort: int | None = None
     seed: int = 0
+    reduction: Literal["mean", "median", "trimmed-mean"] = "mean"
+    trim: float = 0.1

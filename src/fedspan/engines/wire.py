@@ -107,6 +107,16 @@ class Writer:
         """Increments of the base, in their order."""
         return [{"round": i.round, "decay": i.decay, "deltas": self.deltas(i.deltas)} for i in increments]
 
+    def base(self, base: BaseUpdate) -> dict[str, object]:
+        """A base update."""
+        return {
+            "round": base.round,
+            "rho": base.rho,
+            "total": self.deltas(base.total),
+            "recent": self.increments(base.recent),
+            "recent_from": base.recent_from,
+        }
+
     def payload(self, kind: str, structure: Mapping[str, object]) -> bytes:
         """The safetensors payload of everything taken, with its structure."""
         text = json.dumps({"kind": kind, "format": FORMAT, **structure}, separators=(",", ":"))
@@ -188,6 +198,16 @@ class Reader:
             for i in structure
         )
 
+    def base(self, structure: Mapping[str, object]) -> BaseUpdate:
+        """A base update."""
+        return BaseUpdate(
+            round=expect(structure, "round", int),
+            rho=expect(structure, "rho", float, int),
+            total=self.deltas(expect(structure, "total", dict)),
+            recent=self.increments(expect(structure, "recent", list)),
+            recent_from=expect(structure, "recent_from", int),
+        )
+
 
 def encode(message: Message) -> bytes:
     """A message as bytes; equal messages give equal bytes. Their number is what the ledger counts.
@@ -258,13 +278,7 @@ def encode_state(state: ServerState) -> bytes:
         "tensors": writer.tensors(state.tensors),
         "memory": writer.tensors(state.memory),
         "scalars": writer.scalars(state.scalars),
-        "base": {
-            "round": state.base.round,
-            "rho": state.base.rho,
-            "total": writer.deltas(state.base.total),
-            "recent": writer.increments(state.base.recent),
-            "recent_from": state.base.recent_from,
-        },
+        "base": writer.base(state.base),
     }
     return writer.payload("state", structure)
 
@@ -276,17 +290,10 @@ def decode_state(data: bytes) -> ServerState:
         ValueError: as ``decode``.
     """
     reader = Reader(data, "state")
-    base = expect(reader.structure, "base", dict)
     return ServerState(
         round=expect(reader.structure, "round", int),
         tensors=reader.tensors(expect(reader.structure, "tensors", dict)),
-        base=BaseUpdate(
-            round=expect(base, "round", int),
-            rho=expect(base, "rho", float, int),
-            total=reader.deltas(expect(base, "total", dict)),
-            recent=reader.increments(expect(base, "recent", list)),
-            recent_from=expect(base, "recent_from", int),
-        ),
+        base=reader.base(expect(reader.structure, "base", dict)),
         memory=reader.tensors(expect(reader.structure, "memory", dict)),
         scalars=reader.scalars(expect(reader.structure, "scalars", dict)),
         generation=expect(reader.structure, "generation", int),

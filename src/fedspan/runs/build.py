@@ -24,7 +24,7 @@ from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.simulators import make_engine
 from fedspan.tasks.task import Examples, RunTask
 
-__all__ = ["Prepared", "choose_device", "prepare"]
+__all__ = ["Prepared", "choose_device", "max_length", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Prepared:
         config: what it was built from.
         labels: label names by index; of a language model's data those of its column of labels, if any.
         facts: what its model must be told of the task.
-        partition: who holds which training example.
+        partition: who holds which training example; None: the examples are elsewhere.
         task: the learning problem.
         engine: with the model on its device.
         federation: method, engine and clients.
@@ -50,7 +50,7 @@ class Prepared:
     config: RunConfig
     labels: tuple[str, ...]
     facts: Facts
-    partition: Partition
+    partition: Partition | None
     task: RunTask
     engine: Engine
     federation: Federation
@@ -105,7 +105,7 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
         expected = f"macro_f1: there are {len(data.labels)} labels, and f1 is of the second of two"
         raise FedspanError("evaluation.metric", "f1", expected)
-    facts = Facts.of(config, data.labels, _max_length(config, built.processor, adapted.model))
+    facts = Facts.of(config, data.labels, max_length(config, built.processor, adapted.model))
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
     engine = make_engine(config, adapted, task, config.training_settings())
@@ -143,7 +143,8 @@ def _names(examples: datasets.Dataset) -> tuple[str, ...]:
     return tuple(path or f"image {number}" for number, path in enumerate(paths, start=1))
 
 
-def _max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:
+def max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:
+    """Tokens of an example, at most: as the config, the tokenizer and the model allow."""
     limits = [
         config.model.max_length,
         getattr(tokenizer, "model_max_length", config.model.max_length),

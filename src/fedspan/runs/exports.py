@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from fedspan.core.base import BaseUpdate
+from fedspan.core.values import Job
 from fedspan.engines.federation import Progress
 from fedspan.models.export import export_adapter, job_extras, layer_updates
 from fedspan.models.merging import export_merged, needs_merging
@@ -13,7 +15,7 @@ from fedspan.runs.build import Prepared
 from fedspan.runs.files import folder_name
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["write_adapters"]
+__all__ = ["write_adapters", "write_model"]
 
 
 def write_adapters(
@@ -32,25 +34,41 @@ def write_adapters(
     Returns:
         Folders by client id, or under ``global``.
     """
-    adapted = prepared.engine.adapted
     personal = prepared.federation.method.declared().personal
     folders: dict[str, Path] = {}
     for ids, job in prepared.evaluator.models(progress, clients):
         key = ids[0] if personal else "global"
         folder = place.adapter / folder_name(key) if personal else place.adapter
-        notes = {
-            **asdict(prepared.facts),
-            "method": prepared.config.method.title,
-            "round": progress.state.round,
-            "base_model": prepared.config.model.name,
-            "kept": prepared.config.model.modules_to_save,
-            "client": ids[0] if personal else None,
-        }
-        base, built, wanted = progress.state.base, prepared.model, prepared.config.model
-        if wanted.scratch or needs_merging(job, base):
-            export_merged(folder, adapted, job, base, built.processor, notes, wanted.revision)
-        else:
-            updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
-            export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes)
+        write_model(prepared, job, progress.state.base, folder, progress.state.round, ids[0] if personal else None)
         folders[key] = folder
     return folders
+
+
+def write_model(
+    prepared: Prepared, job: Job, base: BaseUpdate, folder: Path, round: int, client: str | None = None
+) -> None:
+    """Write a job's model, as an adapter or, where none expresses it, whole.
+
+    Args:
+        prepared: the run.
+        job: whose model.
+        base: under it.
+        folder: where to.
+        round: of which it is.
+        client: whose own it is; None: the global one.
+    """
+    adapted = prepared.engine.adapted
+    notes = {
+        **asdict(prepared.facts),
+        "method": prepared.config.method.title,
+        "round": round,
+        "base_model": prepared.config.model.name,
+        "kept": prepared.config.model.modules_to_save,
+        "client": client,
+    }
+    built, wanted = prepared.model, prepared.config.model
+    if wanted.scratch or needs_merging(job, base):
+        export_merged(folder, adapted, job, base, built.processor, notes, wanted.revision)
+    else:
+        updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
+        export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes)

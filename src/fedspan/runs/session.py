@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from fedspan.runs.listener import Listener
 from fedspan.runs.scores import final_scores, round_score
 from fedspan.runs.simulators import engine_note, keep_choice, recall_choice
 
-__all__ = ["RunReport", "require_same_run", "run", "write_adapters"]
+__all__ = ["Host", "RunReport", "kept_partition", "require_same_run", "run", "write_adapters"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,12 @@ class RunReport:
     examples: tuple[Mapping[str, str], ...] = ()
 
 
+Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
+"""Connects a prepared run to its clients, wherever they are, has it played, and returns its report."""
+
+Build = Callable[[RunConfig, Partition | None], Prepared]
+
+
 def run(
     config: RunConfig | None,
     folder: str | Path,
@@ -74,6 +80,8 @@ def run(
     resume: bool = False,
     listener: Listener | None = None,
     command: tuple[str, ...] = (),
+    host: Host | None = None,
+    build: Build = prepare,
 ) -> RunReport:
     """Play all rounds, export the best round's adapters and write the report.
 
@@ -83,6 +91,8 @@ def run(
         resume: go on after the last committed round.
         listener: told what happens.
         command: the command line, for environment.json.
+        host: connects the run to clients elsewhere; None: they are simulated in this process.
+        build: makes what runs of the config, and of the partition that the run was begun with, if any.
 
     Raises:
         FedspanError: for anything that the user can put right.
@@ -94,31 +104,42 @@ def run(
             stored = parse_config(parse_text(place.config_text(), str(place.config)))
             if changes := record_environment(place, stored.seed, command):
                 listener.environment_changed(changes)
-            return _play(place, stored, listener, resumed=True)
+            return _play(place, stored, listener, resumed=True, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "needed for a new run")
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded for nothing
-    prepared = prepare(config)  # before the folder is made: a mistake in the config leaves nothing behind
+    prepared = build(config, None)  # before the folder is made: a mistake in the config leaves nothing behind
     with RunFolder.create(folder, text) as place:
         record_environment(place, config.seed, command)
-        return _play(place, config, listener, resumed=False, prepared=prepared)
+        return _play(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
 
 
 def _play(
-    place: RunFolder, config: RunConfig, listener: Listener, *, resumed: bool, prepared: Prepared | None = None
+    place: RunFolder,
+    config: RunConfig,
+    listener: Listener,
+    *,
+    resumed: bool,
+    prepared: Prepared | None = None,
+    host: Host | None = None,
+    build: Build = prepare,
 ) -> RunReport:
     kept = checkpoints.resume(place)
     if prepared is None:
         require_same_run(place, config, kept)
-        prepared = prepare(config, _kept_partition(place))
-    if not place.partition.exists():
+        prepared = build(config, kept_partition(place))
+    if prepared.partition is not None and not place.partition.exists():
         with disk_errors(place.path):
             write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
-    with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
-        session = _Session(place, prepared, listener, metrics, ledger)
-        return session.finish(session.play(kept, resumed))
+
+    def played(prepared: Prepared) -> RunReport:
+        with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
+            session = _Session(place, prepared, listener, metrics, ledger)
+            return session.finish(session.play(kept, resumed))
+
+    return played(prepared) if host is None else host(place, prepared, played)
 
 
 def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
@@ -132,7 +153,8 @@ def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | Non
         raise FedspanError("config", str(place.config), expected)
 
 
-def _kept_partition(place: RunFolder) -> Partition | None:
+def kept_partition(place: RunFolder) -> Partition | None:
+    """The partition that a run was begun with, if that is written down."""
     if not place.partition.exists():
         return None
     return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
@@ -157,6 +179,8 @@ class _Session:
         else:
             progress = kept.progress
             self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
+            if self.best is not None:
+                federation.remember(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
         recall_choice(self.place, engine)
         self.listener.started(self.prepared, progress.state.round, resumed)
@@ -187,6 +211,8 @@ class _Session:
             "lr": result.lr,
             "cohort": list(result.cohort),
         }
+        if result.failures:
+            row["failures"] = [asdict(failure) for failure in result.failures]
         every, last = prepared.config.evaluation.every, prepared.federation.settings.rounds
         if number % every and number != last:
             return row
@@ -200,6 +226,7 @@ class _Session:
         score = round_score(prepared, number, None if validation is None else validation.pooled)
         if self.best is None or score > self.best[1]:
             self.best = (number, score)
+            prepared.federation.remember(progress)
         return row
 
     def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
@@ -241,6 +268,8 @@ class _Session:
         scores, by_client = final_scores(prepared, progress)
         with disk_errors(place.path):
             adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
+        for failure in prepared.federation.conclude(progress):
+            self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
         examples = _predictions(prepared, progress)
         totals = self.ledger.totals
         report = RunReport(
@@ -269,7 +298,9 @@ def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tupl
     if prepared.test is None:
         return ()
     indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
-    _, job = next(prepared.evaluator.models(progress))
+    _, job = next(prepared.evaluator.models(progress), (None, None))
+    if job is None:  # clients' own models, which are with them
+        return ()
     batch_size = prepared.config.evaluation.batch_size
     predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
     answers = prepared.task.answers(predictions)

@@ -41,12 +41,12 @@ def make_engine(
     chosen, seed = config.engine, config.seed
     prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
     refusals = {
-        "with engine.name: loop, which is the reference": chosen.name == "loop",
+        f"with engine.name: {chosen.name}; only batched compiles": chosen.name != "batched",
         "with training.lora_dropout, whose masks are drawn client by client": settings.dropout > 0,
     }
     if chosen.compile and (why := next((why for why, holds in refusals.items() if holds), None)):
         raise FedspanError("engine.compile", True, f"false {why}")
-    if chosen.name == "loop":
+    if chosen.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix)
     wish = Wish(chosen.clients_at_once, chosen.workers)
     return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile)

@@ -1,0 +1,127 @@
+"""A server and its nodes as processes of the command line, on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fedspan.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(path for path in sys.path if path)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
+
+
+class Deployment:
+    """Processes in a folder; all are ended with it.
+
+    Args:
+        folder: for keys, data, logs.
+        insecure: without TLS and keys.
+    """
+
+    def __init__(self, folder: Path, *, insecure: bool = False) -> None:
+        self.folder, self.insecure = folder, insecure
+        self.port = free_port()
+        self.server = folder / "server"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Deployment:
+        self.start_server()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.processes):
+            self.end(name, signal.SIGTERM)
+
+    def call(self, *arguments: str, timeout: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=timeout)
+        assert not check or done.returncode == 0, done.stdout + done.stderr + self.logs()
+        return done
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command(*arguments), env=environment(), stdout=log, stderr=log, start_new_session=True
+            )
+        self.processes[name] = process
+        return process
+
+    def end(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """End a process and all that it started."""
+        process = self.processes.pop(name)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def logs(self) -> str:
+        found = [*self.folder.glob("*.log"), self.server / "superlink.log"]
+        return "".join(f"\n--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in found)
+
+    def wait_for(self, name: str, words: str, seconds: float = 60) -> None:
+        until = time.monotonic() + seconds
+        while words not in self.log(name):
+            assert self.processes[name].poll() is None, self.logs()
+            assert time.monotonic() < until, f"{name} did not say {words!r}\n{self.logs()}"
+            time.sleep(0.1)
+
+    def start_server(self) -> None:
+        options = ["--insecure"] if self.insecure else []
+        self.start("server", "server", "--folder", str(self.server), "--port", str(self.port), *options)
+        self.wait_for("server", "listening on")
+
+    def node_file(self, id: str, data: Path, **changes: Any) -> Path:
+        """Write a node's file, with a key of its own that the server knows."""
+        key = self.folder / f"{id}.key"
+        if not self.insecure and not key.exists():
+            self.call("join", "--new-key", str(key))
+            self.call("admit", f"{key}.pub", "--as", id, "--server", str(self.server))
+        values = {
+            "id": id,
+            "server": f"127.0.0.1:{self.port}",
+            "authority": str(self.server / "ca.crt"),
+            "key": str(key),
+            "folder": str(self.folder / f"{id}-state"),
+            "data": {"train": str(data)},
+            "device": "cpu",
+            "threads": 1,
+            **changes,
+        }
+        path = self.folder / f"{id}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def join(self, id: str, path: Path) -> None:
+        self.start(id, "join", str(path), *(["--insecure"] if self.insecure else []))
+
+    def submit(
+        self, config: Path, out: Path, *options: str, timeout: float = 300, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        arguments = ("submit", str(config), "--out", str(out), "--server", str(self.server), *options)
+        return self.call(*arguments, timeout=timeout, check=check)

@@ -1,0 +1,173 @@
+"""``fedspan server``, ``admit``, ``join``, ``submit`` and ``status``: federations between machines."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import signal
+from pathlib import Path
+from threading import Event
+from typing import Annotated
+
+import typer
+
+from fedspan.cli.show import Overrides
+from fedspan.errors import FedspanError
+
+__all__ = ["admit", "join", "server", "status", "submit"]
+
+Folder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")]
+_FOLDER = Path("fedspan-server")
+
+
+def server(
+    folder: Annotated[Path, typer.Option("--folder", help="Certificates, secret, database, log.")] = _FOLDER,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 9092,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--name", help="A name or address under which nodes reach this machine; may be repeated."),
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: for a try on one machine.")] = False,
+) -> None:
+    """Run a federation's server: Flower's SuperLink, with TLS and node keys.
+
+    The first start makes an authority and a certificate. Give ca.crt to every data holder.
+    """
+    from fedspan.flower import require
+
+    require()
+    from fedspan.flower import server as servers
+
+    if insecure:
+        host = "127.0.0.1" if host == "0.0.0.0" else host
+        typer.secho("INSECURE: nothing is encrypted, and any node may join. Never with real data.", fg="red", err=True)
+    link = servers.prepare_folder(folder, port, names or [], insecure=insecure)
+    stop = _stop()
+
+    def ready() -> None:
+        known = (names or ["THIS-MACHINE"])[0]
+        typer.echo(f"listening on {host}:{port}; log: {folder / 'superlink.log'}")
+        if not insecure:
+            typer.echo(f"give to every data holder: {folder / 'ca.crt'}")
+        typer.echo("a data holder, on its machine:\n  fedspan join --new-key node.key     # sends you node.key.pub")
+        if not insecure:
+            typer.echo("here:\n  fedspan admit node.key.pub --as NAME" + _server(folder))
+        typer.echo(f"then there, with `server: {known}:{port}` in its file:\n  fedspan join node.yaml")
+        typer.echo(f"and here:\n  fedspan submit config.yaml{_server(folder)}")
+
+    servers.serve(folder, link, host, stop, ready)
+
+
+def admit(
+    key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What to call the node.")] = "",
+    folder: Folder = _FOLDER,
+) -> None:
+    """Let a data holder's node take part (Flower's own command: flwr supernode register)."""
+    from fedspan.flower import require
+
+    require()
+    from fedspan.flower import server as servers
+
+    servers.admit(servers.link_of(folder), key, name or key.name.removesuffix(".pub"))
+    typer.echo(f"admitted {key}")
+
+
+def join(
+    node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
+    new_key: Annotated[
+        Path | None, typer.Option("--new-key", metavar="FILE", help="Make a key pair, and do nothing else.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and a key.")] = False,
+) -> None:
+    """Take part in federations as a data holder. Data and paths never leave this machine."""
+    from fedspan.flower import require
+
+    require()
+    if new_key is not None:
+        from fedspan.flower.keys import make_node_key
+
+        typer.echo(f"send this file, and only this, to the server's operator: {make_node_key(new_key)}")
+        return
+    if node is None:
+        raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")
+    from fedspan.api.deploying import join as taking_part
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for quiet in ("httpx", "flwr"):
+        logging.getLogger(quiet).setLevel(logging.WARNING)
+    taking_part(node, insecure=insecure, stop=_stop())
+
+
+def submit(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Where the run is kept.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on with an interrupted run.")
+    ] = None,
+    wait: Annotated[float, typer.Option("--wait", min=1, help="Seconds to wait for all nodes.")] = 600.0,
+    folder: Folder = _FOLDER,
+) -> None:
+    """Play a federation with the nodes that have joined, and export the best round's adapter."""
+    from fedspan.flower import require
+
+    require()
+    if (config is None) == (resume is None):
+        raise FedspanError("CONFIG", None if config is None else str(config), "a YAML file, or --resume FOLDER")
+    from fedspan.api.deploying import submit as submitted
+    from fedspan.cli.closing import show_report
+    from fedspan.cli.live import RunView
+    from fedspan.cli.text import console
+    from fedspan.flower.server import link_of
+
+    place = resume or out or Path("runs") / (config or Path("run")).stem
+    shown = console()
+    view = RunView(shown, place)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    try:
+        with view:
+            report = submitted(
+                config,
+                place,
+                link_of(folder),
+                overrides=overrides or (),
+                resume=resume is not None,
+                wait=wait,
+                listener=view,
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; go on with:\n  fedspan submit --resume {shlex.quote(str(place))}", err=True)
+        raise typer.Exit(130) from None
+    show_report(shown, report, place)
+
+
+def status(folder: Folder = _FOLDER) -> None:
+    """Show the nodes of a server: which are online, and since when."""
+    from fedspan.flower import require
+
+    require()
+    from fedspan.cli.text import console, plain_table
+    from fedspan.flower import server as servers
+
+    table = plain_table()
+    for title in ("node", "status", "online for", "offline since"):
+        table.add_column(title)
+    found = servers.nodes(servers.link_of(folder))
+    for one in found:
+        shown = (one.get(key) for key in ("node-id", "status", "online-elapsed", "offline-at"))
+        table.add_row(*("" if value is None else str(value) for value in shown))
+    console().print(table if found else "no nodes yet: fedspan admit KEY.pub")
+
+
+def _stop() -> Event:
+    """Set by Ctrl-C, or when the process is asked to end."""
+    stop = Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: stop.set())
+    return stop
+
+
+def _server(folder: Path) -> str:
+    return "" if folder == _FOLDER else f" --server {shlex.quote(str(folder))}"

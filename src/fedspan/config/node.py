@@ -1,0 +1,93 @@
+"""A data holder's own file: its data, which never leave, and the limits that no server can override."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field
+
+from fedspan.config.mistakes import first_mistake
+from fedspan.config.reading import read_values
+from fedspan.config.section import Section
+
+__all__ = ["NodeConfig", "NodeLimits", "load_node"]
+
+_MIB = 2**20
+
+
+class NodeLimits(Section):
+    """What a server may ask of this node."""
+
+    methods: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, description="Methods that it may name; left out: all."
+    )
+    models: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, description="Base models that it may name (model.name); left out: all."
+    )
+    rounds: int | None = Field(default=None, ge=1, description="Rounds of a run, at most.")
+    round_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that an order may take; then the process that trains is killed and started anew.",
+    )
+    message_mib: int = Field(default=1024, ge=1, le=2048, description="MiB of a message, at most, in and out.")
+
+    @property
+    def message_bytes(self) -> int:
+        """``message_mib`` in bytes."""
+        return self.message_mib * _MIB
+
+
+class NodeConfig(Section):
+    """A node: who it is, what it holds, what it allows."""
+
+    id: str = Field(min_length=1, max_length=256, description="Its stable name in every federation.")
+    server: str = Field(min_length=1, description="The server, host:port.")
+    authority: str | None = Field(
+        default=None, min_length=1, description="File with the certificate that the server's operator gave out: ca.crt."
+    )
+    key: str | None = Field(default=None, min_length=1, description="File with its private key.")
+    folder: str = Field(default="fedspan-node", min_length=1, description="Where it keeps what it must remember.")
+    data: dict[str, Any] = Field(
+        description="Its data, as in a run's config: train, test, text, label, ... What belongs to the problem and not "
+        "to the place (labels, prompt) comes from the server."
+    )
+    validation: float | None = Field(
+        default=None, ge=0, lt=1, description="Share of its examples for validation; left out: the server's."
+    )
+    test: float | None = Field(
+        default=None, ge=0, lt=1, description="Share of its examples for its own test; left out: the server's."
+    )
+    models: dict[str, str] = Field(
+        default_factory=dict, description="Folders here of models that a server may name: {name: folder}."
+    )
+    device: str | None = Field(default=None, description="auto, cpu, cuda, cuda:1, mps; left out: auto.")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads of torch.")
+    limits: NodeLimits = Field(default_factory=NodeLimits)
+
+
+def load_node(path: str | Path) -> NodeConfig:
+    """A node's file; paths in it are as seen from its folder.
+
+    Raises:
+        FedspanError: missing or unreadable file, no YAML mapping, or the first mistake in it.
+    """
+    path = Path(path)
+    try:
+        node = NodeConfig.model_validate(read_values(path))
+    except pydantic.ValidationError as error:
+        raise first_mistake(error, root=NodeConfig) from None
+
+    def here(name: str | None) -> str | None:
+        return None if name is None else str((path.parent / Path(name).expanduser()).resolve())
+
+    data = dict(node.data)
+    for name in ("train", "test"):
+        given = data.get(name)
+        if isinstance(given, str) and (path.parent / given).exists():
+            data[name] = here(given)
+    changes = {"authority": here(node.authority), "key": here(node.key), "folder": here(node.folder), "data": data}
+    return node.model_copy(update=changes)

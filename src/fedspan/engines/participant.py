@@ -1,0 +1,188 @@
+"""A client's half of the rounds, where its data is: answers a server's orders.
+
+What it keeps between rounds (memory, moments, the base that it holds) is versioned by round. An order names the round
+whose reply was accepted last (``Client.held``); training goes on from that version and writes a new one, so a round
+that is retried, or a reply that is lost, never advances it twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from fedspan.core.base import BaseUpdate, apply_patch
+from fedspan.core.method import Memory, Method
+from fedspan.core.values import Job, Message, OptimizerState, Trained
+from fedspan.engines import wire
+from fedspan.engines.engine import Engine
+from fedspan.engines.federation import Member, kept_moments
+from fedspan.engines.parcels import Answer, Order, Part, ScoredPart, Scores
+from fedspan.engines.work import Assignment
+from fedspan.errors import FedspanError
+from fedspan.tasks.task import Examples
+
+__all__ = ["Keeper", "Kept", "Lost", "Participant", "refused"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a client keeps between rounds.
+
+    Args:
+        memory: the method's.
+        moments: kept optimizer states by phase, with the generation that they belong to.
+        base: the base update that it holds.
+    """
+
+    memory: Memory = field(default_factory=dict)
+    moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
+    base: BaseUpdate = BaseUpdate()
+
+
+class Lost(FedspanError):
+    """What a client kept is not there any more, or damaged."""
+
+    def __init__(self, client: str, round: int, why: str) -> None:
+        super().__init__("client memory", client, f"what it kept of round {round + 1} ({why}); it is sent everything")
+
+
+class Keeper(Protocol):
+    """Where clients' versions are."""
+
+    def load(self, client: str, round: int) -> Kept:
+        """What a client kept after its training in a round.
+
+        Raises:
+            Lost: if that is not there, or damaged.
+        """
+        ...
+
+    def store(self, client: str, round: int, kept: Kept, needed: frozenset[int]) -> None:
+        """Keep a version; all others but those of the rounds that are needed may go.
+
+        Raises:
+            FedspanError: if the disk is full or refuses.
+        """
+        ...
+
+
+class Participant:
+    """Answers orders to a client.
+
+    Args:
+        method: the run's, as on the server.
+        engine: trains.
+        member: the client's examples.
+        examples: what the member's indices point into.
+        keeper: where it keeps what it must remember.
+        batch_size: of evaluation.
+        export: writes the model of a job, over a base, of a round; None: that is not for this client to do.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        engine: Engine,
+        member: Member,
+        examples: Examples,
+        keeper: Keeper,
+        batch_size: int,
+        export: Callable[[Job, BaseUpdate, int], None] | None = None,
+    ) -> None:
+        self.method, self.engine, self.member = method, engine, member
+        self.examples, self.keeper, self.batch_size, self.export = examples, keeper, batch_size, export
+
+    def answer(self, order: Order) -> Answer:
+        """Do what is asked.
+
+        Raises:
+            FedspanError: if the loss stops being finite, or (``Lost``) what the client kept is not there.
+            ValueError: if the order is not one to this client.
+        """
+        if order.to != self.member.client.id:
+            raise ValueError(f"an order to {order.to!r}; this is {self.member.client.id!r}")
+        if order.task == "evaluate":
+            return self._evaluated(order)
+        if order.task == "export":
+            return self._exported(order)
+        if order.client is None or order.client.id != order.to:
+            raise ValueError("an order to train names another client, or none")
+        return self._trained(order)
+
+    def _kept(self, held: int | None) -> Kept:
+        return Kept() if held is None else self.keeper.load(self.member.client.id, held)
+
+    def _start(self, order: Order) -> tuple[Job, Kept]:
+        """The job of an order, with the model's base as the server has it, and what was kept."""
+        message = order.message
+        kept = self._kept(None if order.client is None else order.client.held)
+        base = apply_patch(kept.base, message.base)
+        self.engine.adapted.set_base(base)
+        memory = kept.memory if order.client is not None else {}
+        return self.method.start(message, order.client, memory), replace(kept, base=base)
+
+    def _trained(self, order: Order) -> Answer:
+        client = order.client
+        assert client is not None
+        id, settings = order.to, self.engine.settings
+        job, kept = self._start(order)
+        memory, moments = kept.memory, dict(kept.moments)
+        parts: list[Part] = []
+        replies: list[Message] = []
+
+        def assigned(job: Job) -> Assignment:
+            kept_before = kept_moments(job, moments.get(job.phase), settings.keep_optimizer)
+            return Assignment(id, order.round, job, self.member.train, order.lr, kept_before)
+
+        def finished(work: Assignment, trained: Trained) -> Assignment | None:
+            nonlocal memory
+            if settings.keep_optimizer:
+                moments[work.job.phase] = (trained.optimizer_state, work.job.generation)
+            result, memory = self.method.finish(work.job, trained, client, memory)
+            parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
+            if isinstance(result, Job):
+                return assigned(result)
+            replies.append(result)
+            return None
+
+        work = int(self.examples.lengths[self.member.train].sum())
+        self.engine.train_all(self.examples, {id: work}, lambda _: assigned(job), finished)
+        (reply,) = replies
+        needed = frozenset(round for round in (client.held, order.best) if round is not None)
+        self.keeper.store(id, order.round, Kept(memory, moments, kept.base), needed)
+        return Answer("train", order.round, order.attempt, id, tuple(parts), body=wire.encode(reply))
+
+    def _exported(self, order: Order) -> Answer:
+        if self.export is None:
+            raise FedspanError("export", order.to, "a client that keeps its own adapter")
+        job, kept = self._start(order)
+        self.export(job, kept.base, order.round)
+        return Answer("export", order.round, order.attempt, order.to)
+
+    def _evaluated(self, order: Order) -> Answer:
+        job, _ = self._start(order)
+        scores: dict[ScoredPart, Scores] = {}
+        parts: tuple[tuple[ScoredPart, np.ndarray], ...]
+        parts = (("validation", self.member.validation), ("test", self.member.test))
+        for name, indices in parts:
+            if not len(indices):
+                continue
+            self.engine.ready(self.examples, indices)
+            predictions = self.engine.predict(job, self.examples, indices, self.batch_size)
+            measured = self.engine.task.metrics(predictions, self.examples, indices.tolist())
+            scores[name] = {key: value for key, value in measured.items() if math.isfinite(value)}
+            scores[name]["examples"] = float(len(indices))
+        return Answer("evaluate", order.round, order.attempt, order.to, scores=scores)
+
+
+def refused(order: Order, error: Exception) -> Answer:
+    """The answer of a client that could not do what it was asked.
+
+    Only what this package says of itself goes out: other errors may quote data, so of those their kind is told.
+    """
+    said = str(error) if isinstance(error, FedspanError) else f"{type(error).__name__}; see the client's own log"
+    return Answer(order.task, order.round, order.attempt, order.to, failed=said, lost=isinstance(error, Lost))

@@ -1,0 +1,37 @@
+"""The same methods on Flower: its simulation and its deployment engine. Nothing else in fedspan imports ``flwr``.
+
+Importing this package turns Flower's and Ray's telemetry and update checks off, and its installation of an app's
+dependencies at run time; set the variables below beforehand to have them.
+"""
+
+import importlib.util
+import os
+
+from fedspan.errors import FedspanError
+
+__all__ = ["require"]
+
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+for _name, _value in _QUIET.items():
+    os.environ.setdefault(_name, _value)
+
+
+def require(*, simulation: bool = False) -> None:
+    """Check that Flower is installed.
+
+    Args:
+        simulation: whether its simulation engine (Ray) is needed, too.
+
+    Raises:
+        FedspanError: if not.
+    """
+    wanted = {"flwr": "flower", **({"ray": "flower-sim"} if simulation else {})}
+    for package, extra in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            raise FedspanError(package, "not installed", f"pip install 'fedspan[{extra}]'")

@@ -1,0 +1,131 @@
+"""Certificates and keys of a deployment: an authority of its own, the server's certificate, and the nodes' key pairs.
+
+The files are those that Flower's commands and ssh-keygen know, so that either can be used instead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedspan.errors import FedspanError
+
+__all__ = ["AUTHORITY", "CERTIFICATE", "KEY", "load_node_key", "make_authority", "make_node_key"]
+
+AUTHORITY, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
+"""Files that ``make_authority`` writes."""
+
+_DAYS = 730
+
+
+def make_authority(folder: Path, hosts: Sequence[str]) -> None:
+    """Make an authority and a certificate for a server; the authority's own key is thrown away.
+
+    Args:
+        folder: gets ``ca.crt`` (for everybody who joins), ``server.crt`` and ``server.key`` (0600).
+        hosts: names and addresses under which the server is reached; this machine's own name for itself is added.
+
+    Raises:
+        FedspanError: if the folder holds such files already, or a host is empty.
+    """
+    for name in (AUTHORITY, CERTIFICATE, KEY):
+        if (folder / name).exists():
+            raise FedspanError("certificates", str(folder / name), "a folder without them; these are in use")
+    if any(not host for host in hosts):
+        raise FedspanError("host", "", "a name or an address")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    authority, own = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedspan federation")])
+    signed = _certificate(issuer, issuer, authority.public_key())
+    signed = signed.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    _write(folder / AUTHORITY, signed.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
+    names = [_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
+    server = _certificate(subject, issuer, own.public_key())
+    server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    private = own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    _write(folder / KEY, private, 0o600)
+    _write(folder / CERTIFICATE, server.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+
+
+def make_node_key(path: Path) -> Path:
+    """Make a node's key pair, as ``ssh-keygen -t ecdsa -b 384`` does.
+
+    Args:
+        path: of the private key (0600); the public one, for the server's operator, is ``path.pub`` beside it.
+
+    Returns:
+        The public key's file.
+
+    Raises:
+        FedspanError: if there is a key already.
+    """
+    public = path.with_name(f"{path.name}.pub")
+    if path.exists() or public.exists():
+        raise FedspanError("key", str(path), "a file that is not there yet")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)
+    _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n", 0o644)
+    return public
+
+
+def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    """A node's key pair, from its private key.
+
+    Raises:
+        FedspanError: if it is no such key, or others than its owner may read it.
+    """
+    try:
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            raise FedspanError("key", str(path), f"a file that only its owner can read: chmod 600 {path}")
+        key = load_ssh_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise FedspanError("key", str(path), f"a private key as fedspan join --new-key makes it ({error})") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FedspanError("key", str(path), "an elliptic-curve key: ssh-keygen -t ecdsa -b 384")
+    return key, key.public_key()
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+    )
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)

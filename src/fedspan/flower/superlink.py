@@ -1,0 +1,61 @@
+"""Flower's SuperLink with a door of our own: nodes come from anywhere, whoever commands from this machine alone.
+
+Flower serves nodes, commands and running servers on one port, and takes commands (registering a node's key, submitting
+an app) from whoever reaches it. Run as a module, this is ``flower-superlink`` with the same arguments, but what is not
+for nodes is refused unless it comes from this machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from flwr.superlink import extensions
+from flwr.superlink.cli.flower_superlink import flower_superlink
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+
+__all__ = ["Door", "main"]
+
+_FOR_NODES = ("/v1/fleet/",)
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+
+class Door:
+    """Refuses what is not for nodes, unless it comes from this machine.
+
+    Args:
+        app: behind the door.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Serve, or refuse with 403."""
+        if scope["type"] == "lifespan" or scope["path"].startswith(_FOR_NODES) or _local(scope.get("client")):
+            await self.app(scope, receive, send)
+        else:
+            await PlainTextResponse("only from the server's own machine", 403)(scope, receive, send)
+
+
+def _local(client: tuple[str, int] | None) -> bool:
+    try:
+        return client is not None and ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def main() -> None:
+    """``flower-superlink``, behind the door."""
+    given = extensions.get_middleware
+    extensions.get_middleware = lambda: (Middleware(Door), *given())  # pyright: ignore[reportArgumentType]
+    flower_superlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""A node of a deployment: fetches messages from a SuperLink and sends the answers back, in a process that stays.
+
+Flower's own ``flower-supernode`` starts a process for every message, which imports everything and loads the model anew,
+and runs in it whatever app the server names. This loop speaks the same protocol by Flower's own client, and hands every
+message to code that is installed here: the model stays loaded, and no code ever comes from the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Error, Message
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    inflate_object_from_contents,
+    pull_objects,
+    push_object_contents_from_iterable,
+)
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.fleet_http_connection import http_request_response
+
+from fedspan.engines.parcels import Parcel
+from fedspan.errors import FedspanError
+from fedspan.flower.codec import from_records, to_records
+
+__all__ = ["Link", "serve"]
+
+_POLL = 0.1, 1.0
+"""Seconds between two looks for messages: after one came, and at most."""
+_RECONNECT = 2.0, 30.0
+"""Seconds before a lost connection is made anew: at first, and at most."""
+_REFUSED = 150.0
+"""Seconds after which a SuperLink that lets us not in does so for good: it notices within 60 s that a node is gone."""
+_FAILED = 1000
+"""Code of an error reply whose reason is fedspan's."""
+
+log = logging.getLogger("fedspan.node")
+
+Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
+
+
+class Link:
+    """Where a node's SuperLink is.
+
+    Args:
+        address: ``host:port``.
+        authority: file with the certificate of who signed the SuperLink's; None: an insecure connection.
+        keys: the node's own; None: whoever it is.
+        most: bytes that a message may have.
+    """
+
+    def __init__(self, address: str, authority: Path | None, keys: Keys | None, most: int) -> None:
+        self.address, self.authority, self.keys, self.most = address, authority, keys, most
+
+
+def serve(link: Link, answering: Callable[[Parcel], Parcel], stop: Event) -> None:
+    """Answer messages until told to stop; a connection that breaks is made anew.
+
+    Args:
+        link: to the SuperLink.
+        answering: answers what came; what it raises is told to the server as an error, by its kind.
+        stop: ends this when set.
+
+    Raises:
+        FedspanError: if the SuperLink refuses this node.
+    """
+    pause, until = _RECONNECT[0], time.monotonic() + _REFUSED
+    while not stop.is_set():
+        try:
+            with _connected(link) as connection:
+                pause = _RECONNECT[0]
+                try:
+                    _answer(connection, link.most, answering, stop)
+                finally:
+                    until = time.monotonic() + _REFUSED
+        except httpx.HTTPStatusError as error:
+            if time.monotonic() > until:
+                expected = "a SuperLink that knows this node's key (fedspan admit KEY.pub, on the server)"
+                raise FedspanError("server", link.address, expected) from error
+            why = "it does not know this node's key, or has not yet noticed that its last connection ended"
+            log.warning("%s lets us not in: %s; again in %g s", link.address, why, pause)
+            stop.wait(pause)
+        except (httpx.HTTPError, OSError) as error:
+            log.warning("no connection to %s (%s); again in %g s", link.address, type(error).__name__, pause)
+            stop.wait(pause)
+            pause = min(2 * pause, _RECONNECT[1])
+
+
+@contextmanager
+def _connected(link: Link) -> Generator[tuple[Any, ...]]:
+    """Flower's connection, whose errors come out as they are.
+
+    Raises:
+        httpx.HTTPStatusError: if the SuperLink refuses this node.
+        httpx.HTTPError: if it is not there.
+    """
+    authority = None if link.authority is None else link.authority.read_bytes()
+    inside: list[Exception] = []
+    try:
+        with http_request_response(link.address, link.authority is None, authority, link.keys, 0, None) as connection:
+            log.info("connected to %s as node %d", link.address, connection[0])
+            try:
+                yield connection
+            except Exception as error:  # Flower's context would log it and go on
+                inside.append(error)
+    except SystemExit as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, httpx.HTTPError):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, httpx.HTTPError):
+            raise cause from error
+        raise httpx.ConnectError(f"no connection to {link.address}") from error
+    if inside:
+        raise inside[0]
+
+
+def _answer(connection: tuple[Any, ...], most: int, answering: Callable[[Parcel], Parcel], stop: Event) -> None:
+    node_id, receive, send, _, _, pull_object, push_object, confirm = connection
+    pause = _POLL[0]
+    while not stop.is_set():
+        received = receive()
+        if received is None:
+            stop.wait(pause)
+            pause = min(1.5 * pause, _POLL[1])
+            continue
+        pause = _POLL[0]
+        message, tree = received
+        run = message.metadata.run_id
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run, node_id
+        began = time.monotonic()
+        contents = _pulled(tree, partial(pull_object, run), most)
+        confirm(run, message.metadata.message_id)
+        reply = _reply(message, contents, answering)
+        _push(reply, time.monotonic() - began, send, partial(push_object, run))
+
+
+def _pulled(tree: Any, pull: Callable[[str], bytes], most: int) -> dict[str, bytes] | None:
+    """A message's objects; None if together they are too large, of which no more than that is fetched."""
+    ids = [node.object_id for node in iterate_object_tree(tree)]
+    taken = 0
+
+    def counted(id: str) -> bytes:
+        nonlocal taken
+        if taken > most:
+            return b""
+        data = pull(id)
+        taken += len(data)
+        return data
+
+    contents = pull_objects(ids, pull_object_fn=counted)
+    return None if taken > most else contents
+
+
+def _reply(message: Message, contents: dict[str, bytes] | None, answering: Callable[[Parcel], Parcel]) -> Message:
+    id = message.metadata.message_id
+    if contents is None:
+        return Message(Error(_FAILED, "the message is larger than this node takes"), reply_to=message)
+    try:
+        whole = inflate_object_from_contents(id, contents)
+        if not isinstance(whole, Message):
+            raise ValueError("not a message")
+        whole.metadata.__dict__["_message_id"] = id
+        return Message(to_records(answering(from_records(whole.content))), reply_to=whole)
+    except Exception as error:  # whatever it was: the node goes on, and the server learns that there is no reply
+        log.exception("a message could not be answered")
+        return Message(Error(_FAILED, f"{type(error).__name__}; see the node's log"), reply_to=message)
+
+
+def _push(reply: Message, seconds: float, send: Any, push_object: Any) -> None:
+    with no_object_id_recompute():
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        contents = {id: one.deflate() for id, one in get_all_nested_objects(reply).items()}
+        wanted, session = send(reply, get_object_tree(reply), seconds)
+    push_object_contents_from_iterable(
+        ((id, contents[id]) for id in contents if id in wanted), push_object_fn=partial(push_object, session)
+    )

@@ -1,0 +1,159 @@
+"""A data holder's service: what it does with the parcels of servers, under its operator's limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from fedspan import __version__
+from fedspan.config import parse_config
+from fedspan.config.node import NodeConfig
+from fedspan.core.base import BaseUpdate
+from fedspan.core.values import Job
+from fedspan.engines.parcels import Order, Parcel, open_order, read_header
+from fedspan.engines.participant import Participant, refused
+from fedspan.errors import FedspanError
+from fedspan.runs.build import prepare
+from fedspan.runs.exports import write_model
+from fedspan.runs.files import disk_errors, read_bytes, write_atomic
+from fedspan.runs.keeping import DiskKeeper
+from fedspan.runs.meeting import Introduction, Invitation, base_digest, node_values
+from fedspan.runs.remote import method_for
+
+__all__ = ["Holder"]
+
+_INVITATION, _SERIAL = "invitation.json", "serial"
+
+log = logging.getLogger("fedspan.node")
+
+
+class Holder:
+    """Answers servers for one client.
+
+    What a run needs to go on after a restart is in a folder of its own: the invitation, what the client keeps, and the
+    serial of the last order, so that nothing is done twice because somebody sent it again.
+
+    Args:
+        node: the operator's file.
+    """
+
+    def __init__(self, node: NodeConfig) -> None:
+        self.node = node
+        self.folder = Path(node.folder)
+        self._loaded: tuple[str, Participant, str] | None = None
+
+    def answer(self, parcel: Parcel) -> Parcel:
+        """Do what a parcel asks, or say why not.
+
+        Raises:
+            ValueError: if it is none of ours.
+        """
+        try:
+            order = open_order(parcel)
+        except ValueError:
+            return self._introduced(read_header(Invitation, parcel)).parcel()
+        try:
+            if len(parcel.body) > self.node.limits.message_bytes:
+                raise FedspanError("message", len(parcel.body), f"at most {self.node.limits.message_bytes} bytes here")
+            self._require_new(order)
+            answer = self._participant(order.run).answer(order)
+            if len(answer.body) > self.node.limits.message_bytes:
+                raise FedspanError("reply", len(answer.body), f"at most {self.node.limits.message_bytes} bytes here")
+            log.info("round %d: %s done", order.round + 1, order.task)
+        except Exception as error:
+            log.exception("round %d: %s failed", order.round + 1, order.task)
+            answer = refused(order, error)
+        return answer.parcel()
+
+    def _introduced(self, invitation: Invitation) -> Introduction:
+        own = Introduction(id=self.node.id, version=__version__)
+        try:
+            self._require_allowed(invitation)
+            participant, base = self._build(invitation)
+        except Exception as error:  # the server's operator is told what this package says of itself, and no more
+            log.exception("the invitation to %s is refused", invitation.run)
+            said = str(error) if isinstance(error, FedspanError) else f"{type(error).__name__}; see the node's log"
+            return own.model_copy(update={"refused": said[:4096]})
+        place = self._of(invitation.run)
+        with disk_errors(self.folder, "free some space on the node"):
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(place / _INVITATION, invitation.model_dump_json().encode())
+        self._loaded = (invitation.run, participant, base)
+        log.info("joined %s with %d examples", invitation.run, participant.member.client.examples)
+        return own.model_copy(update={"examples": participant.member.client.examples, "base": base})
+
+    def _require_allowed(self, invitation: Invitation) -> None:
+        if invitation.version != __version__:
+            raise FedspanError("version", invitation.version, f"fedspan {__version__}, as on this node")
+        limits, config = self.node.limits, parse_config(self._values(invitation))
+        for field, value, allowed in (
+            ("method.name", config.method.name, limits.methods),
+            ("model.name", invitation.values().get("model", {}).get("name", config.model.name), limits.models),
+        ):
+            if allowed is not None and value not in allowed:
+                raise FedspanError(field, value, f"one that this node allows: {', '.join(allowed) or 'none'}")
+        if limits.rounds is not None and config.federation.rounds > limits.rounds:
+            raise FedspanError("federation.rounds", config.federation.rounds, f"at most {limits.rounds} on this node")
+
+    def _values(self, invitation: Invitation) -> dict[str, object]:
+        own = self.node.model_dump(include={"data", "validation", "test", "device", "threads"})
+        values = node_values(invitation.values(), own)
+        model = dict(values.get("model") or {})
+        if model.get("name") in self.node.models:
+            model["name"] = self.node.models[model["name"]]
+        return {**values, "model": model}
+
+    def _build(self, invitation: Invitation) -> tuple[Participant, str]:
+        if self._loaded is not None and self._loaded[0] == invitation.run:
+            kept = self._of(invitation.run) / _INVITATION
+            if kept.is_file() and kept.read_bytes() == invitation.model_dump_json().encode():
+                return self._loaded[1], self._loaded[2]
+        self._loaded = None  # two models need not fit into memory
+        config = parse_config(self._values(invitation))
+        prepared = prepare(config)
+        (member,) = prepared.federation.members.values()
+        member = replace(member, client=replace(member.client, id=self.node.id))
+        place = self._of(invitation.run)
+        keeper = DiskKeeper(place / "kept")
+        theirs = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
+        method = config.wrapped(method_for(theirs, prepared.engine.adapted.spec))
+
+        def export(job: Job, base: BaseUpdate, round: int) -> None:
+            write_model(prepared, job, base, place / "adapter", round, self.node.id)
+            log.info("round %d: own adapter written to %s", round, place / "adapter")
+
+        participant = Participant(
+            method, prepared.engine, member, prepared.train, keeper, config.evaluation.batch_size, export
+        )
+        vocabulary = getattr(prepared.model.processor, "get_vocab", dict)()
+        return participant, base_digest(prepared.engine.adapted, vocabulary)
+
+    def _participant(self, run: str) -> Participant:
+        if self._loaded is None or self._loaded[0] != run:
+            place = self._of(run) / _INVITATION
+            if not place.is_file():
+                raise FedspanError("run", run, "one that this node was invited to")
+            invitation = Invitation.model_validate_json(read_bytes(place))
+            self._require_allowed(invitation)
+            participant, base = self._build(invitation)
+            self._loaded = (run, participant, base)
+        return self._loaded[1]
+
+    def _require_new(self, order: Order) -> None:
+        """Refuse what was sent before.
+
+        Raises:
+            FedspanError: if the order is not newer than the last one of its run.
+        """
+        place = self._of(order.run) / _SERIAL
+        last = int(json.loads(read_bytes(place))) if place.is_file() else 0
+        if order.serial <= last:
+            raise FedspanError("serial", order.serial, f"more than {last}: this order, or a newer one, was here before")
+        if place.parent.is_dir():
+            write_atomic(place, str(order.serial).encode())
+
+    def _of(self, run: str) -> Path:
+        return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]

@@ -1,0 +1,167 @@
+"""Runs whose clients are elsewhere: the server's half of a prepared run, and the clients' half as a service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedspan.config import RunConfig, parse_config, parse_text
+from fedspan.core.method import Memory, RegisteredMethod
+from fedspan.core.values import Client, Spec
+from fedspan.engines.evaluation import Evaluator
+from fedspan.engines.federation import Federation, Member
+from fedspan.engines.parcels import Parcel, open_order
+from fedspan.engines.participant import Participant, refused
+from fedspan.engines.remote import RemoteEvaluator, RemoteFederation, Transport
+from fedspan.engines.screening import ReplyRules
+from fedspan.runs.build import Prepared, choose_device, max_length, prepare
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.keeping import DiskKeeper
+from fedspan.runs.modelling import build_model
+from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.runs.ranks import client_ranks, client_scaling
+from fedspan.runs.session import kept_partition
+from fedspan.runs.simulators import make_engine
+
+__all__ = ["answer_as", "connected", "members_of", "method_for", "nodes_folder", "prepare_server"]
+
+
+def nodes_folder(run: Path) -> Path:
+    """Where the clients of a simulation keep what they must remember."""
+    return run / "nodes"
+
+
+class Nothing:
+    """The examples of a server: none."""
+
+    lengths = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return 0
+
+
+def prepare_server(config: RunConfig) -> Prepared:
+    """Build the server's half of a deployment: everything but data and clients (``connected`` brings those).
+
+    Args:
+        config: of ``meeting.server_config``.
+
+    Raises:
+        FedspanError: for anything in the config that does not fit the model.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    labels = tuple(config.data.labels or ())
+    model = build_model(config, labels, choose_device(config.device))
+    facts = Facts.of(config, labels, max_length(config, model.processor, model.adapted.model))
+    task = PROBLEMS[config.task].task(model.processor, facts, config)
+    method = config.wrapped(method_for(config, model.adapted.spec))
+    engine = make_engine(config, model.adapted, task, config.training_settings())
+    nothing = Nothing()
+    federation = Federation(method, engine, {}, nothing, config.round_settings())
+    evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
+    return Prepared(config, labels, facts, None, task, engine, federation, evaluator, nothing, None, (), model)
+
+
+def method_for(config: RunConfig, spec: Spec) -> RegisteredMethod:
+    """The run's method with the federation's number of clients, which a node's own config does not tell."""
+    return config.build_method(replace(spec, clients=config.partition.clients))
+
+
+def members_of(config: RunConfig, spec: Spec, examples: Mapping[str, int]) -> dict[str, Member]:
+    """What a server knows of its clients.
+
+    Args:
+        config: the run's.
+        spec: of its model.
+        examples: their numbers of training examples, by client id.
+    """
+    method, nobody = method_for(config, spec), np.zeros(0, np.int64)
+    ids = sorted(examples)
+    ranks = client_ranks(config, method, ids)
+    members: dict[str, Member] = {}
+    for id in ids:
+        weight = 1.0 if config.federation.weights == "uniform" else float(examples[id])
+        client = Client(id, ranks[id], client_scaling(config, method, ranks[id]), examples[id], weight)
+        members[id] = Member(client, nobody, nobody, nobody)
+    return members
+
+
+def connected(
+    prepared: Prepared,
+    transport: Transport,
+    rules: ReplyRules,
+    *,
+    members: Mapping[str, Member] | None = None,
+    nodes: Path | None = None,
+    run: str = "",
+) -> Prepared:
+    """A prepared run with its clients behind a transport.
+
+    Args:
+        prepared: the run.
+        transport: to its clients.
+        rules: when a round stands.
+        members: the clients; None: those of the prepared run.
+        nodes: where the clients keep what they remember, if that can be seen from here.
+        run: its name, for nodes that may know several.
+    """
+    here, config = prepared.federation, prepared.config
+    known = here.members if members is None else members
+    federation = RemoteFederation(
+        here.method,
+        prepared.engine,
+        known,
+        here.examples,
+        here.settings,
+        transport,
+        rules,
+        run,
+        exporting=nodes is None,
+    )
+    keeper = None if nodes is None else DiskKeeper(nodes)
+
+    def memory(client: str, round: int) -> Memory:
+        assert keeper is not None
+        return keeper.load(client, round).memory
+
+    evaluator = RemoteEvaluator(
+        federation, config.evaluation.batch_size, config.evaluation.clients, None if keeper is None else memory
+    )
+    return replace(prepared, federation=federation, evaluator=evaluator)
+
+
+def answer_as(run: str, threads: int, number: int, parcel: Parcel) -> Parcel:
+    """Answer as a client of a simulated run; the process that is asked first loads model and data, and keeps them.
+
+    Args:
+        run: the run's folder.
+        threads: of this process.
+        number: the client's place among the ids.
+        parcel: the server's order.
+    """
+    order = open_order(parcel)
+    try:
+        participant = _participants(run)[number]
+        torch.set_num_threads(threads)  # not those that the config gives the whole run
+        return participant.answer(order).parcel()
+    except Exception as error:  # whatever it was, the server is told that there is no reply
+        return refused(order, error).parcel()
+
+
+@lru_cache(maxsize=1)
+def _participants(run: str) -> list[Participant]:
+    place = RunFolder(run)
+    config = parse_config(parse_text(place.config_text(), str(place.config)))
+    prepared = prepare(config, kept_partition(place))
+    federation, keeper = prepared.federation, DiskKeeper(nodes_folder(place.path))
+    batch_size = config.evaluation.batch_size
+    return [
+        Participant(federation.method, prepared.engine, member, prepared.train, keeper, batch_size)
+        for member in federation.members.values()
+    ]

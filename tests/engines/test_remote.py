@@ -1,0 +1,200 @@
+"""Rounds between machines: what of the replies counts, and what becomes of a round when some do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from fedspan.core.values import Message
+from fedspan.engines import wire
+from fedspan.engines.federation import Progress
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.parcels import Answer, Order, Parcel, open_answer, open_order
+from fedspan.engines.participant import Participant, refused
+from fedspan.engines.remote import RemoteFederation
+from fedspan.engines.screening import ReplyRules
+from fedspan.errors import FedspanError
+from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.keeping import DiskKeeper
+
+Spoil = Callable[[Order, Answer], Parcel | str]
+BAD = "south"
+
+
+class Local:
+    """A transport to participants in this process, one of whom does something else."""
+
+    def __init__(self, participants: Mapping[str, Participant], spoil: Spoil) -> None:
+        self.participants, self.spoil = participants, spoil
+        self.asked: list[tuple[int, int, str]] = []
+
+    def exchange(self, parcels: Mapping[str, Parcel], seconds: float) -> Iterator[tuple[str, Parcel | str]]:
+        for id, parcel in parcels.items():
+            order = open_order(parcel)
+            self.asked.append((order.round, order.attempt, id))
+            try:
+                answer = self.participants[id].answer(order)
+            except FedspanError as error:
+                answer = refused(order, error)
+            yield id, self.spoil(order, answer) if id == BAD else answer.parcel()
+
+
+def good(_: Order, answer: Answer) -> Parcel:
+    return answer.parcel()
+
+
+def changed(change: Callable[[str, Tensor], Tensor]) -> Spoil:
+    """Every tensor of a reply changed."""
+
+    def spoil(_: Order, answer: Answer) -> Parcel:
+        message = wire.decode(answer.body)
+        tensors = {name: change(name, value) for name, value in message.tensors.items()}
+        return replace(answer, body=wire.encode(replace(message, tensors=tensors))).parcel()
+
+    return spoil
+
+
+def more(_: Order, answer: Answer) -> Parcel:
+    message = wire.decode(answer.body)
+    return replace(answer, body=wire.encode(Message({**message.tensors, "more": torch.zeros(2)}))).parcel()
+
+
+def fewer(_: Order, answer: Answer) -> Parcel:
+    tensors = dict(wire.decode(answer.body).tensors)
+    tensors.popitem()
+    return replace(answer, body=wire.encode(Message(tensors))).parcel()
+
+
+def failed(order: Order, _: Answer) -> Parcel:
+    return refused(order, RuntimeError("a patient's name")).parcel()
+
+
+SPOILT: dict[str, tuple[Spoil, str]] = {
+    "raises": (failed, "RuntimeError; see the client's own log"),
+    "not finite": (changed(lambda _, value: value * float("nan")), "not finite"),
+    "infinite": (changed(lambda _, value: value + float("inf")), "not finite"),
+    "other shapes": (changed(lambda _, value: value[:1]), "not ["),
+    "other numbers": (changed(lambda _, value: value.half()), "torch.float16"),
+    "tensors too many": (more, "with ['more'] too"),
+    "tensors too few": (fewer, "without ["),
+    "far away": (changed(lambda _, value: value + 100), "the cohort's median"),
+    "another round": (lambda _, answer: replace(answer, round=7).parcel(), "a reply of"),
+    "another client": (lambda _, answer: replace(answer, id="north").parcel(), "a reply of"),
+    "an evaluation": (lambda _, answer: replace(answer, task="evaluate").parcel(), "evaluate"),
+    "no header": (lambda _, answer: Parcel("{}", answer.body), "not a fedspan header"),
+    "no message": (lambda _, answer: replace(answer, body=b"\x08").parcel(), "not a fedspan message"),
+    "silence": (lambda *_: "no reply within 5 s", "no reply within"),
+}
+
+
+def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> RemoteFederation:
+    here, engine = prepared.federation, prepared.engine
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    keeper = DiskKeeper(folder)
+    known = {id: Participant(here.method, loop, one, here.examples, keeper, 32) for id, one in here.members.items()}
+    transport = Local(known, spoil)
+    return RemoteFederation(
+        here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules)
+    )
+
+
+@pytest.fixture
+def built(tiny_folder: Path) -> Prepared:
+    return prepare(tiny.config(tiny_folder, federation={"clients_per_round": None}))
+
+
+@pytest.mark.parametrize("kind", sorted(SPOILT))
+def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, built: Prepared, tmp_path: Path) -> None:
+    spoil, reason = SPOILT[kind]
+    found = federation(built, tmp_path / "spoilt", spoil)
+    begin = found.begin()
+    result = found.play(begin)
+    (failure,) = result.failures
+    assert (failure.client, failure.attempt) == (BAD, 0)
+    assert reason in failure.reason
+    assert "patient" not in failure.reason
+    assert BAD not in result.progress.held
+    others = [member for id, member in built.federation.members.items() if id != BAD]
+    without = replace_members(built, others, tmp_path / "without").play(begin)
+    for name, value in without.progress.state.tensors.items():
+        assert torch.equal(value, result.progress.state.tensors[name])
+    assert result.loss == without.loss
+
+
+def replace_members(built: Prepared, members: Any, folder: Path) -> RemoteFederation:
+    made = federation(built, folder, good)
+    made.members = {member.client.id: member for member in members}
+    return made
+
+
+def test_missing_clients_are_asked_again_and_then_the_run_stops(built: Prepared, tmp_path: Path) -> None:
+    found = federation(built, tmp_path, SPOILT["silence"][0], min_replies=4, retries=2)
+    begin = found.begin()
+    with pytest.raises(FedspanError, match=r"at least 4 of 4 clients in round 1 \(south: no reply") as stopped:
+        found.play(begin)
+    assert stopped.value.value == 3
+    transport = found.transport
+    assert isinstance(transport, Local)
+    assert [(attempt, id) for _, attempt, id in transport.asked if attempt] == [(1, BAD), (2, BAD)]
+    transport.spoil = good
+    again = found.play(begin)
+    clean = federation(built, tmp_path / "clean", good).play(begin)
+    assert wire.encode_state(again.progress.state) == wire.encode_state(clean.progress.state)
+
+
+def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(built: Prepared, tmp_path: Path) -> None:
+    def late(order: Order, answer: Answer) -> Parcel | str:
+        return answer.parcel() if order.attempt else "no reply within 5 s"
+
+    found = federation(built, tmp_path / "late", late, min_replies=4)
+    clean = federation(built, tmp_path / "clean", good)
+    one, other = found.begin(), clean.begin()
+    for _ in range(2):
+        result = found.play(one)
+        assert [failure.attempt for failure in result.failures] == [0]
+        one, other = result.progress, clean.play(other).progress
+        assert wire.encode_state(one.state) == wire.encode_state(other.state)
+
+
+def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, tmp_path: Path) -> None:
+    config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
+    built = prepare(config)
+    found = federation(built, tmp_path, good)
+    progress = found.play(found.begin()).progress
+    lost = next(path for path in tmp_path.rglob("*.safetensors"))
+    lost.write_bytes(lost.read_bytes()[:-1])
+    result = found.play(progress)
+    (failure,) = result.failures
+    assert "client memory" in failure.reason
+    assert failure.client not in result.progress.held
+    after = found.play(result.progress)
+    assert not after.failures
+    assert set(after.progress.held.values()) == {2}
+
+
+def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_path: Path) -> None:
+    found = federation(built, tmp_path, good)
+    transport = found.transport
+    assert isinstance(transport, Local)
+    participant = transport.participants["north"]
+    client = found.client("south", Progress(found.begin().state))
+    order = Order("train", 0, 0, 0.1, "south", client, b"")
+    with pytest.raises(ValueError, match="an order to 'south'"):
+        participant.answer(order)
+    with pytest.raises(ValueError, match="names another client"):
+        participant.answer(replace(order, to="north"))
+
+
+def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
+    client = built.federation.client("south", Progress(built.federation.begin().state, held={"south": 3}))
+    order = Order("train", 4, 1, 0.125, "south", client, b"\x00body", 2, "run", 17)
+    assert open_order(order.parcel()) == order
+    answer = Answer("train", 4, 1, "south", failed="why", lost=True, body=b"x")
+    assert open_answer(answer.parcel()) == replace(answer, scores={})

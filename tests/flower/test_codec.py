@@ -1,0 +1,93 @@
+"""Parcels as Flower's records: every bit arrives, and whatever else comes is refused by a ValueError."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedspan.core.values import Message
+from fedspan.engines import wire
+from fedspan.engines.parcels import Parcel, open_answer, open_order
+from fedspan.runs.meeting import Introduction, Invitation
+
+app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
+codec = pytest.importorskip("fedspan.flower.codec")
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
+
+
+@given(st.text(max_size=50), st.binary(max_size=300))
+def test_a_parcel_survives(header: str, body: bytes) -> None:
+    parcel = Parcel(header, body)
+    assert codec.from_records(codec.to_records(parcel)) == parcel
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_messages_of_every_number_format_survive_to_the_bit(dtype: torch.dtype) -> None:
+    value = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    sent = wire.encode(Message({"layer/A": value}, {"round": 3}))
+    back = wire.decode(codec.from_records(codec.to_records(Parcel("{}", sent))).body)
+    assert back.tensors["layer/A"].dtype == dtype
+    assert torch.equal(back.tensors["layer/A"], value)
+
+
+def test_records_that_are_none_of_ours_are_refused() -> None:
+    good = codec.to_records(Parcel("{}", b"abc"))
+    header, body = good["fedspan.header"], good["fedspan.body"]
+    array = app.Array(np.zeros(3, np.uint8))
+    for records in (
+        app.RecordDict(),
+        app.RecordDict({"fedspan.header": header}),
+        app.RecordDict({"fedspan.header": header, "fedspan.body": header}),
+        app.RecordDict({"fedspan.header": app.ConfigRecord({"header": 3}), "fedspan.body": body}),
+        app.RecordDict({"fedspan.header": header, "fedspan.body": app.ArrayRecord({"body": array})}),
+        app.RecordDict({"fedspan.header": header, "fedspan.body": app.ArrayRecord()}),
+    ):
+        with pytest.raises(ValueError, match=r"record|body"):
+            codec.from_records(records)
+
+
+def fuzzed(seeds: list[str], count: int) -> None:
+    """Headers with pieces changed, dropped, doubled: a ValueError or a value, and nothing else."""
+    rng = random.Random(0)
+    alphabet = '{}[]":,0123456789eE.-+truefalsnNaIinity\\u\x00é'
+    for _ in range(count):
+        text = list(rng.choice(seeds))
+        for _ in range(rng.randint(1, 6)):
+            at = rng.randrange(len(text) + 1)
+            if rng.random() < 0.4 and text:
+                del text[min(at, len(text) - 1)]
+            else:
+                text.insert(at, rng.choice(alphabet))
+        parcel = Parcel("".join(text), bytes(rng.randrange(256) for _ in range(rng.randrange(40))))
+        for opened in (open_order, open_answer):
+            try:
+                made = opened(parcel)
+            except ValueError:
+                continue
+            assert made.parcel()
+
+
+def test_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
+    fuzzed(seeds(), 2_000)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_headers_with_mistakes() -> None:
+    fuzzed(seeds(), 100_000)
+
+
+def seeds() -> list[str]:
+    order = '{"format":1,"task":"train","run":"r","serial":1,"round":2,"attempt":0,"lr":0.1,"to":"a","client":'
+    order += '{"id":"a","rank":2,"scaling":2.0,"examples":5,"weight":5.0,"held":null},"best":null}'
+    answer = '{"format":1,"task":"train","round":2,"attempt":0,"id":"a","parts":[{"loss":1.5,"examples":5.0}],'
+    answer += '"scores":{"test":{"accuracy":0.5,"examples":2.0}},"failed":null,"lost":false}'
+    assert open_order(Parcel(order)).client is not None
+    assert open_answer(Parcel(answer)).parts
+    invitation = Invitation(run="r", version="1", config="{}").parcel().header
+    return [order, answer, invitation, Introduction(id="a", version="1").parcel().header, "[" * 3000]

@@ -1,0 +1,158 @@
+"""A server and three nodes as processes, with TLS and keys: who is kept out, and what is lost when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+from sites import SITES, run_values, site_files
+from stage import Deployment, command, environment
+
+pytestmark = pytest.mark.slow
+STEPS = 150
+"""Of a client's round, so that there is time to kill somebody in it."""
+
+
+@pytest.fixture
+def deployment(tiny_folder: Path, tmp_path: Path) -> Iterator[tuple[Deployment, dict[str, Path]]]:
+    files = site_files(tiny_folder / "corpus.csv", tmp_path)
+    with Deployment(tmp_path / "deployment") as made:
+        for site in SITES:
+            made.join(site, made.node_file(site, files[site]))
+        yield made, files
+
+
+def config(tiny_folder: Path, folder: Path, **changes: Any) -> Path:
+    values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"rounds": 3, "deadline": 120.0, **changes})
+    values["training"] = {**values["training"], "local_steps": STEPS}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def rounds(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_round(run: Path, number: int, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while len(rounds(run)) < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def submitted(made: Deployment, config: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    arguments = ("submit", *options, "--server", str(made.server))
+    if "--resume" not in options:
+        arguments = ("submit", str(config), "--out", str(out), *options, "--server", str(made.server))
+    return subprocess.Popen(
+        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], made: Deployment) -> str:
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said + made.logs()
+    return said
+
+
+def adapter(run: Path) -> dict[str, Any]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    mine, theirs = adapter(one), adapter(other)
+    return mine.keys() == theirs.keys() and all((value == theirs[name]).all() for name, value in mine.items())
+
+
+def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
+    deployment: tuple[Deployment, dict[str, Path]], tiny_folder: Path, tmp_path: Path
+) -> None:
+    made, _ = deployment
+    plan = config(tiny_folder, tmp_path, min_replies=3)
+    finish(submitted(made, plan, tmp_path / "clean"), made)
+
+    # The server's process, in the middle of the second round.
+    run = tmp_path / "server"
+    process = submitted(made, plan, run)
+    wait_for_round(run, 1, process)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = len(rounds(run))
+    finish(submitted(made, plan, run, "--resume", str(run)), made)
+    assert before >= 1
+    assert [row["round"] for row in rounds(run)] == [1, 2, 3]
+    assert same(tmp_path / "clean", run)
+
+    # A node, which comes back: its round is asked again.
+    run = tmp_path / "node"
+    process = submitted(made, plan, run)
+    wait_for_round(run, 1, process)
+    time.sleep(0.5)
+    made.end(SITES[0])
+    made.join(SITES[0], made.folder / f"{SITES[0]}.yaml")
+    finish(process, made)
+    assert any(failure["client"] == SITES[0] for row in rounds(run) for failure in row.get("failures", []))
+    assert same(tmp_path / "clean", run)
+
+    # The process in which a node trains.
+    run = tmp_path / "worker"
+    process = submitted(made, plan, run)
+    wait_for_round(run, 1, process)
+    time.sleep(0.5)
+    pid = made.processes[SITES[1]].pid
+    (child,) = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()][-1:]
+    os.kill(child, signal.SIGKILL)
+    finish(process, made)
+    assert same(tmp_path / "clean", run)
+
+    # The SuperLink, which is started anew.
+    run = tmp_path / "superlink"
+    process = submitted(made, plan, run)
+    wait_for_round(run, 1, process)
+    time.sleep(0.5)
+    subprocess.run(["pkill", "-KILL", "-f", f"fedspan.flower.superlink.*{made.port}"], check=True)
+    finish(process, made)
+    assert same(tmp_path / "clean", run)
+
+
+def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], tmp_path: Path) -> None:
+    made, files = deployment
+    made.call("join", "--new-key", str(made.folder / "stranger.key"))
+    path = made.folder / "stranger.yaml"
+    known = yaml.safe_load((made.folder / f"{SITES[0]}.yaml").read_text())
+    stranger = {**known, "id": "stranger", "folder": str(tmp_path / "stranger")}
+    path.write_text(yaml.safe_dump({**stranger, "key": str(made.folder / "stranger.key")}))
+    made.join("stranger", path)
+    made.wait_for("stranger", "lets us not in")
+
+    with Deployment(tmp_path / "other") as other:
+        pass
+    path = made.folder / "misled.yaml"
+    path.write_text(yaml.safe_dump({**stranger, "authority": str(other.server / "ca.crt")}))
+    made.join("misled", path)
+    made.wait_for("misled", "no connection")
+    shown = made.call("status", "--server", str(made.server)).stdout
+    assert shown.count("online") - shown.count("online for") == len(SITES)
+    copy = made.folder / "secretless"
+    shutil.copytree(made.server, copy, ignore=shutil.ignore_patterns("flower*"))
+    (copy / "secret").write_text("another")
+    done = made.call("submit", str(files["all"]), "--server", str(copy), check=False)
+    assert done.returncode == 2

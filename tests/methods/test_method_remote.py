@@ -1,0 +1,79 @@
+"""Every method between machines: the same states, to the bit, as on one; replies are screened by their structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watching import method_config
+
+import tiny
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.parcels import Parcel, open_order
+from fedspan.engines.participant import Participant, refused
+from fedspan.engines.remote import RemoteEvaluator, RemoteFederation
+from fedspan.engines.screening import ReplyRules
+from fedspan.engines.wire import encode_state
+from fedspan.errors import FedspanError
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared
+from fedspan.runs.keeping import DiskKeeper
+
+
+class Local:
+    """A transport to participants in this process; the last client asked answers first."""
+
+    def __init__(self, participants: Mapping[str, Participant]) -> None:
+        self.participants = participants
+        self.tasks: list[str] = []
+
+    def exchange(self, parcels: Mapping[str, Parcel], seconds: float) -> Iterator[tuple[str, Parcel | str]]:
+        for id in sorted(parcels, reverse=True):
+            order = open_order(parcels[id])
+            self.tasks.append(order.task)
+            try:
+                answer = self.participants[id].answer(order)
+            except FedspanError as error:
+                answer = refused(order, error)
+            yield id, answer.parcel()
+
+
+def remote(prepared: Prepared, folder: Path, **rules: Any) -> RemoteFederation:
+    """The same federation with its clients behind a transport."""
+    here, engine = prepared.federation, prepared.engine
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    keeper = DiskKeeper(folder)
+    participants = {
+        id: Participant(here.method, loop, member, here.examples, keeper, 32) for id, member in here.members.items()
+    }
+    transport = Local(participants)
+    return RemoteFederation(
+        here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules)
+    )
+
+
+@pytest.mark.parametrize("key", sorted(METHODS))
+def test_rounds_between_machines_have_the_bits_of_those_on_one(
+    key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = method_config(tiny_folder, key, training={"local_steps": None})
+    here = tiny.variant(prepared, config)
+    there = remote(here, tmp_path)
+    progress, other = here.federation.begin(), there.begin()
+    for _ in range(there.settings.rounds):
+        result, got = here.federation.play(progress), there.play(other)
+        progress, other = result.progress, got.progress
+        assert not got.failures
+        assert encode_state(progress.state) == encode_state(other.state)
+        assert progress.held == other.held
+        assert result.transfers == got.transfers
+        assert result.loss == pytest.approx(got.loss, rel=1e-12)
+        validation, test = here.evaluator.clients(progress)
+        theirs = RemoteEvaluator(there, 32).clients(other)
+        for mine, found in zip((validation, test), theirs, strict=True):
+            assert (mine is None) == (found is None)
+            if mine is not None and found is not None:
+                assert mine.by_client == {id: pytest.approx(row) for id, row in found.by_client.items()}
+                assert mine.pooled["accuracy"] == pytest.approx(found.pooled["accuracy"])
