@@ -40,6 +40,9 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     if said := _gain(report):
         out.print(Text(said))
         out.print()
+    if not report.adapters:
+        out.print(Text("every client's own adapter is with its data holder", "dim"))
+        return
     id, where = next(iter(report.adapters.items()))
     adapter, own = folder / where, id != "global"
     sample = "image.png" if report.task == "image-classification" else '"your text"'
