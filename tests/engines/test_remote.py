@@ -35,7 +35,9 @@ class Local:
         self.participants, self.spoil = participants, spoil
         self.asked: list[tuple[int, int, str]] = []
 
-    def exchange(self, parcels: Mapping[str, Parcel], seconds: float) -> Iterator[tuple[str, Parcel | str]]:
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
         for id, parcel in parcels.items():
             order = open_order(parcel)
             self.asked.append((order.round, order.attempt, id))

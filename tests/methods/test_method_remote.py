@@ -29,7 +29,9 @@ class Local:
         self.participants = participants
         self.tasks: list[str] = []
 
-    def exchange(self, parcels: Mapping[str, Parcel], seconds: float) -> Iterator[tuple[str, Parcel | str]]:
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
         for id in sorted(parcels, reverse=True):
             order = open_order(parcels[id])
             self.tasks.append(order.task)

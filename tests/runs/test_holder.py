@@ -52,7 +52,7 @@ class Direct:
         self.holder = holder
         self.sent: list[Parcel] = []
 
-    def exchange(self, parcels: Any, seconds: float) -> Any:
+    def exchange(self, parcels: Any, seconds: float, *, patient: bool = False) -> Any:
         for id, parcel in parcels.items():
             self.sent.append(parcel)
             yield id, self.holder.answer(parcel)

@@ -32,12 +32,15 @@ __all__ = ["RemoteEvaluator", "RemoteFederation", "Transport"]
 class Transport(Protocol):
     """Brings parcels to clients and their answers back."""
 
-    def exchange(self, parcels: Mapping[str, Parcel], seconds: float) -> Iterator[tuple[str, Parcel | str]]:
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
         """Send every client its parcel, and hand out what comes back, in any order, until all did or time is up.
 
         Args:
             parcels: by client id.
             seconds: to wait.
+            patient: wait for clients that can't be reached, too; else they are given up at once.
 
         Returns:
             Client ids with their answers, or with the reason in words why there is none.
@@ -175,7 +178,7 @@ class RemoteFederation(Federation):
             parcels[id] = order.parcel()
             transfers.append(Transfer(id, "down", len(body), wire.payload_size(message)))
         budget = self.method.declared().budgets
-        for id, back in self.transport.exchange(parcels, self.rules.deadline):
+        for id, back in self.transport.exchange(parcels, self.rules.deadline, patient=attempt > 0):
             client = clients[id]
             key = (client.rank, client.scaling)
             if key not in expected:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -13,6 +14,8 @@ from fedspan.errors import FedspanError
 from fedspan.flower.codec import from_records, to_records
 
 __all__ = ["Grid", "GridTransport", "invite", "roll_call"]
+
+A = TypeVar("A", str, int)
 
 _POLL = 0.05, 1.0
 """Seconds between two looks for replies: at first, and at most."""
@@ -29,30 +32,59 @@ class GridTransport:
     def __init__(self, grid: Grid, nodes: Mapping[str, int]) -> None:
         self.grid, self.nodes = grid, nodes
 
-    def exchange(self, parcels: Mapping[str, Parcel], seconds: float) -> Iterator[tuple[str, Parcel | str]]:
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
         """``Transport.exchange``."""
-        asked = dict(zip(parcels, self._push(parcels, seconds), strict=True))
-        waiting = {message: id for id, message in asked.items() if message}
-        for id in sorted(parcels.keys() - waiting.values()):
-            yield id, "Flower took no message for it: its node is unknown or gone"
-        for message in _replies(self.grid, waiting, seconds):
-            id = waiting.pop(message.metadata.reply_to_message_id)
-            if message.has_error():
-                yield id, f"its node failed (Flower's code {message.error.code}: {message.error.reason})"
-                continue
-            try:
-                yield id, from_records(message.content)
-            except ValueError as error:
-                yield id, str(error)
+        unsent, waiting = dict(parcels), dict[str, str]()
+        until, pause = time.monotonic() + seconds, _POLL[0]
+        while True:
+            for id in list(unsent):  # one by one: their bodies may be large
+                if message := self._pushed(id, unsent[id], until - time.monotonic()):
+                    waiting[message] = id
+                    del unsent[id]
+            if not patient:
+                for id in sorted(unsent):
+                    yield id, "its node is not online"
+                unsent.clear()
+            came = False
+            for id, back in _opened(self.grid, waiting):
+                came = True
+                yield id, back
+            if not waiting and not unsent:
+                return
+            if time.monotonic() > until:
+                break
+            pause = _POLL[0] if came else min(2 * pause, _POLL[1])
+            time.sleep(pause)
         for id in sorted(waiting.values()):
             yield id, f"no reply within {seconds:g} s"
+        for id in sorted(unsent):
+            yield id, f"its node was not online for {seconds:g} s"
 
-    def _push(self, parcels: Mapping[str, Parcel], seconds: float) -> list[str]:
-        ids: list[str] = []
-        for id, parcel in parcels.items():  # one by one: their bodies may be large
-            message = Message(to_records(parcel), dst_node_id=self.nodes[id], message_type="train", ttl=seconds + 60)
-            ids.extend(self.grid.push_messages([message]))
-        return ids
+    def _pushed(self, id: str, parcel: Parcel, seconds: float) -> str | None:
+        """Send a parcel; the message's id, or None if the node can't be reached."""
+        node = self.nodes[id]
+        if node not in set(self.grid.get_node_ids()):
+            return None
+        message = Message(to_records(parcel), dst_node_id=node, message_type="train", ttl=max(seconds, 0) + 60)
+        (sent,) = self.grid.push_messages([message]) or (None,)
+        return sent or None
+
+
+def _opened(grid: Grid, waiting: dict[str, A]) -> Iterator[tuple[A, Parcel | str]]:
+    """The replies that are there to messages, which wait no longer then: whose they are, and what is in them."""
+    for reply in grid.pull_messages(sorted(waiting)) if waiting else ():
+        whose = waiting.pop(reply.metadata.reply_to_message_id, None)
+        if whose is None:
+            continue
+        if reply.has_error():
+            yield whose, f"its node failed (Flower's code {reply.error.code}: {reply.error.reason})"
+            continue
+        try:
+            yield whose, from_records(reply.content)
+        except ValueError as error:
+            yield whose, str(error)
 
 
 def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
@@ -75,11 +107,14 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
     messages = [Message(RecordDict(), dst_node_id=node, message_type="query", ttl=seconds) for node in nodes]
     waiting = dict(zip(grid.push_messages(messages), nodes, strict=True))
     found: dict[int, int] = {}
-    for reply in _replies(grid, waiting, seconds):
-        record = None if reply.has_error() else reply.content.get("fedspan.node")
-        partition = record.get("partition") if isinstance(record, ConfigRecord) else None
-        if isinstance(partition, int):
-            found[partition] = waiting[reply.metadata.reply_to_message_id]
+    while waiting and time.monotonic() < until + seconds:
+        for reply in grid.pull_messages(sorted(waiting)):
+            node = waiting.pop(reply.metadata.reply_to_message_id)
+            record = None if reply.has_error() else reply.content.get("fedspan.node")
+            partition = record.get("partition") if isinstance(record, ConfigRecord) else None
+            if isinstance(partition, int):
+                found[partition] = node
+        time.sleep(_POLL[0])
     if sorted(found) != list(range(count)):
         raise FedspanError("nodes", sorted(found), f"answers of all {count} nodes; see Flower's log")
     return found
@@ -105,30 +140,5 @@ def invite(grid: Grid, parcel: Parcel, seconds: float) -> Iterator[tuple[int, Pa
             message = Message(to_records(parcel), dst_node_id=node, message_type="query", ttl=left + 60)
             asked.add(node)
             waiting.update({id: node for id in grid.push_messages([message]) if id})
-        for reply in grid.pull_messages(sorted(waiting)) if waiting else ():
-            node = waiting.pop(reply.metadata.reply_to_message_id, None)
-            if node is None:
-                continue
-            if reply.has_error():
-                yield node, f"Flower's code {reply.error.code}: {reply.error.reason}"
-                continue
-            try:
-                yield node, from_records(reply.content)
-            except ValueError as error:
-                yield node, str(error)
+        yield from _opened(grid, waiting)
         time.sleep(_POLL[1] / 2)
-
-
-def _replies(grid: Grid, waiting: Mapping[str, object], seconds: float) -> Iterator[Message]:
-    """Replies to messages as they come, until all are there or time is up."""
-    missing, pause, until = set(waiting), _POLL[0], time.monotonic() + seconds
-    while missing:
-        came = [reply for reply in grid.pull_messages(sorted(missing)) if reply.metadata.reply_to_message_id in missing]
-        for reply in came:
-            missing.discard(reply.metadata.reply_to_message_id)
-            yield reply
-        pause = _POLL[0] if came else min(2 * pause, _POLL[1])
-        if missing:
-            if time.monotonic() > until:
-                return
-            time.sleep(pause)
