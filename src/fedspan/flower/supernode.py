@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -31,7 +31,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_object_contents_from_iterable,
 )
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.supernode.fleet_http_connection import http_request_response
+from flwr.supernode import fleet_http_connection
 
 from fedspan.engines.parcels import Parcel
 from fedspan.errors import FedspanError
@@ -51,6 +51,18 @@ _FAILED = 1000
 log = logging.getLogger("fedspan.node")
 
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
+
+
+class _NotConnected(Exception):
+    """In place of the end of the process."""
+
+
+def _not_connected(*_: object, **__: object) -> NoReturn:
+    raise _NotConnected
+
+
+fleet_http_connection.flwr_exit = _not_connected  # pyright: ignore[reportPrivateImportUsage]
+"""Flower's own ends the process some seconds later, whatever is done about it; a node that stays tries again."""
 
 
 class Link:
@@ -111,19 +123,19 @@ def _connected(link: Link) -> Generator[tuple[Any, ...]]:
     authority = None if link.authority is None else link.authority.read_bytes()
     inside: list[Exception] = []
     try:
-        with http_request_response(link.address, link.authority is None, authority, link.keys, 0, None) as connection:
+        with fleet_http_connection.http_request_response(
+            link.address, link.authority is None, authority, link.keys, 0, None
+        ) as connection:
             log.info("connected to %s as node %d", link.address, connection[0])
             try:
                 yield connection
             except Exception as error:  # Flower's context would log it and go on
                 inside.append(error)
-    except SystemExit as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, httpx.HTTPError):
-            cause = cause.__cause__ or cause.__context__
+    except _NotConnected as error:
+        cause = error.__context__
         if isinstance(cause, httpx.HTTPError):
             raise cause from error
-        raise httpx.ConnectError(f"no connection to {link.address}") from error
+        raise httpx.ConnectError(f"no connection to {link.address} ({type(cause).__name__})") from error
     if inside:
         raise inside[0]
 
