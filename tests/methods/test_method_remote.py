@@ -13,7 +13,8 @@ import tiny
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.parcels import Parcel, open_order
 from fedspan.engines.participant import Participant, refused
-from fedspan.engines.remote import RemoteEvaluator, RemoteFederation
+from fedspan.engines.remote import RemoteFederation
+from fedspan.engines.remote_evaluation import RemoteEvaluator
 from fedspan.engines.screening import ReplyRules
 from fedspan.engines.wire import encode_state
 from fedspan.errors import FedspanError

@@ -64,7 +64,7 @@ def served(tiny_folder: Path, holder: Holder, **changes: Any) -> tuple[Prepared,
     prepared = prepare_server(server_config(given))
     told = introduced(holder, given)
     assert told.refused is None
-    assert told.base == base_digest(prepared.engine.adapted, prepared.model.processor.get_vocab())  # pyright: ignore
+    assert told.base == base_digest(prepared.model)
     transport = Direct(holder)
     members = members_of(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
     rules = prepared.config.federation.reply_rules()
@@ -111,9 +111,9 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
 @pytest.mark.parametrize(
     ("limits", "config", "why"),
     [
-        ({"methods": ["rolora"]}, {}, "method.name: 'fedit'; one that this node allows: rolora"),
-        ({"models": ["roberta-base"]}, {}, "model.name"),
-        ({"rounds": 2}, {}, "federation.rounds: 3; at most 2 on this node"),
+        ({"methods": ["rolora"]}, {}, "limits.methods: 'fedit'; one that this node allows: rolora"),
+        ({"models": ["roberta-base"]}, {}, "limits.models"),
+        ({"rounds": 2}, {}, "limits.rounds: 3; at most 2 on this node"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
         ({}, {"data": {"labels": ["admin", "billing"]}}, "label"),
         ({}, {"unknown": 1}, "unknown"),
@@ -125,6 +125,8 @@ def test_limits_and_labels_are_the_node_s_to_keep(
     told = introduced(Holder(node(tiny_folder, tmp_path, limits=limits)), {**values(tiny_folder), **config})
     assert told.refused is not None
     assert why in told.refused
+    assert "corpus.csv" not in told.refused  # neither paths nor data go out
+    assert str(tmp_path) not in told.refused
     assert not list(tmp_path.iterdir())
 
 

@@ -138,8 +138,7 @@ def _met(
     sent = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
     sent["data"] = {key: value for key, value in sent["data"].items() if value != NOWHERE}
     parcel = Invitation(run=run, version=__version__, config=json.dumps(sent)).parcel()
-    vocabulary = getattr(prepared.model.processor, "get_vocab", dict)()
-    base = base_digest(prepared.engine.adapted, vocabulary)
+    base = base_digest(prepared.model)
     nodes: dict[str, int] = {}
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
@@ -154,7 +153,7 @@ def _met(
         if len(nodes) == config.partition.clients:
             return nodes, examples
     why = "; ".join(f"{id}: {reason}" for id, reason in sorted(refused.items())) or "no more nodes are online"
-    raise FedspanError("nodes", len(nodes), f"{config.partition.clients} that take part ({why})")
+    raise FedspanError("nodes", len(nodes), f"{config.partition.clients} that take part ({why}); then --resume")
 
 
 def _introduced(back: Parcel | str, base: str, known: Mapping[str, int]) -> tuple[Introduction | None, str | None]:

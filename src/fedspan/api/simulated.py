@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from fedspan.engines.remote import Transport
+from fedspan.engines.asking import Transport
 from fedspan.runs.build import Prepared
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.remote import answer_as, connected, nodes_folder

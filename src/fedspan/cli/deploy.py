@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.show import Overrides
+from fedspan.cli.train import fresh_folder
 from fedspan.errors import FedspanError
 
 __all__ = ["admit", "join", "server", "status", "submit"]
@@ -122,7 +123,7 @@ def submit(
     from fedspan.cli.text import console
     from fedspan.flower.server import link_of
 
-    place = resume or out or Path("runs") / (config or Path("run")).stem
+    place = resume or out or fresh_folder(Path("runs") / (config or Path("run")).stem)
     shown = console()
     view = RunView(shown, place)
     logging.getLogger("flwr").setLevel(logging.ERROR)

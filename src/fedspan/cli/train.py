@@ -13,7 +13,7 @@ import typer
 from fedspan.cli.show import Overrides
 from fedspan.errors import FedspanError
 
-__all__ = ["demo", "run"]
+__all__ = ["demo", "fresh_folder", "run"]
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
         return
     if config is None:
         raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER; fedspan demo --show-config prints one")
-    _play(out or _fresh(Path("runs") / config.stem), config, overrides or ())
+    _play(out or fresh_folder(Path("runs") / config.stem), config, overrides or ())
 
 
 def demo(
@@ -60,10 +60,10 @@ def demo(
         typer.echo(packaged.read_text(encoding="utf-8"), nl=False)
         return
     with as_file(packaged) as path:
-        _play(out or _fresh(Path("runs") / "demo"), path, overrides or ())
+        _play(out or fresh_folder(Path("runs") / "demo"), path, overrides or ())
 
 
-def _fresh(folder: Path) -> Path:
+def fresh_folder(folder: Path) -> Path:
     """The folder, or with the first number behind it under which there is nothing yet."""
     candidate, number = folder, 1
     while candidate.exists():

@@ -8,6 +8,7 @@ that is retried, or a reply that is lost, never advances it twice.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -25,7 +26,15 @@ from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
 
-__all__ = ["Keeper", "Kept", "Lost", "Participant", "refused"]
+__all__ = ["Keeper", "Kept", "Lost", "Participant", "refused", "told"]
+
+
+_SERVER_S = frozenset(
+    {"client memory", "export", "federation", "limits", "message", "method", "reply", "run", "serial", "training"}
+    | {"version"}
+)
+"""Sections of fields whose values the server knows already."""
+_FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
 
 @dataclass(frozen=True)
@@ -180,9 +189,19 @@ class Participant:
 
 
 def refused(order: Order, error: Exception) -> Answer:
-    """The answer of a client that could not do what it was asked.
+    """The answer of a client that could not do what it was asked."""
+    return Answer(order.task, order.round, order.attempt, order.to, failed=told(error), lost=isinstance(error, Lost))
 
-    Only what this package says of itself goes out: other errors may quote data, so of those their kind is told.
+
+def told(error: Exception) -> str:
+    """What a server is told of an error on a client.
+
+    Errors may quote data and paths. Those about what the server itself sent go out whole; of the others, the field or
+    the kind.
     """
-    said = str(error) if isinstance(error, FedspanError) else f"{type(error).__name__}; see the client's own log"
-    return Answer(order.task, order.round, order.attempt, order.to, failed=said, lost=isinstance(error, Lost))
+    if not isinstance(error, FedspanError):
+        return f"{type(error).__name__}; see the client's own log"
+    if error.field.partition(".")[0] in _SERVER_S:
+        return str(error)
+    field = error.field if _FIELD.fullmatch(error.field) else "an error"
+    return f"{field}; see the client's own log"

@@ -98,8 +98,6 @@ def screened(answer: Answer, client: Client, round: int, attempt: int, expected:
     Raises:
         ValueError: what is wrong with it.
     """
-    if answer.failed is not None:
-        raise ValueError(answer.failed)
     if (answer.task, answer.id, answer.round, answer.attempt) != ("train", client.id, round, attempt):
         raise ValueError(
             f"a reply of {answer.id!r} to round {answer.round + 1}, attempt {answer.attempt + 1} "

@@ -12,8 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
+from fedspan.engines.asking import Transport
 from fedspan.engines.parcels import Parcel
-from fedspan.engines.remote import Transport
 from fedspan.flower.codec import from_records, to_records
 from fedspan.flower.transport import GridTransport, roll_call
 

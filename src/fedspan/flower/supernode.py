@@ -157,7 +157,10 @@ def _answer(connection: tuple[Any, ...], most: int, answering: Callable[[Parcel]
         contents = _pulled(tree, partial(pull_object, run), most)
         confirm(run, message.metadata.message_id)
         reply = _reply(message, contents, answering)
-        _push(reply, time.monotonic() - began, send, partial(push_object, run))
+        try:
+            _push(reply, time.monotonic() - began, send, partial(push_object, run))
+        except httpx.HTTPStatusError as error:  # the run is over, say; `receive` tells whether we still belong here
+            log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 
 
 def _pulled(tree: Any, pull: Callable[[str], bytes], most: int) -> dict[str, bytes] | None:

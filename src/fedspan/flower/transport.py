@@ -39,7 +39,8 @@ class GridTransport:
         unsent, waiting = dict(parcels), dict[str, str]()
         until, pause = time.monotonic() + seconds, _POLL[0]
         while True:
-            for id in list(unsent):  # one by one: their bodies may be large
+            online = set(self.grid.get_node_ids()) if unsent else set[int]()
+            for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
                 if message := self._pushed(id, unsent[id], until - time.monotonic()):
                     waiting[message] = id
                     del unsent[id]
@@ -63,11 +64,9 @@ class GridTransport:
             yield id, f"its node was not online for {seconds:g} s"
 
     def _pushed(self, id: str, parcel: Parcel, seconds: float) -> str | None:
-        """Send a parcel; the message's id, or None if the node can't be reached."""
-        node = self.nodes[id]
-        if node not in set(self.grid.get_node_ids()):
-            return None
-        message = Message(to_records(parcel), dst_node_id=node, message_type="train", ttl=max(seconds, 0) + 60)
+        """Send a parcel; the message's id, or None if Flower takes none for the node."""
+        ttl, node = max(seconds, 0) + 60, self.nodes[id]
+        message = Message(to_records(parcel), dst_node_id=node, message_type="train", ttl=ttl)
         (sent,) = self.grid.push_messages([message]) or (None,)
         return sent or None
 

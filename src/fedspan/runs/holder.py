@@ -14,7 +14,7 @@ from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.engines.parcels import Order, Parcel, open_order, read_header
-from fedspan.engines.participant import Participant, refused
+from fedspan.engines.participant import Participant, refused, told
 from fedspan.errors import FedspanError
 from fedspan.runs.build import prepare
 from fedspan.runs.exports import write_model
@@ -73,10 +73,9 @@ class Holder:
         try:
             self._require_allowed(invitation)
             participant, base = self._build(invitation)
-        except Exception as error:  # the server's operator is told what this package says of itself, and no more
+        except Exception as error:  # whatever it was, the server learns that this node does not take part
             log.exception("the invitation to %s is refused", invitation.run)
-            said = str(error) if isinstance(error, FedspanError) else f"{type(error).__name__}; see the node's log"
-            return own.model_copy(update={"refused": said[:4096]})
+            return own.model_copy(update={"refused": told(error)[:4096]})
         place = self._of(invitation.run)
         with disk_errors(self.folder, "free some space on the node"):
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -90,13 +89,13 @@ class Holder:
             raise FedspanError("version", invitation.version, f"fedspan {__version__}, as on this node")
         limits, config = self.node.limits, parse_config(self._values(invitation))
         for field, value, allowed in (
-            ("method.name", config.method.name, limits.methods),
-            ("model.name", invitation.values().get("model", {}).get("name", config.model.name), limits.models),
+            ("limits.methods", config.method.name, limits.methods),
+            ("limits.models", invitation.values().get("model", {}).get("name", config.model.name), limits.models),
         ):
             if allowed is not None and value not in allowed:
                 raise FedspanError(field, value, f"one that this node allows: {', '.join(allowed) or 'none'}")
         if limits.rounds is not None and config.federation.rounds > limits.rounds:
-            raise FedspanError("federation.rounds", config.federation.rounds, f"at most {limits.rounds} on this node")
+            raise FedspanError("limits.rounds", config.federation.rounds, f"at most {limits.rounds} on this node")
 
     def _values(self, invitation: Invitation) -> dict[str, object]:
         own = self.node.model_dump(include={"data", "validation", "test", "device", "threads"})
@@ -128,8 +127,7 @@ class Holder:
         participant = Participant(
             method, prepared.engine, member, prepared.train, keeper, config.evaluation.batch_size, export
         )
-        vocabulary = getattr(prepared.model.processor, "get_vocab", dict)()
-        return participant, base_digest(prepared.engine.adapted, vocabulary)
+        return participant, base_digest(prepared.model)
 
     def _participant(self, run: str) -> Participant:
         if self._loaded is None or self._loaded[0] != run:

@@ -17,7 +17,7 @@ from pydantic import Field
 from fedspan.config import RunConfig, parse_config
 from fedspan.engines.parcels import Count, HeaderPart, Name, Parcel
 from fedspan.errors import FedspanError
-from fedspan.models.adapted import AdaptedModel
+from fedspan.runs.modelling import RunModel
 from fedspan.runs.problems import PROBLEMS
 
 __all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
@@ -119,23 +119,24 @@ def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     rounds = dict(left.pop("federation", None) or {})
     for name in ("clients_per_round", "ranks", "min_replies"):  # of other clients: what it needs comes with each order
         rounds.pop(name, None)
+    engine = {key: value for key, value in dict(left.pop("engine", None) or {}).items() if key != "prefix_folder"}
     machine = {name: own[name] for name in ("device", "threads") if own.get(name) is not None}
-    return {**left, **machine, "federation": rounds, "data": merged, "partition": division}
+    return {**left, **machine, "federation": rounds, "engine": engine, "data": merged, "partition": division}
 
 
-def base_digest(adapted: AdaptedModel, vocabulary: Mapping[str, int] | None) -> str:
+def base_digest(built: RunModel) -> str:
     """SHA-256 of what must be the same on all machines: the frozen weights, and the tokenizer's vocabulary.
 
     Args:
-        adapted: the model; its extras, which travel, are left out.
-        vocabulary: of the tokenizer; None where there is none.
+        built: the run's model; its extras, which travel, are left out.
     """
-    found = hashlib.sha256()
+    adapted, found = built.adapted, hashlib.sha256()
+    vocabulary: dict[str, int] = getattr(built.processor, "get_vocab", dict)()  # image processors have none
     own = {id(value) for value in adapted.values().values()}
     for name, value in sorted(adapted.model.state_dict(keep_vars=True).items()):
         if id(value) in own or name in adapted.extras:
             continue
         found.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
         found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    found.update(json.dumps(sorted((vocabulary or {}).items())).encode())
+    found.update(json.dumps(sorted(vocabulary.items())).encode())
     return found.hexdigest()

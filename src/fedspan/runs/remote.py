@@ -13,11 +13,13 @@ import torch
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
+from fedspan.engines.asking import Transport
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
 from fedspan.engines.parcels import Parcel, open_order
 from fedspan.engines.participant import Participant, refused
-from fedspan.engines.remote import RemoteEvaluator, RemoteFederation, Transport
+from fedspan.engines.remote import RemoteFederation
+from fedspan.engines.remote_evaluation import RemoteEvaluator
 from fedspan.engines.screening import ReplyRules
 from fedspan.runs.build import Prepared, choose_device, max_length, prepare
 from fedspan.runs.folder import RunFolder

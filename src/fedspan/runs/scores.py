@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from fedspan.engines.evaluation import summarised
 from fedspan.engines.federation import Progress
 from fedspan.runs.build import Prepared
 from fedspan.tasks.metrics import rank_of
 
-__all__ = ["final_scores", "round_score"]
+__all__ = ["final_scores", "round_score", "sample_predictions"]
 
 _WORST = -1e308
 
@@ -36,3 +38,21 @@ def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any]
         if len(heldout) == 1:
             del scores["test"]["worst"]
     return scores, {} if own is None else {id: dict(row) for id, row in own.by_client.items()}
+
+
+def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:
+    """Predictions on a few held-out texts, spread over the set, by the first model."""
+    if prepared.test is None:
+        return ()
+    indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
+    _, job = next(prepared.evaluator.models(progress), (None, None))
+    if job is None:  # clients' own models, which are with them
+        return ()
+    batch_size = prepared.config.evaluation.batch_size
+    predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
+    answers = prepared.task.answers(predictions)
+    truths = prepared.task.truths(prepared.test, indices.tolist())
+    return tuple(
+        {"text": prepared.test_names[index], "label": truth, "prediction": answer}
+        for index, truth, answer in zip(indices.tolist(), truths, answers, strict=True)
+    )

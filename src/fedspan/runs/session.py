@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from fedspan.config import RunConfig, parse_config, parse_text
@@ -27,7 +26,7 @@ from fedspan.runs.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
-from fedspan.runs.scores import final_scores, round_score
+from fedspan.runs.scores import final_scores, round_score, sample_predictions
 from fedspan.runs.simulators import engine_note, keep_choice, recall_choice
 
 __all__ = ["Host", "RunReport", "kept_partition", "require_same_run", "run", "write_adapters"]
@@ -270,7 +269,7 @@ class _Session:
             adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
         for failure in prepared.federation.conclude(progress):
             self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
-        examples = _predictions(prepared, progress)
+        examples = sample_predictions(prepared, progress)
         totals = self.ledger.totals
         report = RunReport(
             method=prepared.config.method.title,
@@ -291,21 +290,3 @@ class _Session:
         )
         place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
         return report
-
-
-def _predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:
-    """Predictions on a few held-out texts, spread over the set, by the first model."""
-    if prepared.test is None:
-        return ()
-    indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
-    _, job = next(prepared.evaluator.models(progress), (None, None))
-    if job is None:  # clients' own models, which are with them
-        return ()
-    batch_size = prepared.config.evaluation.batch_size
-    predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
-    answers = prepared.task.answers(predictions)
-    truths = prepared.task.truths(prepared.test, indices.tolist())
-    return tuple(
-        {"text": prepared.test_names[index], "label": truth, "prediction": answer}
-        for index, truth, answer in zip(indices.tolist(), truths, answers, strict=True)
-    )
