@@ -19,7 +19,7 @@ from click.testing import Result
 import fedspan
 import tiny
 import tiny_decoders
-from fedspan.cli.train import _fresh
+from fedspan.cli.train import fresh_folder
 from fedspan.methods.describe import describe
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.describe import describe as describe_wrappers
@@ -62,11 +62,11 @@ def test_the_snippet_that_it_closes_with_loads_the_adapter(finished: Path, perso
 
 
 def test_run_chooses_a_new_folder(tmp_path: Path) -> None:
-    assert _fresh(tmp_path / "demo") == tmp_path / "demo"
+    assert fresh_folder(tmp_path / "demo") == tmp_path / "demo"
     (tmp_path / "demo").mkdir()
-    assert _fresh(tmp_path / "demo") == tmp_path / "demo-2"
+    assert fresh_folder(tmp_path / "demo") == tmp_path / "demo-2"
     (tmp_path / "demo-2").mkdir()
-    assert _fresh(tmp_path / "demo") == tmp_path / "demo-3"
+    assert fresh_folder(tmp_path / "demo") == tmp_path / "demo-3"
 
 
 def test_resume_goes_on_to_the_same_adapter(call: Call, stopped: Path, finished: Path) -> None:

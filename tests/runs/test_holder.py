@@ -115,7 +115,7 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
         ({"models": ["roberta-base"]}, {}, "limits.models"),
         ({"rounds": 2}, {}, "limits.rounds: 3; at most 2 on this node"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
-        ({}, {"data": {"labels": ["admin", "billing"]}}, "label"),
+        ({}, {"data": {"labels": ["admin", "billing"]}}, "data.train; see"),
         ({}, {"unknown": 1}, "unknown"),
     ],
 )
@@ -126,6 +126,7 @@ def test_limits_and_labels_are_the_node_s_to_keep(
     assert told.refused is not None
     assert why in told.refused
     assert "corpus.csv" not in told.refused  # neither paths nor data go out
+    assert "symptom" not in told.refused
     assert str(tmp_path) not in told.refused
     assert not list(tmp_path.iterdir())
 

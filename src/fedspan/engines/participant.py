@@ -30,8 +30,8 @@ __all__ = ["Keeper", "Kept", "Lost", "Participant", "refused", "told"]
 
 
 _SERVER_S = frozenset(
-    {"client memory", "export", "federation", "limits", "message", "method", "reply", "run", "serial", "training"}
-    | {"version"}
+    {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
+    | {"training", "version"}
 )
 """Sections of fields whose values the server knows already."""
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
