@@ -134,7 +134,7 @@ def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> 
         "engine": {"name": "loop"},
     }
     for section, change in changes.items():
-        values[section] = {**values[section], **change}
+        values[section] = {**values.get(section, {}), **change}
     return copy.deepcopy(values)
 
 

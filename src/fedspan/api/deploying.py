@@ -108,7 +108,12 @@ def submit(
             return played(connected(prepared, GridTransport(grid, nodes), rules, members=members, run=run))
 
     return session.run(
-        parsed, folder, resume=resume, listener=listener, host=host, build=lambda one, _: prepare_server(one)
+        parsed,
+        folder,
+        resume=resume,
+        listener=listener,
+        host=host,
+        build=lambda one, _, key: prepare_server(one, key),
     )
 
 

@@ -54,6 +54,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
         "time": f"{duration(report.seconds)} for {report.rounds} rounds",
         "round": f"{report.best_round}, {chosen}",
         f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
+        **({"privacy": _privacy(report.privacy)} if report.privacy else {}),
         "report": str(folder / "report.json"),
         "try": f"fedspan predict {shlex.quote(str(folder))} {sample}{whose}",
     }
@@ -64,6 +65,14 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
         out.print(Text(f"  {line}", "cyan"), soft_wrap=True)
     if report.examples:
         out.print(_examples(report, out.width))
+
+
+def _privacy(spent: Mapping[str, Any]) -> str:
+    """What the run gave away, and to whom it matters."""
+    unit = "an example" if spent["mechanism"] == "dp-sgd" else "a client"
+    epsilon = "without bound" if spent["epsilon"] is None else f"{spent['epsilon']:.3g}"
+    source = ", noise from the seed: for experiments only" if spent["randomness"] != "secret" else ""
+    return f"epsilon {epsilon} at delta {spent['delta']:g} for {unit} ({spent['mechanism']}{source})"
 
 
 def _scores(report: RunReport) -> Table:

@@ -87,14 +87,21 @@ class FederationConfig(Section):
         description="Factor on a client's B A under different ranks. by-rank: lora_alpha over its own rank. equal: "
         "lora_alpha over method.r for all, as if each had its own alpha.",
     )
-    reduction: Literal["mean", "median", "trimmed-mean"] = Field(
+    reduction: Literal["mean", "median", "trimmed-mean", "clipped-mean"] = Field(
         default="mean",
-        description="How replies are combined: their weighted mean, or coordinate by coordinate the median or a "
-        "trimmed mean, which a few bad replies can't move far. Those two count all clients alike, and are for methods "
-        "that sum.",
+        description="How replies are combined: their weighted mean; coordinate by coordinate the median or a trimmed "
+        "mean, which count all clients alike; or the weighted mean of changes that are scaled down to max_norm. A few "
+        "bad replies can't move the last three far; they are for methods that sum.",
     )
     trim: float = Field(
         default=0.1, gt=0, lt=0.5, description="trimmed-mean: share of the replies dropped at each end, rounded up."
+    )
+    max_norm: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="clipped-mean: L2 norm to which a larger change of a client is scaled down; left out: the median "
+        "of the round's.",
     )
     min_replies: int | None = Field(
         default=None,

@@ -13,13 +13,14 @@ from fedspan.config.engine import EngineConfig
 from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig
+from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.section import Section
 from fedspan.core.factors import require_rank
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig, PartitionConfig
-from fedspan.engines.settings import EvaluationSettings, RoundSettings, TrainingSettings
+from fedspan.engines.settings import EvaluationSettings, Privacy, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
 from fedspan.models.names import architecture_of
 from fedspan.tasks.metrics import METRICS_OF
@@ -162,6 +163,9 @@ class RunConfig(Section):
     method: MethodConfig = Field(default_factory=MethodConfig)
     federation: FederationConfig = Field(default_factory=FederationConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    privacy: PrivacyConfig | None = Field(
+        default=None, description="Differential privacy; left out: none. See docs/privacy.md."
+    )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     baselines: list[Literal["local", "centralised"]] = Field(
@@ -186,6 +190,8 @@ class RunConfig(Section):
         if self.federation.reduction != "mean" and method.declared().reduction != "sum":
             expected = f"mean: {self.method.name} combines replies one by one"
             raise FedspanError("federation.reduction", self.federation.reduction, expected)
+        if self.privacy is not None:
+            self.privacy.require_fit(self.method.title, method.declared(), self.federation)
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"one that {self.task} measures: {', '.join(metrics)}"
@@ -212,10 +218,20 @@ class RunConfig(Section):
             del content["method"]["wrappers"]
         if self.federation.ranks is not None:
             content["federation"] = self.federation.model_dump(mode="json", include={"ranks", "scaling"})
+        if self.privacy is not None:
+            content["privacy"] = self.privacy.model_dump(mode="json")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def training_settings(self) -> TrainingSettings:
-        """Local training as the engines take it."""
+    def privacy_settings(self, key: bytes | None = None) -> Privacy | None:
+        """Differential privacy as the engines take it.
+
+        Args:
+            key: a secret one for the noise; None: that of the seed.
+        """
+        return None if self.privacy is None else self.privacy.settings(self.federation.rounds, self.seed, key)
+
+    def training_settings(self, key: bytes | None = None) -> TrainingSettings:
+        """Local training as the engines take it; ``key`` as in ``privacy_settings``."""
         t = self.training
         return TrainingSettings(
             optimizer=OptimizerSpec(
@@ -236,16 +252,17 @@ class RunConfig(Section):
             keep_optimizer=t.optimizer_state == "keep",
             dropout=t.lora_dropout,
             group_by_length=t.group_by_length,
+            privacy=self.privacy_settings(key),
         )
 
     def evaluation_settings(self) -> EvaluationSettings:
         """Evaluation as the engines take it."""
         return EvaluationSettings(self.evaluation.every, self.evaluation.batch_size)
 
-    def round_settings(self) -> RoundSettings:
-        """Rounds as the engines take them."""
-        f = self.federation
-        return RoundSettings(f.rounds, f.clients_per_round, self.seed, f.reduction, f.trim)
+    def round_settings(self, key: bytes | None = None) -> RoundSettings:
+        """Rounds as the engines take them; ``key`` as in ``privacy_settings``."""
+        f, privacy = self.federation, self.privacy_settings(key)
+        return RoundSettings(f.rounds, f.clients_per_round, self.seed, f.reduction, f.trim, f.max_norm, privacy)
 
     def build_method(self, spec: Spec) -> RegisteredMethod:
         """The method, bound to a model's target layers.

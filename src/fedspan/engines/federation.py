@@ -6,6 +6,7 @@ the server state and every client's memory as they were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,12 +15,22 @@ import numpy as np
 import torch
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import generator
+from fedspan.core.tensors import Tensors, generator
 from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState, Trained
 from fedspan.engines import wire
+from fedspan.engines.accounting import Charge
+from fedspan.engines.changes import origin_of
 from fedspan.engines.engine import Engine
 from fedspan.engines.members import changeable
-from fedspan.engines.robust import reducer_for
+from fedspan.engines.privacy import (
+    order_charges,
+    poisson_cohort,
+    protected,
+    reducer_for,
+    round_charges,
+    training_noise,
+)
+from fedspan.engines.reduction import Reducer
 from fedspan.engines.settings import RoundSettings
 from fedspan.engines.work import Assignment
 from fedspan.tasks.task import Examples
@@ -104,8 +115,9 @@ class RoundResult:
         transfers: in the order in which they happened.
         cohort: ids, sorted.
         lr: learning rate of the round.
-        loss: mean training loss over the cohort's examples.
+        loss: mean training loss over the cohort's examples; NaN where nobody told.
         failures: whose replies did not count; nobody's in a simulation on one machine.
+        charges: what it cost of privacy.
     """
 
     progress: Progress
@@ -114,6 +126,7 @@ class RoundResult:
     lr: float
     loss: float
     failures: tuple[Failure, ...] = ()
+    charges: tuple[Charge, ...] = ()
 
 
 class Federation:
@@ -159,10 +172,26 @@ class Federation:
         fixed = self.members[id].client
         return Client(fixed.id, fixed.rank, fixed.scaling, fixed.examples, fixed.weight, progress.held.get(id))
 
+    def next_charges(self, progress: Progress) -> tuple[Charge, ...]:
+        """What the next round will cost of privacy, of all who take part in it once."""
+        state = progress.state
+        charges = list(round_charges(self.settings, len(self.members)))
+        known: dict[tuple[int, int], tuple[Charge, ...]] = {}
+        for id in self.cohort(state.round) if self.settings.privacy is not None and not charges else ():
+            client = replace(self.client(id, progress), held=None)
+            kind = (client.rank, client.examples)
+            if kind not in known:
+                sent = self.method.sync(state, client)
+                known[kind] = order_charges(self.settings.privacy, self.engine.settings, self.method, sent, client)
+            charges += [replace(one, payer=id) for one in known[kind]]
+        return tuple(charges)
+
     def cohort(self, round: int) -> tuple[str, ...]:
-        """The clients asked in a round, sorted; drawn from (seed, round) alone."""
+        """The clients asked in a round, sorted; drawn from (seed, round) alone, or with central privacy from its key."""
         ids = list(self.members)
-        size = self.settings.cohort
+        size, privacy = self.settings.cohort, self.settings.privacy
+        if privacy is not None and privacy.mechanism == "central":
+            return tuple(ids[at] for at in poisson_cohort(privacy, self.settings, len(ids), round))
         if size is None or size >= len(ids):
             return tuple(ids)
         rng = generator(self.settings.seed, "cohort", round)
@@ -176,11 +205,14 @@ class Federation:
             progress: before the round; left as it is.
             on_client: called with a client's id and training loss when it has finished.
         """
-        state = progress.state
-        lr = self.engine.settings.lr(state.round, self.settings.rounds)
+        state, training, privacy = progress.state, self.engine.settings, self.settings.privacy
+        lr = training.lr(state.round, self.settings.rounds)
         ids = self.cohort(state.round)
         clients = {id: self.client(id, progress) for id in ids}
-        reducer, broadcast = reducer_for(self.settings, list(clients.values())), _Broadcast()
+        reducer, broadcast = self._reducer(state, list(clients.values())), _Broadcast()
+        sent: dict[str, Message] = {}
+        noises: dict[str, float] = {}
+        charges = list(round_charges(self.settings, len(self.members)))
         transfers: list[Transfer] = []
         memories, optimizers = changeable(progress.memories), changeable(progress.optimizers)
         self.engine.adapted.set_base(state.base)
@@ -188,10 +220,14 @@ class Federation:
 
         def assigned(id: str, job: Job) -> Assignment:
             kept = kept_moments(job, optimizers.get(_moments_key(id, job)), self.engine.settings.keep_optimizer)
-            return Assignment(id, state.round, job, self.members[id].train, lr, kept)
+            return Assignment(id, state.round, job, self.members[id].train, lr, kept, noises[id])
 
         def opened(id: str) -> Assignment:
             down = broadcast.travel(self.method.sync(state, clients[id]), id, transfers)
+            charges.extend(order_charges(privacy, training, self.method, down, clients[id]))
+            noises[id] = training_noise(training, self.method, down, clients[id])
+            if privacy is not None:
+                sent[id] = down
             job = self.method.start(down, clients[id], memories.get(id, {}))
             return assigned(id, job)
 
@@ -206,11 +242,14 @@ class Federation:
                 on_client(id, trained.metrics["loss"])
             if isinstance(result, Job):
                 return assigned(id, result)
+            if privacy is not None:
+                result = protected(privacy, self.method, sent.pop(id), clients[id], result, state.round)
             up = _travel(result, id, "up", transfers)
             reducer.add(id, self.method.contribute(up, clients[id]))
             return None
 
-        self.engine.train_all(self.examples, {id: self._work(id) for id in ids}, opened, finished)
+        if ids:  # a Poisson sample may be empty
+            self.engine.train_all(self.examples, {id: self._work(id) for id in ids}, opened, finished)
         transfers.sort(key=lambda transfer: (transfer.client, transfer.direction))
         parts = [part for id in ids for part in losses[id]]
         examples = sum(count for _, count in parts)
@@ -220,8 +259,17 @@ class Federation:
             held={**progress.held, **dict.fromkeys(ids, state.round)},
             optimizers=optimizers,
         )
-        loss = sum(loss * count for loss, count in parts) / max(1.0, examples)
-        return RoundResult(after, tuple(transfers), ids, lr, loss)
+        loss = sum(loss * count for loss, count in parts) / examples if examples else math.nan
+        return RoundResult(after, tuple(transfers), ids, lr, loss, charges=tuple(charges))
+
+    def _reducer(self, state: ServerState, cohort: Sequence[Client]) -> Reducer:
+        """The round's reducer."""
+
+        def origin() -> Tensors:
+            fresh = replace(self.members[next(iter(self.members))].client, held=None)
+            return origin_of(self.method, self.method.sync(state, fresh), fresh)
+
+        return reducer_for(self.settings, cohort, len(self.members), state.round, origin)
 
     def _work(self, id: str) -> int:
         """About how much a client has to train, in tokens an epoch."""

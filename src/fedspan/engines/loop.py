@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,19 +15,19 @@ from torch import Tensor
 
 from fedspan.core.parametrization import Projected
 from fedspan.core.tensors import generator
-from fedspan.core.values import Job, OptimizerSpec, OptimizerState, Trained
+from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.engines.batching import evaluation_batches, job_batches
-from fedspan.engines.optimizers import LocalOptimizer
+from fedspan.engines.optimizers import LocalOptimizer, clip, joined_state
 from fedspan.engines.padding import Padding
 from fedspan.engines.prefix_caches import PrefixCaches
+from fedspan.engines.private_training import PrivateTraining
 from fedspan.engines.refresh import refresh_projectors
 from fedspan.engines.settings import PrefixSettings, TrainingSettings
-from fedspan.engines.work import Assignment
-from fedspan.errors import FedspanError
+from fedspan.engines.work import Assignment, not_finite, spec_of
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 
-__all__ = ["LoopEngine", "dropout_mask", "joined_state", "not_finite"]
+__all__ = ["LoopEngine", "dropout_mask"]
 
 
 class LoopEngine:
@@ -64,6 +63,8 @@ class LoopEngine:
             "packed batches have none": getattr(task, "packing", False),
         }
         self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
+        private = settings.privacy is not None and settings.privacy.mechanism == "dp-sgd"
+        self.private = PrivateTraining(self, settings.privacy) if private and settings.privacy is not None else None
 
     def train(
         self,
@@ -75,6 +76,7 @@ class LoopEngine:
         round: int,
         lr: float,
         kept: OptimizerState | None = None,
+        noise: float = 0.0,
     ) -> Trained:
         """Run one job on one client's examples.
 
@@ -86,17 +88,19 @@ class LoopEngine:
             round: number, for draws and errors.
             lr: learning rate of the round.
             kept: moments of the client's earlier rounds, if the run keeps them.
+            noise: of DP-SGD, over the clipping norm.
 
         Raises:
             FedspanError: if the loss stops being finite.
         """
         settings, adapted = self.settings, self.adapted
-        work = Assignment(client, round, job, indices, lr, kept)
+        work = Assignment(client, round, job, indices, lr, kept, noise)
+        if self.private is not None:
+            return self.private.train(work, examples)
         self.ready(examples, indices)
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
-        spec = replace(settings.optimizer, lr=lr, **job.optimizer)
-        optimizer = LocalOptimizer(spec, job.trainable, live, joined_state(kept, job.optimizer_state), job.masks)
+        optimizer = self.optimizer_of(work, live)
         gradients_sum: dict[str, Tensor] = {}
         probing = job.steps == 0
         loss_sum = examples_seen = 0.0
@@ -105,7 +109,7 @@ class LoopEngine:
         for batch_indices in job_batches(settings, self.seed, work, examples):
             if job.refresh is not None and micro % settings.accumulate == 0:
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
-            self._set_dropout(client, round, job.phase, micro)
+            self.set_dropout(work, micro)
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
             with self.padding.removed(batch), self.prefixes.fed(examples, batch_indices.tolist()):
                 loss = self.task.loss(adapted.model, batch)
@@ -120,11 +124,11 @@ class LoopEngine:
                 continue
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-            decay *= self._decay(job, live, spec)
+            decay *= self.decayed(work, live)
         if probing or micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-            decay *= self._decay(job, live, spec)
+            decay *= self.decayed(work, live)
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
@@ -157,12 +161,27 @@ class LoopEngine:
     def take(self, work: Assignment, examples: Examples) -> Trained:
         """``train``, of an assignment."""
         return self.train(
-            work.job, examples, work.indices, client=work.client, round=work.round, lr=work.lr, kept=work.kept
+            work.job,
+            examples,
+            work.indices,
+            client=work.client,
+            round=work.round,
+            lr=work.lr,
+            kept=work.kept,
+            noise=work.noise,
+        )
+
+    def optimizer_of(self, work: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
+        """The optimizer of a job whose tensors are installed."""
+        job = work.job
+        return LocalOptimizer(
+            spec_of(work, self.settings), job.trainable, live, joined_state(work.kept, job.optimizer_state), job.masks
         )
 
     @torch.no_grad()
-    def _decay(self, job: Job, live: Mapping[str, Tensor], spec: OptimizerSpec) -> float:
+    def decayed(self, work: Assignment, live: Mapping[str, Tensor]) -> float:
         """Decoupled decay of what does not train, where the job asks for it: the frozen base and finished segments."""
+        job, spec = work.job, spec_of(work, self.settings)
         if not job.decay_base or job.steps == 0:
             return 1.0
         factor = 1 - spec.lr * spec.weight_decay
@@ -173,8 +192,9 @@ class LoopEngine:
                 live[name].mul_(factor)
         return factor
 
-    def _set_dropout(self, client: str, round: int, phase: str, step: int) -> None:
-        rate = self.settings.dropout
+    def set_dropout(self, work: Assignment, step: int | str) -> None:
+        """Draw the adapters' dropout of a forward pass."""
+        rate, client, round, phase = self.settings.dropout, work.client, work.round, work.job.phase
         if not rate:
             return
 
@@ -203,6 +223,18 @@ class LoopEngine:
                 gradients_sum[name] = gradients_sum.get(name, torch.zeros_like(gradients[name])) + gradients[name]
         if probing:
             return
+        self.apply(job, live, optimizer, gradients)
+
+    def apply(
+        self,
+        job: Job,
+        live: Mapping[str, Tensor],
+        optimizer: LocalOptimizer,
+        gradients: dict[str, Tensor],
+        clipping: bool = True,
+    ) -> None:
+        """An optimizer step: penalties, masks, clipping and offsets, then the update."""
+        names = optimizer.names
         if job.penalties:
             penalty = torch.stack([penalty.value(live) for penalty in job.penalties]).sum()
             added = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
@@ -210,7 +242,7 @@ class LoopEngine:
                 gradients[name] = gradients[name] if extra is None else gradients[name] + extra
         for name, mask in job.masks.items():
             gradients[name] = gradients[name] * mask.to(gradients[name])
-        if self.settings.max_grad_norm:
+        if self.settings.max_grad_norm and clipping:
             clip(gradients, self.settings.max_grad_norm)
         for name in names:
             if name in job.gradient_offset:
@@ -243,24 +275,6 @@ class LoopEngine:
         return rows
 
 
-def not_finite(work: Assignment, value: float) -> FedspanError:
-    """What is said of a loss that is infinite or no number."""
-    expected = (
-        f"the loss of client {work.client} in round {work.round + 1} became {value}; "
-        "lower the learning rate or set training.max_grad_norm"
-    )
-    return FedspanError("training.lr", work.lr, expected)
-
-
-def joined_state(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
-    """Moments kept of earlier rounds under those that the job itself hands over."""
-    if kept is None or own is None:
-        return own or kept
-    kinds = {**kept.moments, **own.moments}
-    moments = {kind: {**kept.moments.get(kind, {}), **own.moments.get(kind, {})} for kind in kinds}
-    return OptimizerState(moments, {**kept.steps, **own.steps})
-
-
 def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
     """What of a layer's input is kept, true or false.
 
@@ -270,11 +284,3 @@ def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
     seed, *rest = key
     rng = generator(int(seed), "dropout", *rest)
     return torch.rand(tuple(shape), generator=rng) >= rate
-
-
-def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
-    """Scale all gradients together so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` does."""
-    norms = torch.stack([gradient.norm() for gradient in gradients.values()])
-    factor = torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
-    for name in gradients:
-        gradients[name] = gradients[name] * factor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedspan.core.values import Group, OptimizerSpec, OptimizerState
 
-__all__ = ["LocalOptimizer"]
+__all__ = ["LocalOptimizer", "clip", "joined_state"]
 
 
 @dataclass(frozen=True)
@@ -126,3 +126,20 @@ class LocalOptimizer:
             },
             dict(self._steps),
         )
+
+
+def joined_state(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
+    """Moments kept of earlier rounds under those that the job itself hands over."""
+    if kept is None or own is None:
+        return own or kept
+    kinds = {**kept.moments, **own.moments}
+    moments = {kind: {**kept.moments.get(kind, {}), **own.moments.get(kind, {})} for kind in kinds}
+    return OptimizerState(moments, {**kept.steps, **own.steps})
+
+
+def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
+    """Scale all gradients together so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` does."""
+    norms = torch.stack([gradient.norm() for gradient in gradients.values()])
+    factor = torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
+    for name in gradients:
+        gradients[name] = gradients[name] * factor

@@ -19,9 +19,11 @@ from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Job, Message, OptimizerState, Trained
 from fedspan.engines import wire
+from fedspan.engines.accounting import Charge
 from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Member, kept_moments
 from fedspan.engines.parcels import Answer, Order, Part, ScoredPart, Scores
+from fedspan.engines.privacy import order_charges, protected, training_noise
 from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
@@ -139,13 +141,14 @@ class Participant:
         assert client is not None
         id, settings = order.to, self.engine.settings
         job, kept = self._start(order)
+        noise = training_noise(settings, self.method, order.message, client)
         memory, moments = kept.memory, dict(kept.moments)
         parts: list[Part] = []
         replies: list[Message] = []
 
         def assigned(job: Job) -> Assignment:
             kept_before = kept_moments(job, moments.get(job.phase), settings.keep_optimizer)
-            return Assignment(id, order.round, job, self.member.train, order.lr, kept_before)
+            return Assignment(id, order.round, job, self.member.train, order.lr, kept_before, noise)
 
         def finished(work: Assignment, trained: Trained) -> Assignment | None:
             nonlocal memory
@@ -161,9 +164,19 @@ class Participant:
         work = int(self.examples.lengths[self.member.train].sum())
         self.engine.train_all(self.examples, {id: work}, lambda _: assigned(job), finished)
         (reply,) = replies
+        reply = protected(settings.privacy, self.method, order.message, client, reply, order.round)
+        if settings.privacy is not None and settings.privacy.mechanism != "central":
+            parts.clear()  # a loss is of the raw data
         needed = frozenset(round for round in (client.held, order.best) if round is not None)
         self.keeper.store(id, order.round, Kept(memory, moments, kept.base), needed)
         return Answer("train", order.round, order.attempt, id, tuple(parts), body=wire.encode(reply))
+
+    def charges(self, order: Order) -> tuple[Charge, ...]:
+        """What an order costs of this client's privacy."""
+        if order.task != "train" or order.client is None:
+            return ()
+        settings = self.engine.settings
+        return order_charges(settings.privacy, settings, self.method, order.message, order.client)
 
     def _exported(self, order: Order) -> Answer:
         if self.export is None:

@@ -6,17 +6,19 @@ as ``Federation.play`` on one machine where the same clients reply.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedspan.core.method import Method
 from fedspan.core.values import Client, Message, ServerState
 from fedspan.engines import wire
+from fedspan.engines.accounting import Charge
 from fedspan.engines.asking import Asking, Forgot, Transport, opened
 from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Failure, Federation, Member, Progress, RoundResult, Transfer
 from fedspan.engines.parcels import Answer, Parcel
-from fedspan.engines.robust import reducer_for
+from fedspan.engines.privacy import order_charges, round_charges
 from fedspan.engines.screening import ReplyRules, Screened, screened, too_far, untrained
 from fedspan.engines.settings import RoundSettings
 from fedspan.errors import FedspanError
@@ -33,6 +35,7 @@ class _Asked:
     parts: dict[str, Answer]
     failures: list[Failure]
     lost: set[str]
+    charges: list[Charge]
 
 
 class RemoteFederation(Federation):
@@ -83,7 +86,7 @@ class RemoteFederation(Federation):
         state = progress.state
         lr = self.engine.settings.lr(state.round, self.settings.rounds)
         ids, held = self.cohort(state.round), dict(progress.held)
-        everything = _Asked({}, {}, [], set())
+        everything = _Asked({}, {}, [], set(), [])
         transfers: list[Transfer] = []
         quorum = self.rules.quorum(len(ids))
         for attempt in range(self.rules.retries + 1):
@@ -99,7 +102,7 @@ class RemoteFederation(Federation):
         else:
             raise _too_few(everything, quorum, state.round, ids)
         asked = {id: self.client(id, progress) for id in ids}
-        reducer = reducer_for(self.settings, list(asked.values()))
+        reducer = self._reducer(state, list(asked.values()))
         for id in ids:
             reply = everything.good.get(id)
             reducer.add(id, None if reply is None else self.method.contribute(reply.message, asked[id]))
@@ -110,8 +113,9 @@ class RemoteFederation(Federation):
             state=self.method.update(state, reducer.result()),
             held={**held, **dict.fromkeys(everything.good, state.round)},
         )
-        loss = sum(part.loss * part.examples for part in parts) / max(1.0, examples)
-        return RoundResult(after, tuple(transfers), ids, lr, loss, tuple(everything.failures))
+        loss = sum(part.loss * part.examples for part in parts) / examples if examples else math.nan
+        charges = (*round_charges(self.settings, len(self.members)), *everything.charges)
+        return RoundResult(after, tuple(transfers), ids, lr, loss, tuple(everything.failures), charges)
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """``Federation.conclude``: of a method with personal models, every client exports its own, where it is."""
@@ -149,6 +153,7 @@ class RemoteFederation(Federation):
             order = replace(order, attempt=attempt, lr=lr, best=self._best.get(id))
             parcels[id] = order.parcel()
             transfers.append(Transfer(id, "down", len(order.body), wire.payload_size(message)))
+            found.charges += order_charges(self.settings.privacy, self.engine.settings, self.method, message, client)
         budget = self.method.declared().budgets
         for id, back in self.transport.exchange(parcels, self.rules.deadline, patient=attempt > 0):
             client = clients[id]

@@ -18,7 +18,7 @@ from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
 from fedspan.engines import wire
 from fedspan.engines.parcels import Answer
 
-__all__ = ["ReplyRules", "Screened", "distance", "screened", "too_far", "untrained"]
+__all__ = ["ReplyRules", "Screened", "distance", "screened", "too_far", "untrained", "untrained_jobs"]
 
 _ENOUGH = 3
 """Replies from which on one can be told to be far from the others."""
@@ -54,7 +54,13 @@ def untrained(method: Method, sent: Message, client: Client) -> Message:
         sent: what the client is sent.
         client: who.
     """
+    return untrained_jobs(method, sent, client)[1]
+
+
+def untrained_jobs(method: Method, sent: Message, client: Client) -> tuple[list[Job], Message]:
+    """The jobs that a message gives to a client that remembers nothing, phase by phase, and the reply (``untrained``)."""
     job, memory = method.start(sent, client, {}), {}
+    jobs = [job]
     while True:
         zeros = {name: torch.zeros_like(job.tensors[name]) for name in job.trainable_names}
         trained = Trained(
@@ -67,8 +73,9 @@ def untrained(method: Method, sent: Message, client: Client) -> Message:
         )
         result, memory = method.finish(job, trained, client, memory)
         if not isinstance(result, Job):
-            return result
+            return jobs, result
         job = result
+        jobs.append(job)
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedspan.core.tensors import EXTRAS, by_layer, is_extra
-from fedspan.core.values import OptimizerSpec, OptimizerState, Trained
+from fedspan.core.values import OptimizerState, Trained
 from fedspan.engines.batching import job_batches
-from fedspan.engines.loop import joined_state, not_finite
+from fedspan.engines.optimizers import joined_state
 from fedspan.engines.settings import TrainingSettings
 from fedspan.engines.stacked_optimizer import Layout
-from fedspan.engines.work import Assignment
+from fedspan.engines.work import Assignment, not_finite, spec_of
 from fedspan.tasks.task import Examples
 
 __all__ = ["Seat"]
@@ -173,11 +172,6 @@ class Seat:
                 "examples": float(sum(sizes)),
             },
         )
-
-
-def spec_of(work: Assignment, settings: TrainingSettings) -> OptimizerSpec:
-    """The optimizer of a job."""
-    return replace(settings.optimizer, lr=work.lr, **work.job.optimizer)  # pyright: ignore[reportArgumentType]
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

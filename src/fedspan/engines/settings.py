@@ -7,9 +7,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedspan.core.noise import key_of_seed
 from fedspan.core.values import OptimizerSpec
+from fedspan.engines.accounting import Accounting
 
-__all__ = ["EvaluationSettings", "PrefixSettings", "RoundSettings", "TrainingSettings"]
+__all__ = ["EvaluationSettings", "PrefixSettings", "Privacy", "RoundSettings", "TrainingSettings"]
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differential privacy of what is released.
+
+    Args:
+        mechanism: ``central``: the server clips clients' changes and adds noise to their sum. ``local``: every client
+            clips its change and adds noise to it. ``dp-sgd``: every client clips each example's gradient and adds
+            noise to their sum.
+        clip: bound on the L2 norm of a change, or of an example's gradient.
+        noise: standard deviation over ``clip``; None: as little as ``epsilon`` allows for ``rounds``.
+        epsilon: the budget; None: no end to it.
+        delta: of the guarantee.
+        accounting: the accountant.
+        rounds: of the run.
+        key: of the noise, 32 bytes.
+        secret: whether the key is one; then noise also depends on what it is added to, so that it never serves twice.
+    """
+
+    mechanism: Literal["central", "local", "dp-sgd"]
+    clip: float
+    noise: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    accounting: Accounting = "rdp"
+    rounds: int = 1
+    key: bytes = key_of_seed(0)
+    secret: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,6 +59,8 @@ class TrainingSettings:
         keep_optimizer: a client's moments survive between its rounds, unless its tensors were re-initialised.
         dropout: on the adapters' input (PEFT's ``lora_dropout``).
         group_by_length: batches of similar length, drawn from windows of a few shuffled batches.
+        privacy: of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size * accumulate`` examples on
+            average, and ``max_grad_norm`` does nothing.
     """
 
     optimizer: OptimizerSpec
@@ -41,6 +74,7 @@ class TrainingSettings:
     keep_optimizer: bool = False
     dropout: float = 0.0
     group_by_length: bool = True
+    privacy: Privacy | None = None
 
     def lr(self, round: int, rounds: int) -> float:
         """The learning rate of a round (counted from 0) of ``rounds``."""
@@ -93,10 +127,14 @@ class RoundSettings:
         seed: of every draw.
         reduction: how replies that sum are combined.
         trim: share of the replies that ``trimmed-mean`` drops at each end.
+        max_norm: to which ``clipped-mean`` scales larger changes down; None: the median of the round's.
+        privacy: of the run; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
     """
 
     rounds: int
     cohort: int | None = None
     seed: int = 0
-    reduction: Literal["mean", "median", "trimmed-mean"] = "mean"
+    reduction: Literal["mean", "median", "trimmed-mean", "clipped-mean"] = "mean"
     trim: float = 0.1
+    max_norm: float | None = None
+    privacy: Privacy | None = None

@@ -15,9 +15,9 @@ from fedspan.core.values import Trained
 from fedspan.engines.loop import LoopEngine, dropout_mask
 from fedspan.engines.passes import chosen, disturbed, stacked_others
 from fedspan.engines.refresh import refresh_due, refresh_projectors
-from fedspan.engines.seat import Seat, spec_of
+from fedspan.engines.seat import Seat
 from fedspan.engines.stacked_optimizer import Layout, clip_rows, fused_step, step_rows
-from fedspan.engines.work import Assignment
+from fedspan.engines.work import Assignment, spec_of
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
@@ -47,6 +47,8 @@ class Worker:
         self.stacked = StackedModel(adapted)
         self.compiled = CompiledBlocks(adapted) if compiled else None
         self.why_not = self.stacked.refusal()
+        if loop.private is not None:
+            self.why_not = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
         """Why all clients train one by one here, if they must."""
         self.why_alone: str | None = None
         """Why some job trained alone."""

@@ -65,7 +65,8 @@ def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMe
     config = prepared.config
     options = {key: value for key, value in config.method.options.items() if key in ("r", "lora_alpha", "use_rslora")}
     model = config.model.model_copy(update={"extras": None})
-    changed = config.model_copy(update={"method": MethodConfig(name=name, **options), "model": model})
+    own = {"method": MethodConfig(name=name, **options), "model": model, "privacy": None}
+    changed = config.model_copy(update=own)
     return changed, changed.build_method(prepared.engine.adapted.spec)
 
 
@@ -77,7 +78,7 @@ def _variant(
     lr: float | None,
 ) -> Prepared:
     """A baseline on the same model and data: everybody takes part in every round, and keeps the moments."""
-    settings = replace(prepared.engine.settings, keep_optimizer=True)
+    settings = replace(prepared.engine.settings, keep_optimizer=True, privacy=None)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, prepared.engine.prefixes)

@@ -18,13 +18,14 @@ from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
 from fedspan.engines.members import OnDemand
 from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.modelling import RunModel, build_model
 from fedspan.runs.problems import PROBLEMS, Facts, require_size
 from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.simulators import make_engine
 from fedspan.tasks.task import Examples, RunTask
 
-__all__ = ["Prepared", "choose_device", "max_length", "prepare"]
+__all__ = ["Prepared", "choose_device", "max_length", "prepare", "require_private_model"]
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,13 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
+def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None = None) -> Prepared:
     """Build a run.
 
     Args:
         config: the run's.
         given: a partition to use again (of a run that is resumed) instead of drawing it.
+        key: of the noise, where it is a secret one.
 
     Raises:
         FedspanError: for anything in the config that does not fit the data or the model.
@@ -102,17 +104,18 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples that the run was begun with")
     built = build_model(config, data.labels, device)
     adapted = built.adapted
+    require_private_model(config, adapted)
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
         expected = f"macro_f1: there are {len(data.labels)} labels, and f1 is of the second of two"
         raise FedspanError("evaluation.metric", "f1", expected)
     facts = Facts.of(config, data.labels, max_length(config, built.processor, adapted.model))
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
-    engine = make_engine(config, adapted, task, config.training_settings())
+    engine = make_engine(config, adapted, task, config.training_settings(key))
     train = task.encode(data.train)
     require_size(config, adapted.model, task, train, device)
     federation = Federation(
-        config.wrapped(method), engine, _members(config, method, parts), train, config.round_settings()
+        config.wrapped(method), engine, _members(config, method, parts), train, config.round_settings(key)
     )
     return Prepared(
         config=config,
@@ -129,6 +132,17 @@ def prepare(config: RunConfig, given: Partition | None = None) -> Prepared:
         model=built,
         remarks=(*_dropped(data.dropped), *task.remarks(train)),
     )
+
+
+def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
+    """Check that nothing of a model escapes the run's privacy.
+
+    Raises:
+        FedspanError: if something does.
+    """
+    if config.privacy is not None and adapted.buffers:
+        expected = f"left out with this model: running statistics ({adapted.buffers[0]}, ...) are of raw examples"
+        raise FedspanError("privacy", config.privacy.mechanism, expected)
 
 
 def _dropped(count: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedspan import __version__
-from fedspan.config import parse_config
+from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
@@ -22,6 +22,7 @@ from fedspan.runs.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs.keeping import DiskKeeper
 from fedspan.runs.meeting import Introduction, Invitation, base_digest, node_values
 from fedspan.runs.remote import method_for
+from fedspan.runs.spending import Book, has_key, keep_key, kept_key, new_key
 
 __all__ = ["Holder"]
 
@@ -43,6 +44,7 @@ class Holder:
     def __init__(self, node: NodeConfig) -> None:
         self.node = node
         self.folder = Path(node.folder)
+        self._book = Book(self.folder, node.limits.delta)
         self._loaded: tuple[str, Participant, str] | None = None
 
     def answer(self, parcel: Parcel) -> Parcel:
@@ -59,7 +61,9 @@ class Holder:
             if len(parcel.body) > self.node.limits.message_bytes:
                 raise FedspanError("message", len(parcel.body), f"at most {self.node.limits.message_bytes} bytes here")
             self._require_new(order)
-            answer = self._participant(order.run).answer(order)
+            participant = self._participant(order.run)
+            self._book.pay(participant.charges(order), self.node.limits.epsilon)
+            answer = participant.answer(order)
             if len(answer.body) > self.node.limits.message_bytes:
                 raise FedspanError("reply", len(answer.body), f"at most {self.node.limits.message_bytes} bytes here")
             log.info("round %d: %s done", order.round + 1, order.task)
@@ -94,6 +98,12 @@ class Holder:
         ):
             if allowed is not None and value not in allowed:
                 raise FedspanError(field, value, f"one that this node allows: {', '.join(allowed) or 'none'}")
+        privacy = config.privacy
+        if privacy is not None and privacy.randomness != "secret":
+            raise FedspanError("federation", f"privacy.randomness: {privacy.randomness}", "secret, on this node")
+        if limits.epsilon is not None and (privacy is None or privacy.mechanism == "central"):
+            found = "no privacy" if privacy is None else privacy.mechanism
+            raise FedspanError("limits.epsilon", found, "privacy.mechanism local or dp-sgd, on this node")
         if limits.rounds is not None and config.federation.rounds > limits.rounds:
             raise FedspanError("limits.rounds", config.federation.rounds, f"at most {limits.rounds} on this node")
 
@@ -112,10 +122,10 @@ class Holder:
                 return self._loaded[1], self._loaded[2]
         self._loaded = None  # two models need not fit into memory
         config = parse_config(self._values(invitation))
-        prepared = prepare(config)
+        place = self._of(invitation.run)
+        prepared = prepare(config, key=self._key(place, config))
         (member,) = prepared.federation.members.values()
         member = replace(member, client=replace(member.client, id=self.node.id))
-        place = self._of(invitation.run)
         keeper = DiskKeeper(place / "kept")
         theirs = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
         method = config.wrapped(method_for(theirs, prepared.engine.adapted.spec))
@@ -128,6 +138,17 @@ class Holder:
             method, prepared.engine, member, prepared.train, keeper, config.evaluation.batch_size, export
         )
         return participant, base_digest(prepared.model)
+
+    def _key(self, place: Path, config: RunConfig) -> bytes | None:
+        """The secret key of this node's noise in a run; made at its beginning."""
+        key = new_key(config)
+        if key is None:
+            return None
+        with disk_errors(self.folder, "free some space on the node"):
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not has_key(place):
+            keep_key(place, key)
+        return kept_key(place, config)
 
     def _participant(self, run: str) -> Participant:
         if self._loaded is None or self._loaded[0] != run:

@@ -94,7 +94,14 @@ def server_config(values: Mapping[str, Any]) -> RunConfig:
             raise FedspanError(f"data.{name}", data[name], "left out: every node names its own data, in its node file")
     if values.get("baselines"):
         raise FedspanError("baselines", values["baselines"], "left out: they need all examples in one place")
-    config = parse_config({**values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
+    given = dict(values)
+    if values.get("privacy") is not None:
+        privacy = dict(values["privacy"])
+        if privacy.setdefault("randomness", "secret") not in (None, "secret"):
+            expected = "secret, or left out: every node knows the run's seed"
+            raise FedspanError("privacy.randomness", privacy["randomness"], expected)
+        given["privacy"] = {**privacy, "randomness": "secret"}
+    config = parse_config({**given, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
     if PROBLEMS[config.task].classifies and config.data.labels is None:
         raise FedspanError("data.labels", None, "all labels, in order: no node may know of them all")
     return config

@@ -21,7 +21,7 @@ from fedspan.engines.participant import Participant, refused
 from fedspan.engines.remote import RemoteFederation
 from fedspan.engines.remote_evaluation import RemoteEvaluator
 from fedspan.engines.screening import ReplyRules
-from fedspan.runs.build import Prepared, choose_device, max_length, prepare
+from fedspan.runs.build import Prepared, choose_device, max_length, prepare, require_private_model
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.keeping import DiskKeeper
 from fedspan.runs.modelling import build_model
@@ -29,6 +29,7 @@ from fedspan.runs.problems import PROBLEMS, Facts
 from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.session import kept_partition
 from fedspan.runs.simulators import make_engine
+from fedspan.runs.spending import kept_key
 
 __all__ = ["answer_as", "connected", "members_of", "method_for", "nodes_folder", "prepare_server"]
 
@@ -47,11 +48,12 @@ class Nothing:
         return 0
 
 
-def prepare_server(config: RunConfig) -> Prepared:
+def prepare_server(config: RunConfig, key: bytes | None = None) -> Prepared:
     """Build the server's half of a deployment: everything but data and clients (``connected`` brings those).
 
     Args:
         config: of ``meeting.server_config``.
+        key: of the noise, where it is a secret one.
 
     Raises:
         FedspanError: for anything in the config that does not fit the model.
@@ -60,12 +62,13 @@ def prepare_server(config: RunConfig) -> Prepared:
         torch.set_num_threads(config.threads)
     labels = tuple(config.data.labels or ())
     model = build_model(config, labels, choose_device(config.device))
+    require_private_model(config, model.adapted)
     facts = Facts.of(config, labels, max_length(config, model.processor, model.adapted.model))
     task = PROBLEMS[config.task].task(model.processor, facts, config)
     method = config.wrapped(method_for(config, model.adapted.spec))
-    engine = make_engine(config, model.adapted, task, config.training_settings())
+    engine = make_engine(config, model.adapted, task, config.training_settings(key))
     nothing = Nothing()
-    federation = Federation(method, engine, {}, nothing, config.round_settings())
+    federation = Federation(method, engine, {}, nothing, config.round_settings(key))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return Prepared(config, labels, facts, None, task, engine, federation, evaluator, nothing, None, (), model)
 
@@ -160,7 +163,7 @@ def answer_as(run: str, threads: int, number: int, parcel: Parcel) -> Parcel:
 def _participants(run: str) -> list[Participant]:
     place = RunFolder(run)
     config = parse_config(parse_text(place.config_text(), str(place.config)))
-    prepared = prepare(config, kept_partition(place))
+    prepared = prepare(config, kept_partition(place), kept_key(place.path, config))
     federation, keeper = prepared.federation, DiskKeeper(nodes_folder(place.path))
     batch_size = config.evaluation.batch_size
     return [

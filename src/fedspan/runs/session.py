@@ -28,6 +28,7 @@ from fedspan.runs.ledger import JsonLines, Ledger
 from fedspan.runs.listener import Listener
 from fedspan.runs.scores import final_scores, round_score, sample_predictions
 from fedspan.runs.simulators import engine_note, keep_choice, recall_choice
+from fedspan.runs.spending import Budget, keep_key, kept_key, new_key
 
 __all__ = ["Host", "RunReport", "kept_partition", "require_same_run", "run", "write_adapters"]
 
@@ -50,6 +51,7 @@ class RunReport:
         baselines: scores of local-only and centralised training, where asked for.
         adapters: folders of the exported adapters, by client id, or under ``global``.
         examples: predictions on a few held-out texts.
+        privacy: what was spent (``epsilon``, ``delta``) and how; empty without ``privacy`` in the config.
     """
 
     method: str
@@ -64,12 +66,13 @@ class RunReport:
     baselines: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     examples: tuple[Mapping[str, str], ...] = ()
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
 
 Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
 """Connects a prepared run to its clients, wherever they are, has it played, and returns its report."""
 
-Build = Callable[[RunConfig, Partition | None], Prepared]
+Build = Callable[[RunConfig, Partition | None, bytes | None], Prepared]
 
 
 def run(
@@ -91,7 +94,8 @@ def run(
         listener: told what happens.
         command: the command line, for environment.json.
         host: connects the run to clients elsewhere; None: they are simulated in this process.
-        build: makes what runs of the config, and of the partition that the run was begun with, if any.
+        build: makes what runs of the config, of the partition that the run was begun with, if any, and of the secret
+            key of its noise, if it has one.
 
     Raises:
         FedspanError: for anything that the user can put right.
@@ -109,8 +113,10 @@ def run(
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded for nothing
-    prepared = build(config, None)  # before the folder is made: a mistake in the config leaves nothing behind
+    key = new_key(config)
+    prepared = build(config, None, key)  # before the folder is made: a mistake in the config leaves nothing behind
     with RunFolder.create(folder, text) as place:
+        keep_key(place.path, key)
         record_environment(place, config.seed, command)
         return _play(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
 
@@ -128,7 +134,7 @@ def _play(
     kept = checkpoints.resume(place)
     if prepared is None:
         require_same_run(place, config, kept)
-        prepared = build(config, kept_partition(place))
+        prepared = build(config, kept_partition(place), kept_key(place.path, config))
     if prepared.partition is not None and not place.partition.exists():
         with disk_errors(place.path):
             write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
@@ -169,6 +175,7 @@ class _Session:
         self.metrics, self.ledger = metrics, ledger
         self.seconds = 0.0
         self.best: tuple[int, float] | None = None
+        self.budget = Budget(prepared.config)
 
     def play(self, kept: Checkpoint | None, resumed: bool) -> Progress:
         """All rounds that are still to be played."""
@@ -178,13 +185,16 @@ class _Session:
         else:
             progress = kept.progress
             self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
+            self.budget = Budget(self.prepared.config, kept.extra.get("privacy"))
             if self.best is not None:
                 federation.remember(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
         recall_choice(self.place, engine)
         self.listener.started(self.prepared, progress.state.round, resumed)
         first = progress.state.round + 1
-        while progress.state.round < federation.settings.rounds:
+        if not progress.state.round and self.budget.limited:
+            self.budget.require_first(federation.next_charges(progress))
+        while not self._over(progress):
             began, number = time.monotonic(), progress.state.round + 1
 
             def told(client: str, loss: float, number: int = number) -> None:
@@ -200,6 +210,13 @@ class _Session:
             del result  # what the cohort keeps is on the disk now
         return progress
 
+    def _over(self, progress: Progress) -> bool:
+        """Whether no more rounds are to be played, or can be paid for."""
+        federation = self.prepared.federation
+        if progress.state.round >= federation.settings.rounds:
+            return True
+        return self.budget.limited and not self.budget.allows(federation.next_charges(progress))
+
     def _row(self, result: RoundResult) -> dict[str, Any]:
         """The round's line of metrics, and whether it is the best so far."""
         prepared, progress = self.prepared, result.progress
@@ -212,8 +229,10 @@ class _Session:
         }
         if result.failures:
             row["failures"] = [asdict(failure) for failure in result.failures]
-        every, last = prepared.config.evaluation.every, prepared.federation.settings.rounds
-        if number % every and number != last:
+        self.budget.count(result.charges)
+        if (spent := self.budget.row()) is not None:
+            row["privacy"] = spent
+        if number % prepared.config.evaluation.every and not self._over(progress):
             return row
         validation, own = prepared.evaluator.clients(progress)
         if validation is not None:
@@ -251,7 +270,11 @@ class _Session:
                 optimizer_states=progress.optimizers,
                 best=self.best,
                 positions=positions,
-                extra={"seconds": self.seconds, "config": self.prepared.config.identity},
+                extra={
+                    "seconds": self.seconds,
+                    "config": self.prepared.config.identity,
+                    "privacy": self.budget.dump(),
+                },
             ),
         )
         checkpoints.prune(self.place)
@@ -261,7 +284,9 @@ class _Session:
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
         prepared, place = self.prepared, self.place
-        best_round = progress.state.round
+        best_round = played = progress.state.round
+        if played < prepared.federation.settings.rounds:
+            self.listener.noted(f"stopped after round {played}: the next one would exceed privacy.epsilon")
         if self.best is not None and self.best[0] != progress.state.round:
             best_round, progress = self.best[0], checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
@@ -275,7 +300,7 @@ class _Session:
             method=prepared.config.method.title,
             task=prepared.config.task,
             metric=prepared.task.metric,
-            rounds=prepared.federation.settings.rounds,
+            rounds=played,
             best_round=best_round,
             scores=scores,
             by_client=by_client,
@@ -287,6 +312,7 @@ class _Session:
             },
             adapters={id: str(path.relative_to(place.path)) for id, path in adapters.items()},
             examples=examples,
+            privacy=self.budget.report(),
         )
         place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
         return report

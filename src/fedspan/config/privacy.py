@@ -1,0 +1,118 @@
+"""Differential privacy, as the user writes it."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from fedspan.config.federation import FederationConfig
+from fedspan.config.section import Section
+from fedspan.core.method import Claims
+from fedspan.core.noise import key_of_seed
+from fedspan.engines.settings import Privacy
+from fedspan.errors import FedspanError
+
+__all__ = ["PrivacyConfig"]
+
+
+class PrivacyConfig(Section):
+    """What is clipped and made noisy, and what may be spent; needs fedspan[privacy]."""
+
+    mechanism: Literal["central", "local", "dp-sgd"] = Field(
+        description="central: the server clips every client's change and adds noise to their sum; protects a client "
+        "from whoever sees the models, not from the server. local: every client clips its change and adds noise to it; "
+        "protects it from the server too, at much more noise. dp-sgd: every client clips the gradient of each example "
+        "and adds noise to their sum; protects an example from everybody but its holder.",
+    )
+    clip: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest L2 norm of a client's change (central, local), or of an example's gradient (dp-sgd).",
+    )
+    noise: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Standard deviation of the noise, over clip; left out: as little as epsilon allows for all rounds.",
+    )
+    epsilon: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="The budget: the run ends before a round that would exceed it; left out: there is none.",
+    )
+    delta: float = Field(
+        default=1e-5,
+        gt=0,
+        lt=1,
+        description="Probability with which the guarantee may fail: well below 1 over the number of clients, or of "
+        "examples.",
+    )
+    accountant: Literal["rdp", "prv"] = Field(
+        default="rdp",
+        description="Opacus' accountant. rdp: quick, and slightly loose. prv: tight, and slow where clients differ.",
+    )
+    randomness: Literal["seed", "secret"] | None = Field(
+        default=None,
+        description="Where noise comes from. seed: the run's seed; it repeats to the bit, and protects from nobody who "
+        "knows the seed. secret: a key of its own, which never leaves its machine. Left out: seed in simulations, "
+        "secret between machines, where nothing else is allowed.",
+    )
+
+    @model_validator(mode="after")
+    def _enough(self) -> Self:
+        if self.noise is None and self.epsilon is None:
+            raise ValueError("noise, or an epsilon that gives it")
+        return self
+
+    def require_fit(self, method: str, claims: Claims, federation: FederationConfig) -> None:
+        """Check that a run's replies can be protected.
+
+        Args:
+            method: its title.
+            claims: its own.
+            federation: of the run.
+
+        Raises:
+            FedspanError: if they can't, with the reason.
+        """
+        reasons = {
+            "nothing of it travels": claims.sends == "nothing",
+            "what a client chooses to send tells of its data": claims.budgets and self.mechanism != "dp-sgd",
+            "its server combines replies one by one": claims.reduction != "sum" and self.mechanism == "central",
+            "noise would spoil what it sends beside tensors that all clients start from": claims.sends != "values"
+            and self.mechanism == "local",
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise FedspanError("privacy.mechanism", self.mechanism, f"left out with {method}: {why}")
+        if self.mechanism == "central":
+            for field, value, right in (
+                ("reduction", federation.reduction, "mean"),
+                ("weights", federation.weights, "uniform"),
+                ("ranks", federation.ranks, None),
+            ):
+                if value != right:
+                    expected = f"{'left out' if right is None else right} with privacy.mechanism: central"
+                    raise FedspanError(f"federation.{field}", value, expected)
+
+    def settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:
+        """As the engines take it.
+
+        Args:
+            rounds: of the run.
+            seed: of the run.
+            key: a secret one.
+        """
+        return Privacy(
+            mechanism=self.mechanism,
+            clip=self.clip,
+            noise=self.noise,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            accounting=self.accountant,
+            rounds=rounds,
+            key=key_of_seed(seed) if key is None else key,
+            secret=key is not None,
+        )

@@ -1,0 +1,62 @@
+"""Gaussian noise from a key: normal, its own for every key and label, and from more keys than torch has streams."""
+
+from __future__ import annotations
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedspan.core.noise import KEY_BYTES, digest_of, gaussian, key_of_seed
+
+KEY = key_of_seed(1)
+
+
+def test_draws_are_standard_normal() -> None:
+    draws = gaussian(KEY, torch.Size([400, 500]), "a")
+    assert draws.dtype == torch.float64
+    assert scipy.stats.kstest(draws.flatten().numpy(), "norm").pvalue > 1e-3
+    assert abs(float(draws.mean())) < 0.01
+    assert abs(float(draws.std()) - 1) < 0.01
+    assert abs(float((draws[:, 1:] * draws[:, :-1]).mean())) < 0.01
+
+
+@given(st.integers(0, KEY_BYTES - 1), st.integers(1, 255))
+def test_every_byte_of_the_key_counts(place: int, flip: int) -> None:
+    other = bytes(value ^ flip if at == place else value for at, value in enumerate(KEY))
+    shape = torch.Size([64])
+    assert float((gaussian(KEY, shape, "a") - gaussian(other, shape, "a")).abs().min()) > 0
+    # and two changes that would cancel in a sum of the key's words
+    both = bytes(value ^ flip if at in (place, (place + 4) % KEY_BYTES) else value for at, value in enumerate(KEY))
+    assert not torch.equal(gaussian(KEY, shape, "a"), gaussian(both, shape, "a"))
+
+
+def test_a_generator_of_torch_has_too_few_streams() -> None:
+    """Why there is ``core.noise``: who sees a draw could try all seeds."""
+    first, second = (torch.Generator().manual_seed(seed) for seed in (7, 7 + 2**32))
+    assert torch.equal(torch.randn(8, generator=first), torch.randn(8, generator=second))
+
+
+def test_labels_name_draws() -> None:
+    shape = torch.Size([3, 5])
+    assert torch.equal(gaussian(KEY, shape, "a", 1), gaussian(KEY, shape, "a", 1))
+    for other in (("a", 2), ("a", "1", ""), ("a1",), ()):
+        assert not torch.equal(gaussian(KEY, shape, "a", 1), gaussian(KEY, shape, *other))
+    assert gaussian(KEY, torch.Size([0, 3]), "a").shape == (0, 3)
+    with pytest.raises(ValueError, match="32 bytes, not 4"):
+        gaussian(b"four", shape)
+    assert key_of_seed(1) != key_of_seed(2)
+
+
+def test_a_digest_tells_tensors_apart() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    same = digest_of({"a": value, "b": value})
+    assert digest_of({"b": value.clone(), "a": value}) == same
+    for other in (
+        {"a": value, "c": value},
+        {"a": value, "b": value.view(3, 2)},
+        {"a": value, "b": value.double()},
+        {"a": value, "b": value + torch.eye(2, 3) * 1e-6},
+    ):
+        assert digest_of(other) != same

@@ -1,0 +1,175 @@
+"""Central and local privacy: the noise that there is, the bound on every reply, the samples, the mean that is left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.core.noise import key_of_seed
+from fedspan.core.values import Client, Contribution, Reduced
+from fedspan.engines.changes import change_of, clipped, norm_of, restored
+from fedspan.engines.privacy import (
+    client_noise,
+    poisson_cohort,
+    private_mean,
+    reducer_for,
+    round_charges,
+    sampling_rate,
+)
+from fedspan.engines.settings import Privacy, RoundSettings
+
+SHAPES = {"layer/A": (2, 5), "layer/B": (7, 2), "extras/bias": (3,)}
+
+
+def central(**changes: Any) -> Privacy:
+    return replace(Privacy("central", clip=0.5, noise=1.0, rounds=4), **changes)
+
+
+def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(shape, generator=rng) for name, shape in SHAPES.items()}
+
+
+def clients(count: int) -> list[Client]:
+    return [Client(f"c{number:03}", 2, 1.0, 5 + number, 1.0) for number in range(count)]
+
+
+def reduced(
+    origin: Mapping[str, Tensor],
+    replies: Mapping[str, Mapping[str, Tensor] | None],
+    settings: RoundSettings,
+    everybody: int,
+    order: list[str] | None = None,
+) -> Reduced:
+    known = {one.id: one for one in clients(everybody)}
+    reducer = reducer_for(settings, [known[id] for id in replies], everybody, 2, lambda: origin)
+    for id in order or replies:
+        reply = replies[id]
+        reducer.add(id, None if reply is None else Contribution(sum=reply))
+    return reducer.result()
+
+
+def moved(reply: Mapping[str, Tensor], origin: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
+    """The origin, and on it the direction of a reply with a norm."""
+    change = change_of(Contribution(sum=reply), origin)
+    return restored({name: value * (norm / norm_of(change)) for name, value in change.items()}, origin)
+
+
+@given(st.integers(0, 6), st.integers(0, 10**6), st.floats(0.01, 50), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=40)
+def test_one_client_more_or_less_moves_the_sum_by_at_most_the_clip(
+    count: int, seed: int, size: float, rng: Any
+) -> None:
+    """What the accountant takes for granted, with the same noise on both sides, in any order of the replies."""
+    origin, everybody, rate = tensors(seed), 8, RoundSettings(4, cohort=5, privacy=central())
+    replies = {one.id: moved(tensors(seed + 1 + n), origin, size * (n + 1)) for n, one in enumerate(clients(count + 1))}
+    order = list(replies)
+    rng.shuffle(order)
+    with_it = reduced(origin, replies, rate, everybody, order).mean
+    gone = order[0]
+    without = {id: reply for id, reply in replies.items() if id != gone}
+    for others in (
+        reduced(origin, without, rate, everybody),
+        reduced(origin, {**replies, gone: None}, rate, everybody),
+    ):
+        apart = {name: (with_it[name] - others.mean[name]).double() for name in SHAPES}
+        norm = size * (int(gone[1:]) + 1)
+        assert norm_of(apart) * 5 <= 0.5 * (1 + 1e-4)
+        assert norm_of(apart) * 5 == pytest.approx(min(0.5, norm), rel=1e-2)
+
+
+def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
+    origin = {"layer/A": torch.zeros(300, 400)}
+    privacy = central(noise=1.7)
+    mean = private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 3)
+    assert float(mean["layer/A"].double().std()) == pytest.approx(1.7 * 0.5 / 10, rel=0.01)
+    other = private_mean({"layer/A": torch.zeros(300, 400, dtype=torch.float64)}, origin, privacy, 0.5, 10.0, 4)
+    correlation = torch.corrcoef(torch.stack([mean["layer/A"].flatten(), other["layer/A"].flatten()]))[0, 1]
+    assert abs(float(correlation)) < 0.01
+
+
+def test_without_much_noise_it_is_the_mean_of_clipped_changes() -> None:
+    origin = tensors(0)
+    replies = {
+        one.id: moved(tensors(n + 1), origin, norm)
+        for n, (one, norm) in enumerate(zip(clients(3), (0.1, 9, 0.4), strict=True))
+    }
+    found = reduced(origin, replies, RoundSettings(4, privacy=central(noise=1e-12)), 3).mean
+    changes = [clipped(change_of(Contribution(sum=reply), origin), 0.5) for reply in replies.values()]
+    assert [round(norm_of(change), 4) for change in changes] == [0.1, 0.5, 0.4]
+    for name in SHAPES:
+        expected = origin[name].double() + torch.stack([change[name] for change in changes]).mean(0)
+        assert torch.allclose(found[name].double(), expected, atol=1e-6)
+        assert found[name].dtype == torch.float32
+
+
+def test_an_empty_round_is_noise_over_the_expected_number() -> None:
+    origin = {"layer/A": torch.ones(200, 300)}
+    found = reduced(origin, {}, RoundSettings(4, cohort=2, privacy=central()), 8)
+    assert found.count == 1
+    assert float((found.mean["layer/A"] - 1).std()) == pytest.approx(0.5 / 2, rel=0.02)
+
+
+def test_a_reply_that_does_not_fit_is_refused() -> None:
+    origin = tensors(0)
+    for wrong, why in (
+        ({**tensors(1), "more": torch.ones(1)}, "does not contribute"),
+        ({**tensors(1), "layer/A": torch.ones(5, 2)}, r"\[5, 2\], not \[2, 5\]"),
+        ({**tensors(1), "layer/A": torch.full((2, 5), math.nan)}, "not finite"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            reduced(origin, {"c000": wrong}, RoundSettings(4, privacy=central()), 1)
+    with pytest.raises(ValueError, match="kept apart"):
+        change_of(Contribution(stack=tensors(0)), origin)
+
+
+def test_cohorts_are_poisson_samples() -> None:
+    """Each client by itself with the rate: the number of them varies, as the accountant's theorem wants it."""
+    settings, privacy = RoundSettings(400, cohort=6, seed=5), central()
+    sizes = torch.tensor([len(poisson_cohort(privacy, settings, 20, number)) for number in range(2000)]).double()
+    assert float(sizes.mean()) == pytest.approx(6, rel=0.03)
+    assert float(sizes.var()) == pytest.approx(20 * 0.3 * 0.7, rel=0.1)
+    counts = torch.zeros(20)
+    for number in range(2000):
+        counts[poisson_cohort(privacy, settings, 20, number)] += 1
+    assert float((counts / 2000 - 0.3).abs().max()) < 0.05
+    assert poisson_cohort(privacy, replace(settings, cohort=None), 3, 0) == [0, 1, 2]
+    assert poisson_cohort(privacy, settings, 20, 3) == poisson_cohort(privacy, settings, 20, 3)
+    # whoever knows the seed, as every node does, must not know the cohort
+    secret = replace(privacy, key=key_of_seed(99), secret=True)
+    assert [poisson_cohort(secret, settings, 20, n) for n in range(5)] != [
+        poisson_cohort(privacy, settings, 20, n) for n in range(5)
+    ]
+
+
+def test_secret_noise_never_serves_twice() -> None:
+    """The same sum has the same noise, so that a round can be repeated; another sum has other noise."""
+    origin, zeros = {"x": torch.zeros(50)}, {"x": torch.zeros(50, dtype=torch.float64)}
+    for secret in (True, False):
+        privacy = central(secret=secret)
+        first, again = (private_mean(zeros, origin, privacy, 1.0, 1.0, 0)["x"] for _ in range(2))
+        assert torch.equal(first, again)
+        small = {"x": zeros["x"] + torch.eye(1, 50, dtype=torch.float64)[0] * 1e-3}
+        apart = private_mean(small, origin, privacy, 1.0, 1.0, 0)["x"] - first
+        assert (float(apart.abs().max()) > 0.1) == secret
+
+
+def test_what_a_round_costs() -> None:
+    settings = RoundSettings(4, cohort=5, privacy=central())
+    (charge,) = round_charges(settings, 20)
+    assert (charge.payer, charge.mechanism.rate, charge.mechanism.noise, charge.count) == ("", 0.25, 1.0, 1)
+    assert round_charges(replace(settings, privacy=central(mechanism="local")), 20) == ()
+    assert round_charges(replace(settings, privacy=None), 20) == ()
+    assert sampling_rate(settings, 3) == 1.0
+    target = central(noise=None, epsilon=2.0, rounds=50)
+    local = replace(target, mechanism="local")
+    assert client_noise(local, 0.1) == client_noise(local, 1.0)
+    assert client_noise(target, 0.1) < client_noise(target, 1.0) == pytest.approx(client_noise(local, 1.0) / 2)

@@ -1,0 +1,280 @@
+"""DP-SGD: against slow obvious code and Opacus' own per-example gradients; its noise, its bound, its samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+
+import tiny
+from fedspan.core.noise import key_of_seed
+from fedspan.core.values import Job, OptimizerSpec, Trained
+from fedspan.engines.batching import job_batches
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.noisy_sum import NoisySum
+from fedspan.engines.private_training import PrivateTraining
+from fedspan.engines.sampling import noise_for, poisson_batches, private_steps, release_of
+from fedspan.engines.screening import untrained_jobs
+from fedspan.engines.settings import Privacy, TrainingSettings
+from fedspan.engines.work import Assignment
+from fedspan.errors import FedspanError
+from fedspan.runs.build import Prepared
+
+PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
+
+
+def run_of(prepared: Prepared, folder: Path, privacy: Mapping[str, Any] = PRIVACY, **changes: Any) -> Prepared:
+    training = {"optimizer": "sgd", "lr": 0.5, "local_steps": 3, **changes.pop("training", {})}
+    return tiny.variant(prepared, tiny.config(folder, privacy=privacy, training=training, **changes))
+
+
+def work_of(run: Prepared, noise: float = 1e-9) -> Assignment:
+    """The first job of the largest client, with factors that are nowhere zero."""
+    federation = run.federation
+    state = federation.begin().state
+    member = federation.members["west"]
+    job = federation.method.start(federation.method.sync(state, member.client), member.client, {})
+    rng = torch.Generator().manual_seed(8)
+    moved = {
+        name: value + 0.1 * torch.randn(value.shape, generator=rng) if name in job.trainable_names else value
+        for name, value in job.tensors.items()
+    }
+    return Assignment(
+        "west", 0, replace(job, tensors=moved), member.train, run.engine.settings.optimizer.lr, None, noise
+    )
+
+
+def alone(run: Prepared, job: Job, tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    """The gradient of one example, by a batch of its own."""
+    adapted, names = run.engine.adapted, job.trainable_names
+    live = adapted.install(job.parametrization, tensors, frozenset(names))
+    loss = run.task.loss(adapted.model, run.task.batch(run.train, [index], adapted.device))
+    found = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
+    return {n: torch.zeros_like(live[n]) if g is None else g for n, g in zip(names, found, strict=True)}
+
+
+def by_hand(run: Prepared, work: Assignment, privacy: Privacy) -> dict[str, Tensor]:
+    """Algorithm 1 of Abadi et al. with plain SGD and without noise, example by example."""
+    settings, job = run.engine.settings, work.job
+    tensors = dict(job.tensors)
+    expected = settings.batch_size * settings.accumulate
+    for sample in poisson_batches(privacy, settings, work):
+        total = {name: torch.zeros_like(tensors[name]) for name in job.trainable_names}
+        for index in sample.tolist():
+            gradient = alone(run, job, tensors, index)
+            norm = math.sqrt(sum(float(value.double().square().sum()) for value in gradient.values()))
+            for name, value in gradient.items():
+                total[name] += value * min(1.0, privacy.clip / norm)
+        for name, value in total.items():
+            tensors[name] = tensors[name] - work.lr * value / expected
+    return tensors
+
+
+def relative(found: Trained, right: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """How far apart two trainings went, beside how far they went."""
+    apart = sum(float((found.tensors[name] - right[name]).double().square().sum()) for name in right)
+    far = sum(float((right[name] - start[name]).double().square().sum()) for name in right)
+    assert far > 0
+    return math.sqrt(apart / far)
+
+
+@pytest.mark.parametrize("key", ["fedit", "ffa-lora", "rolora", "florg", "fed-sb", "pfedlora"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepared, tiny_folder: Path) -> None:
+    changes = {"training": {"gradient_accumulation_steps": accumulate}, "method": {"name": key}}
+    run = run_of(prepared, tiny_folder, **changes)
+    engine, work, privacy = run.engine, work_of(run), run.engine.settings.privacy
+    assert isinstance(engine, LoopEngine)
+    assert engine.private is not None
+    assert privacy is not None
+    found = engine.take(work, run.train)
+    assert engine.private.why_single is None
+    assert found.steps == 3
+    assert relative(found, by_hand(run, work, privacy), work.job.tensors) < 1e-4
+    engine.private.why_single = "a test"
+    singles = engine.take(work, run.train)
+    assert relative(singles, found.tensors, work.job.tensors) < 1e-4
+
+
+def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_folder: Path) -> None:
+    """The same factors in PEFT's own layers, under Opacus' own hooks."""
+    from opacus import GradSampleModule
+    from peft import LoraConfig, get_peft_model
+
+    run = run_of(prepared, tiny_folder)
+    work = work_of(run)
+    indices = work.indices[:5]
+    engine = run.engine
+    assert isinstance(engine, LoopEngine)
+    assert engine.private is not None
+    names = work.job.trainable_names
+    live = engine.adapted.install(work.job.parametrization, work.job.tensors, frozenset(names))
+    _, ours = engine.private._stacked(work, live, names, run.train, indices)  # pyright: ignore[reportPrivateUsage]
+
+    base = tiny.fresh_classifier(tiny_folder / "bert")
+    base.load_state_dict(engine.adapted.model.state_dict())
+    lora = LoraConfig(r=2, lora_alpha=4, target_modules=tiny.BERT, modules_to_save=["classifier"], task_type="SEQ_CLS")
+    model = get_peft_model(base, lora)
+    spelled = {}
+    for name in names:
+        layer, _, slot = name.partition("/")
+        inner = f"{layer}.lora_{slot}.default.weight" if layer != "extras" else slot
+        if layer == "extras":
+            owner, _, leaf = slot.rpartition(".")
+            inner = f"{owner}.modules_to_save.default.{leaf}"
+        spelled[name] = f"base_model.model.{inner}"
+    with torch.no_grad():
+        for name, path in spelled.items():
+            model.get_parameter(path).copy_(work.job.tensors[name])
+    peer = GradSampleModule(model.train(), strict=False)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    batch = dict(run.task.batch(run.train, indices.tolist(), engine.adapted.device))
+    labels = batch.pop("labels")
+    logits = peer(**batch).logits
+    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    for name, path in spelled.items():
+        theirs = model.get_parameter(path).grad_sample
+        assert theirs.shape == ours[name].shape
+        assert torch.allclose(theirs, ours[name], rtol=1e-3, atol=1e-6), name
+
+
+def noisy_sum(noise: float, key: bytes = key_of_seed(0), secret: bool = False) -> NoisySum:
+    like = {"layer/A": torch.zeros(150, 200), "layer/B": torch.zeros(3)}
+    job = Job({}, like, ())
+    privacy = Privacy("dp-sgd", 0.5, noise, key=key, secret=secret)
+    return NoisySum(privacy, Assignment("a", 0, job, np.arange(9), 0.1, None, noise), like)
+
+
+def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
+    total = noisy_sum(2.5)
+    nothing = {"layer/A": torch.zeros(0, 150, 200), "layer/B": torch.zeros(0, 3)}
+    total.add(nothing)
+    first = total.taken(0, 10)["layer/A"]
+    assert float(first.std()) == pytest.approx(2.5 * 0.5 / 10, rel=0.02)
+    total.add(nothing)
+    second = total.taken(1, 10)["layer/A"]
+    assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.02
+    other = noisy_sum(2.5, key_of_seed(1))
+    other.add(nothing)
+    assert not torch.equal(other.taken(0, 10)["layer/A"], first)
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=30)
+def test_no_example_adds_more_than_the_clip(sizes: list[float]) -> None:
+    total = noisy_sum(0.0)
+    rng = torch.Generator().manual_seed(1)
+    for size in sizes:  # one after another, as micro-batches
+        made = {"layer/A": torch.randn(1, 150, 200, generator=rng), "layer/B": torch.randn(1, 3, generator=rng)}
+        norm = math.sqrt(sum(float(value.square().sum()) for value in made.values()))
+        total.add({name: value * (size / norm) for name, value in made.items()})
+    found = total.taken(0, 1)
+    norm = math.sqrt(sum(float(value.double().square().sum()) for value in found.values()))
+    assert norm <= 0.5 * len(sizes) * (1 + 1e-5)
+    if len(sizes) == 1:
+        assert norm == pytest.approx(min(sizes[0], 0.5), rel=1e-2)
+
+
+def test_secret_noise_never_serves_two_sums() -> None:
+    for secret in (True, False):
+        found = []
+        for value in (0.0, 0.0, 1e-3):
+            total = noisy_sum(1.0, secret=secret)
+            total.add({"layer/A": torch.full((1, 150, 200), value), "layer/B": torch.zeros(1, 3)})
+            found.append(total.taken(0, 1)["layer/A"])
+        assert torch.equal(found[0], found[1])
+        assert (float((found[2] - found[0]).abs().max()) > 0.1) == secret
+
+
+@given(st.integers(1, 90), st.integers(1, 12), st.integers(1, 4), st.integers(1, 3), st.none() | st.integers(1, 9))
+@settings(deadline=None)
+def test_there_are_as_many_steps_as_without_privacy(
+    count: int, batch: int, accumulate: int, epochs: int, steps: int | None
+) -> None:
+    plain = TrainingSettings(OptimizerSpec(), batch_size=batch, accumulate=accumulate, epochs=epochs, steps=steps)
+    job = Job({}, {}, ())
+    work = Assignment("a", 0, job, np.arange(count), 0.1)
+
+    class Lengths:
+        lengths = np.ones(count, np.int64)
+
+        def __len__(self) -> int:
+            return count
+
+    batches = sum(1 for _ in job_batches(plain, 0, work, Lengths()))
+    assert private_steps(plain, job, count) == math.ceil(batches / accumulate)
+    privacy = Privacy("dp-sgd", 1.0, 1.0)
+    samples = list(poisson_batches(privacy, plain, work))
+    assert len(samples) == private_steps(plain, job, count)
+    assert release_of(privacy, plain, [job, job], count)[1] == 2 * len(samples)
+    for sample in samples:
+        assert len(set(sample.tolist())) == len(sample)
+
+
+def test_samples_are_poisson() -> None:
+    plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=4000)
+    work = Assignment("a", 0, Job({}, {}, ()), np.arange(100, 125), 0.1)
+    samples = list(poisson_batches(Privacy("dp-sgd", 1.0, 1.0), plain, work))
+    sizes = np.array([len(sample) for sample in samples])
+    assert sizes.mean() == pytest.approx(5, rel=0.02)
+    assert sizes.var() == pytest.approx(25 * 0.2 * 0.8, rel=0.08)
+    counts = np.bincount(np.concatenate(samples), minlength=125)
+    assert not counts[:100].any()
+    assert abs(counts[100:] / 4000 - 0.2).max() < 0.03
+
+
+def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_folder: Path) -> None:
+    run = run_of(prepared, tiny_folder, {**PRIVACY, "noise": 1.0}, training={"batch_size": 1, "local_steps": 12})
+    work, settings = work_of(run, 1.0), run.engine.settings
+    assert settings.privacy is not None
+    sizes = [len(sample) for sample in poisson_batches(settings.privacy, settings, work)]
+    assert 0 in sizes
+    assert isinstance(run.engine, LoopEngine)
+    found = run.engine.take(work, run.train)
+    assert found.steps == 12
+    assert all(bool(torch.isfinite(value).all()) for value in found.tensors.values())
+    assert found.metrics["examples"] == sum(sizes)
+
+
+def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepared, tiny_folder: Path) -> None:
+    run = run_of(prepared, tiny_folder, {"mechanism": "dp-sgd", "epsilon": 4.0})
+    settings, privacy = run.engine.settings, run.engine.settings.privacy
+    assert privacy is not None
+    jobs = [work_of(run).job]
+    assert noise_for(privacy, settings, jobs, 10) > noise_for(privacy, settings, jobs, 200)
+    assert noise_for(privacy, settings, jobs, 0) == 0
+    state, member = run.federation.begin().state, run.federation.members["west"]
+    phases, _ = untrained_jobs(run.federation.method, run.federation.method.sync(state, member.client), member.client)
+    assert len(phases) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"want_gradient": True}, "raw gradients"),
+        ({"steps": 0}, "raw gradients"),
+        ({"buffers": frozenset({"extras/norm.running_mean"})}, "statistics of raw examples"),
+    ],
+)
+def test_what_would_release_more_is_refused(
+    change: dict[str, Any], why: str, prepared: Prepared, tiny_folder: Path
+) -> None:
+    run = run_of(prepared, tiny_folder)
+    work = work_of(run)
+    assert isinstance(run.engine, LoopEngine)
+    assert isinstance(run.engine.private, PrivateTraining)
+    with pytest.raises(FedspanError, match=why):
+        run.engine.take(replace(work, job=replace(work.job, **change)), run.train)

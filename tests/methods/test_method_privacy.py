@@ -1,0 +1,175 @@
+"""Every method under every privacy mechanism: refused with the reason, or the same on all engines and accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from watching import method_config
+
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+
+from test_method_remote import remote
+
+import tiny
+from fedspan.engines.batched import BatchedEngine
+from fedspan.engines.federation import Progress, RoundResult
+from fedspan.engines.privacy import client_noise, order_charges, sampling_rate
+from fedspan.engines.tuning import Wish
+from fedspan.engines.wire import encode_state
+from fedspan.errors import FedspanError
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared
+
+GRADIENTS = {"fedgalore", "lora-a2"}
+"""Methods whose clients use raw gradients beside their steps."""
+
+pairs = pytest.mark.parametrize(
+    ("key", "mechanism"), [(key, one) for key in sorted(METHODS) for one in ("central", "local", "dp-sgd")]
+)
+
+
+def settings(folder: Path, key: str, mechanism: str, noise: float = 0.1, **changes: Any) -> Any:
+    return method_config(
+        folder,
+        key,
+        privacy={"mechanism": mechanism, "noise": noise, "clip": 0.5},
+        federation={"rounds": 3, "weights": "uniform"},
+        **changes,
+    )
+
+
+def fits(key: str, mechanism: str) -> bool:
+    claims = METHODS[key](spec=tiny_spec()).declared()
+    if claims.sends == "nothing":
+        return False
+    if mechanism == "central":
+        return claims.reduction == "sum" and not claims.budgets
+    return mechanism == "dp-sgd" or (claims.sends == "values" and not claims.budgets)
+
+
+def tiny_spec() -> Any:
+    from fedspan.core.values import Spec
+
+    return Spec(())
+
+
+def played(run: Any, rounds: int = 3) -> tuple[list[RoundResult], Progress]:
+    progress, results = run.begin(), []
+    for _ in range(rounds):
+        results.append(run.play(progress))
+        progress = results[-1].progress
+    return results, progress
+
+
+@pairs
+def test_a_mechanism_fits_or_is_refused_with_the_reason(
+    key: str, mechanism: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    if not fits(key, mechanism):
+        with pytest.raises(FedspanError, match=f"left out with {key}: ") as refused:
+            settings(tiny_folder, key, mechanism)
+        assert refused.value.field == "privacy.mechanism"
+        return
+    here = tiny.variant(prepared, settings(tiny_folder, key, mechanism))
+    if mechanism == "dp-sgd" and key in GRADIENTS:
+        with pytest.raises(FedspanError, match="raw gradients"):
+            here.federation.play(here.federation.begin())
+        return
+    there = remote(here, tmp_path)
+    mine, progress = played(here.federation)
+    theirs, other = played(there)
+    for one, another in zip(mine, theirs, strict=True):
+        assert encode_state(one.progress.state) == encode_state(another.progress.state)
+        assert sorted(one.charges, key=str) == sorted(another.charges, key=str)
+        assert one.transfers == another.transfers
+        assert not another.failures
+    assert progress.held == other.held
+    for values in (progress.state.tensors, progress.state.memory):
+        assert all(bool(torch.isfinite(value).all()) for value in values.values() if value.is_floating_point())
+    require_accounted(here, mine, mechanism)
+
+
+def require_accounted(run: Prepared, results: list[RoundResult], mechanism: str) -> None:
+    """What rounds say that they cost is what was released."""
+    federation = run.federation
+    privacy = federation.settings.privacy
+    assert privacy is not None
+    for result in results:
+        if mechanism == "central":
+            (charge,) = result.charges
+            rate = sampling_rate(federation.settings, len(federation.members))
+            assert (charge.mechanism.rate, charge.mechanism.noise) == (rate, client_noise(privacy, rate))
+        else:
+            assert sorted(charge.payer for charge in result.charges) == sorted(result.cohort)
+            for charge in result.charges:
+                count = len(federation.members[charge.payer].train)
+                noise = 0.1 if mechanism == "dp-sgd" else 0.05
+                rate = min(1.0, 4 / count) if mechanism == "dp-sgd" else 1.0
+                assert charge.mechanism.rate == pytest.approx(rate)
+                assert charge.mechanism.noise == pytest.approx(noise)
+                assert charge.count % 2 == 0 if mechanism == "dp-sgd" else charge.count == 1
+
+
+@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
+@pytest.mark.parametrize("key", ["fedit", "rolora", "pfedlora"])
+def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_folder: Path) -> None:
+    """Noise of the seed is the same on all engines, so that a simulation can be checked."""
+    run = tiny.variant(prepared, settings(tiny_folder, key, mechanism, training={"optimizer": "sgd", "lr": 0.1}))
+    _, by_loop = played(run.federation)
+    parts = (run.engine.adapted, run.task, run.engine.settings, run.engine.seed)
+    run.federation.engine = BatchedEngine(*parts, Wish(3, 1))
+    _, batched = played(run.federation)
+    for name, value in by_loop.state.tensors.items():
+        other = batched.state.tensors[name]
+        assert float((value - other).double().norm()) <= 1e-4 * float(value.double().norm()) + 1e-7, name
+    assert (run.federation.engine.why_not is not None) == (mechanism == "dp-sgd")
+
+
+@pytest.mark.parametrize("key", ["fedit", "ffa-lora", "fedsa-lora", "flora"])
+def test_every_local_reply_is_within_the_clip_and_its_noise(
+    key: str, prepared: Prepared, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fits(key, "local"):
+        pytest.skip("refused, as the other test measures")
+    from fedspan.engines import federation
+    from fedspan.engines.changes import norm_of
+    from fedspan.engines.screening import untrained
+
+    found: list[tuple[float, float]] = []
+    genuine = federation.protected
+
+    def watched(privacy: Any, method: Any, sent: Any, client: Any, reply: Any, round: int) -> Any:
+        made = genuine(privacy, method, sent, client, reply, round)
+        expected = untrained(method, sent, client)
+        change = {name: made.tensors[name].double() - value.double() for name, value in expected.tensors.items()}
+        raw = {name: reply.tensors[name].double() - value.double() for name, value in expected.tensors.items()}
+        found.append((norm_of(change), norm_of(raw)))
+        return made
+
+    monkeypatch.setattr(federation, "protected", watched)
+    run = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=1e-9))
+    played(run.federation)
+    assert found
+    assert all(after <= 0.5 * (1 + 1e-5) for after, _ in found)
+    assert any(before > 0.5 for _, before in found)
+    found.clear()
+    noisy = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=3.0))
+    (first, *_), _ = played(noisy.federation, 1)
+    count = first.transfers[1].payload // 4
+    assert found[0][0] == pytest.approx(3.0 * 0.5 * count**0.5, rel=0.15)
+
+
+def test_an_order_costs_what_its_phases_release(prepared: Prepared, tiny_folder: Path) -> None:
+    """pFedLoRU trains twice a round, on the same examples."""
+    costs = {}
+    for key in ("fedit", "pfedloru"):
+        run = tiny.variant(prepared, settings(tiny_folder, key, "dp-sgd"))
+        state, client = run.federation.begin().state, run.federation.members["west"].client
+        sent = run.federation.method.sync(state, client)
+        (costs[key],) = order_charges(
+            run.federation.settings.privacy, run.engine.settings, run.federation.method, sent, client
+        )
+    assert costs["pfedloru"].count == 2 * costs["fedit"].count

@@ -1,0 +1,231 @@
+"""Runs with privacy: what they write down of it, when they end, that they resume, and what nodes make of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_holder import CLIENT, introduced, node, served, values
+
+pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+
+import tiny
+from fedspan import api
+from fedspan.config import parse_config
+from fedspan.engines.accounting import Charge, Mechanism, Spend, epsilon_of
+from fedspan.errors import FedspanError
+from fedspan.runs.holder import Holder
+from fedspan.runs.listener import Listener
+from fedspan.runs.meeting import server_config
+from fedspan.runs.spending import Book
+
+DP_SGD = {"mechanism": "dp-sgd", "epsilon": 3.0}
+
+
+def run_values(folder: Path, privacy: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    federation = {"rounds": 4, "clients_per_round": 3, "weights": "uniform", **changes.pop("federation", {})}
+    return tiny.settings(folder, privacy=privacy, federation=federation, **changes)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Notes(Listener):
+    """Keeps what was noted; stops after a round if told so."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.stop = stop
+
+    def noted(self, note: str) -> None:
+        self.notes.append(note)
+
+    def round_finished(self, row: Any) -> None:
+        if row["round"] == self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
+def test_a_budget_is_spent_by_the_last_round_and_written_down(
+    mechanism: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    privacy = {"mechanism": mechanism, "epsilon": 3.0, "clip": 0.1}
+    report = api.run(run_values(tiny_folder, privacy), tmp_path / "run")
+    spent = [row["privacy"]["epsilon"] for row in rows(tmp_path / "run")]
+    assert len(spent) == 4
+    assert 0 < spent[0] < spent[1] <= spent[2] <= spent[3] <= 3.0
+    if mechanism == "central":  # all pay each time; elsewhere a client that missed a round has something left
+        assert spent[3] > 2.9
+    assert report.privacy["epsilon"] == spent[3]
+    assert report.privacy["delta"] == 1e-5
+    assert report.privacy["mechanism"] == mechanism
+    assert report.rounds == 4
+    assert api.read_report(tmp_path / "run").privacy == report.privacy
+
+
+def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Path) -> None:
+    one, two = ({Mechanism(0.75, 2.0): count} for count in (1, 2))
+    budget = (epsilon_of(two, 1e-5, "rdp") + epsilon_of({Mechanism(0.75, 2.0): 3}, 1e-5, "rdp")) / 2
+    listener = Notes()
+    privacy = {"mechanism": "central", "noise": 2.0, "epsilon": budget}
+    evaluation = {"every": 5}
+    report = api.run(run_values(tiny_folder, privacy, evaluation=evaluation), tmp_path / "run", listener=listener)
+    assert report.rounds == report.best_round == 2
+    assert listener.notes[-1] == "stopped after round 2: the next one would exceed privacy.epsilon"
+    assert report.privacy["epsilon"] == pytest.approx(epsilon_of(two, 1e-5, "rdp"))
+    assert "validation" in rows(tmp_path / "run")[-1]  # the last round, though it was not meant to be
+    too_little = {**privacy, "epsilon": epsilon_of(one, 1e-5, "rdp") * 0.9}
+    with pytest.raises(FedspanError, match="which one round costs with this noise") as refused:
+        api.run(run_values(tiny_folder, too_little), tmp_path / "none")
+    assert refused.value.field == "privacy.epsilon"
+
+
+@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
+@pytest.mark.parametrize("randomness", ["seed", "secret"])
+def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
+    mechanism: str, randomness: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    privacy = {"mechanism": mechanism, "epsilon": 3.0, "randomness": randomness, "clip": 0.1}
+    given, cut, whole = run_values(tiny_folder, privacy), tmp_path / "cut", tmp_path / "whole"
+    with pytest.raises(KeyboardInterrupt):
+        api.run(given, cut, listener=Notes(stop=2))
+    key = cut / "noise.key"
+    assert key.is_file() == (randomness == "secret")
+    if randomness == "secret":
+        assert key.stat().st_mode & 0o777 == 0o600
+        kept = key.read_bytes()
+        key.unlink()
+        with pytest.raises(FedspanError, match=r"noise\.key"):
+            api.resume(cut)
+        key.write_bytes(kept[:-1])
+        with pytest.raises(FedspanError, match="31 bytes"):
+            api.resume(cut)
+        key.write_bytes(kept)
+    report = api.resume(cut)
+    if randomness == "seed":
+        assert api.run(given, whole).privacy == report.privacy
+        first, second = ((one / "adapter" / "adapter_model.safetensors").read_bytes() for one in (cut, whole))
+        assert first == second
+        stripped = [{**row, "seconds": 0} for row in rows(cut)]
+        assert stripped == [{**row, "seconds": 0} for row in rows(whole)]
+    else:
+        api.run(given, whole)
+        assert (whole / "noise.key").read_bytes() != key.read_bytes()
+    assert len(rows(cut)) == 4
+
+
+def test_other_privacy_is_another_run(tiny_folder: Path) -> None:
+    plain, private, more = (
+        parse_config(run_values(tiny_folder, {"mechanism": "central", "noise": noise})).identity
+        if noise
+        else parse_config(tiny.settings(tiny_folder)).identity
+        for noise in (None, 1.0, 2.0)
+    )
+    assert len({plain, private, more}) == 3
+
+
+def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> None:
+    given = {**run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}), "baselines": ["centralised"]}
+    report = api.run(given, tmp_path / "run")
+    metric = report.metric
+    assert report.baselines["centralised"]["scores"]["test"][metric] > 0.5
+    assert report.scores["test"][metric] < 0.5
+
+
+def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:
+    given = {**values(tiny_folder), "privacy": DP_SGD}
+    config = server_config(given)
+    assert config.privacy is not None
+    assert config.privacy.randomness == "secret"
+    with pytest.raises(FedspanError, match="every node knows the run's seed"):
+        server_config({**given, "privacy": {**DP_SGD, "randomness": "seed"}})
+
+
+def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Path, tmp_path: Path) -> None:
+    changes = {"privacy": {**DP_SGD, "randomness": "secret"}}
+    run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), **changes)
+    result = run.federation.play(run.federation.begin())
+    assert not result.failures
+    (charge,) = result.charges
+    assert charge.payer == CLIENT
+    (key,) = tmp_path.glob("*/noise.key")
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert result.loss != result.loss  # NaN: not told
+    book = json.loads((tmp_path / "privacy.json").read_text())
+    assert book == {"": [[charge.mechanism.rate, charge.mechanism.noise, charge.count]]}
+    transport.holder = Holder(node(tiny_folder, tmp_path))
+    assert not run.federation.play(result.progress).failures
+    assert json.loads((tmp_path / "privacy.json").read_text())[""][0][2] == 2 * charge.count
+
+
+def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> None:
+    limit = {"limits": {"epsilon": 1.5}}
+    for privacy, why in ((None, "no privacy"), ({"mechanism": "central", "noise": 1.0}, "central")):
+        given = values(tiny_folder)
+        if privacy is not None:
+            given = {**given, "privacy": {**privacy, "randomness": "secret"}}
+            given["federation"] = {**given["federation"], "weights": "uniform"}
+        told = introduced(Holder(node(tiny_folder, tmp_path, **limit)), given)
+        assert why in (told.refused or "")
+        assert "limits.epsilon" in (told.refused or "")
+    seeded = {**values(tiny_folder), "privacy": {**DP_SGD, "randomness": "seed"}}
+    assert "privacy.randomness: seed" in (introduced(Holder(node(tiny_folder, tmp_path)), seeded).refused or "")
+    secret = {"privacy": {**DP_SGD, "randomness": "secret"}}
+    run, _ = served(tiny_folder, Holder(node(tiny_folder, tmp_path, **limit)), **secret)
+    progress = run.federation.begin()
+    with pytest.raises(FedspanError, match=r"limits\.epsilon") as stopped:
+        for _ in range(3):
+            progress = run.federation.play(progress).progress
+    assert progress.state.round >= 1
+    assert stopped.value.field == "good replies"
+    (spent,) = [Spend(1e-5, "rdp")]
+    spent.restore(json.loads((tmp_path / "privacy.json").read_text()))
+    assert spent.worst() <= 1.5
+
+
+def test_a_damaged_book_is_no_clean_slate(tmp_path: Path) -> None:
+    book = Book(tmp_path, 1e-5)
+    charges = (Charge("a", Mechanism(0.1, 1.0), 10),)
+    book.pay(charges, None)
+    book.pay((), 1e-9)
+    (tmp_path / "privacy.json").write_text("{")
+    with pytest.raises(FedspanError, match="spent so far"):
+        book.pay(charges, None)
+    with pytest.raises(FedspanError, match="spent so far"):
+        (tmp_path / "privacy.json").write_text('{"": [1, 2]}')
+        book.pay(charges, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"privacy": {"mechanism": "central"}}, "privacy", "noise, or an epsilon"),
+        ({"privacy": {"mechanism": "noise", "noise": 1}}, "privacy.mechanism", "central"),
+        ({"privacy": {"mechanism": "local", "noise": 1, "delta": 1}}, "privacy.delta", "less than 1"),
+        ({"federation": {"weights": "examples"}}, "federation.weights", "uniform with privacy.mechanism: central"),
+        ({"federation": {"reduction": "median"}}, "federation.reduction", "mean with privacy.mechanism: central"),
+        ({"method": {"name": "flora"}}, "privacy.mechanism", "combines replies one by one"),
+        ({"method": {"name": "local-only"}}, "privacy.mechanism", "nothing of it travels"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], field: str, words: str, tiny_folder: Path) -> None:
+    given = run_values(tiny_folder, {"mechanism": "central", "noise": 1.0})
+    for section, own in change.items():
+        given[section] = own if section == "privacy" else {**given[section], **own}
+    with pytest.raises(FedspanError) as refused:
+        parse_config(given)
+    assert refused.value.field == field
+    assert words in str(refused.value)
+
+
+def test_running_statistics_can_t_be_made_private(images: Path, tmp_path: Path) -> None:
+    import tiny_images
+
+    given = tiny_images.settings(images, "builtin:resnet-8")
+    given["federation"] = {**given["federation"], "weights": "uniform"}
+    given["method"] = {"name": "fedavg"}
+    with pytest.raises(FedspanError, match="running statistics"):
+        api.run({**given, "privacy": {"mechanism": "central", "noise": 1.0}}, tmp_path / "run")
