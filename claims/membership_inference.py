@@ -1,8 +1,8 @@
 """Can one tell from a federated adapter who was in its training data? With DP-SGD and without.
 
-``python claims/membership_inference.py --data PATH/banking77``. The attack is that of Yeom et al.: an example whose loss
-is below a threshold is called a member. Members are the training examples of all clients, the others are as many of
-which nobody saw any; the threshold is the one that serves the attacker best.
+``python claims/membership_inference.py --data PATH/banking77``. The attack is that of Yeom et al.: an example whose
+loss is below a threshold is called a member. Members are the training examples of all clients, the others are as
+many that nobody trained on; the threshold is the one that serves the attacker best.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ def build(args: argparse.Namespace, paths: tuple[Path, Path], seed: int, epsilon
     """The run of a seed and a budget; None: without privacy."""
     values: dict[str, Any] = {
         "seed": seed,
-        "model": {"target_modules": ["query", "value"], "layers_to_transform": [4, 5], "max_length": 48},
+        "model": {
+            "name": args.model,
+            "target_modules": ["query", "value"],
+            "layers_to_transform": args.layers,
+            "max_length": 48,
+        },
         "data": {"train": str(paths[0]), "test": str(paths[1]), "labels": args.labels},
         "partition": {"partitioner": "iid", "clients": CLIENTS, "validation": 0.0, "test": 0.0},
         "method": {"name": "fedit", "r": 8, "lora_alpha": 16},
@@ -171,12 +176,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with Banking77's train.csv")
     parser.add_argument("--examples", type=int, default=400, help="members, and as many others")
+    parser.add_argument("--model", default="builtin:all-minilm-l6-v2")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 5])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--clip", type=float, default=0.5)
     parser.add_argument("--budgets", type=float, nargs="*", default=[8.0, 1.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--folder", type=Path, default=report.FOLDER)
+    parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
     torch.set_num_threads(2)
     with (args.data / "train.csv").open(newline="", encoding="utf-8") as file:
@@ -192,7 +199,7 @@ def main() -> None:
                 shown = ", ".join(f"{key} {value:.3g}" for key, value in results[name][-1].items())
                 print(f"seed {seed}, epsilon {name}: {shown}", flush=True)
     minutes = (time.perf_counter() - start) / 60
-    args.folder.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     header = ("epsilon", "spent", "attack's AUC, %", "advantage, points", "accuracy on members, %", "on others, %")
     rows = []
     for name, own in results.items():
@@ -200,18 +207,18 @@ def main() -> None:
         spent = "no bound" if name == "none" else f"{max(one['epsilon'] for one in own):.2f}"
         rows.append((name, spent, *cells))
     figure = report.save_figure(
-        drawn(results), args.folder, "membership_inference", "The attack's AUC and the accuracy by privacy budget"
+        drawn(results), args.out, "membership_inference", "The attack's AUC and the accuracy by privacy budget"
     )
     setting = (
-        f"Banking77, {args.examples} members over {CLIENTS} clients, as many others from the same file; MiniLM, FedIT of "
-        f"rank 8 on query and value of the last two layers, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, "
-        f"batches of {BATCH}, clipping at {args.clip:g}, delta {DELTA:g}; {len(args.seeds)} seeds, {minutes:.0f} minutes. "
-        f"A threshold on losses that tell nothing has an advantage of up to {chance(args.examples):.1f} points here (95 % "
-        "of draws): the best threshold is chosen after the fact."
+        f"Banking77, {args.examples} members over {CLIENTS} clients, as many others from the same file; FedIT of rank 8 "
+        f"on query and value of layers {args.layers} of {Path(args.model).name}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, "
+        f"batches of {BATCH}, clipping at {args.clip:g}, delta {DELTA:g}; {len(args.seeds)} seeds, {minutes:.0f} "
+        f"minutes. A threshold on losses that tell nothing has an advantage of up to {chance(args.examples):.1f} points"
+        " here (95 % of draws): the best threshold is chosen after the fact."
     )
     title = "Membership inference, with and without DP-SGD"
     made = findings(results, args.budgets)
-    report.write(args.folder, "membership_inference", title, PAPER, made, [setting, report.table(header, rows), figure])
+    report.write(args.out, "membership_inference", title, PAPER, made, [setting, report.table(header, rows), figure])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ SMOKE = {
     ],
     "fedgalore_ajive_time": ["--sizes", "24", "32", "--views", "1", "2", "--rank", "4", "--seeds", "0", "1"],
     "fedgalore_trap": ["--seeds", "4", "--calibration", "8", "--settings", "2", "--drawn", "1", "--steps", "20"],
+    "membership_inference": [
+        *("--examples", "40", "--rounds", "2", "--budgets", "8", "--layers", "1", "--seeds", "0", "1"),
+    ],
     "rolora_linear": ["--seeds", "2", "--samples", "30", "--draws", "50"],
     "rolora_mnist": [
         *("--train", "60", "--validation", "20", "--test", "30", "--rounds", "2"),
@@ -56,11 +59,24 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of Banking77's format with the tiny corpus, and the tiny model."""
+    folder = tmp_path_factory.mktemp("questions")
+    text = (tiny_folder / "corpus.csv").read_text().replace("text,label,site", "text,category,site")
+    (folder / "train.csv").write_text(text)
+    (folder / "bert").symlink_to(tiny_folder / "bert")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages of all claims, and the index."""
     folder = tmp_path_factory.mktemp("claims")
     for script, words in SMOKE.items():
-        data = ["--data", str(digits)] if script == "rolora_mnist" else []
+        data = {
+            "rolora_mnist": ["--data", str(digits)],
+            "membership_inference": ["--data", str(questions), "--model", str(questions / "bert")],
+        }.get(script, [])
         run(script, *data, *words, "--out", str(folder))
     run("index", "--folder", str(folder))
     return folder

@@ -176,10 +176,9 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
     secret = {"privacy": {**DP_SGD, "randomness": "secret"}}
     run, _ = served(tiny_folder, Holder(node(tiny_folder, tmp_path, **limit)), **secret)
     progress = run.federation.begin()
+    progress = run.federation.play(progress).progress
     with pytest.raises(FedspanError, match=r"limits\.epsilon") as stopped:
-        for _ in range(3):
-            progress = run.federation.play(progress).progress
-    assert progress.state.round >= 1
+        run.federation.play(progress)
     assert stopped.value.field == "good replies"
     (spent,) = [Spend(1e-5, "rdp")]
     spent.restore(json.loads((tmp_path / "privacy.json").read_text()))
@@ -194,8 +193,8 @@ def test_a_damaged_book_is_no_clean_slate(tmp_path: Path) -> None:
     (tmp_path / "privacy.json").write_text("{")
     with pytest.raises(FedspanError, match="spent so far"):
         book.pay(charges, None)
+    (tmp_path / "privacy.json").write_text('{"": [1, 2]}')
     with pytest.raises(FedspanError, match="spent so far"):
-        (tmp_path / "privacy.json").write_text('{"": [1, 2]}')
         book.pay(charges, 100.0)
 
 

@@ -37,8 +37,8 @@ class NodeLimits(Section):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Epsilon that all runs together may spend of this node's data; runs without privacy.mechanism local "
-        "or dp-sgd are refused then. Left out: no end.",
+        description="Epsilon that all runs together may spend of this node's data; runs without privacy.mechanism "
+        "local or dp-sgd are refused then. Left out: no end.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Of epsilon.")
     message_mib: int = Field(default=1024, ge=1, le=2048, description="MiB of a message, at most, in and out.")

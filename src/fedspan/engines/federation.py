@@ -187,7 +187,7 @@ class Federation:
         return tuple(charges)
 
     def cohort(self, round: int) -> tuple[str, ...]:
-        """The clients asked in a round, sorted; drawn from (seed, round) alone, or with central privacy from its key."""
+        """The clients asked in a round, sorted; drawn from (seed, round) alone, or from the key of central privacy."""
         ids = list(self.members)
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":

@@ -58,7 +58,7 @@ def untrained(method: Method, sent: Message, client: Client) -> Message:
 
 
 def untrained_jobs(method: Method, sent: Message, client: Client) -> tuple[list[Job], Message]:
-    """The jobs that a message gives to a client that remembers nothing, phase by phase, and the reply (``untrained``)."""
+    """The jobs of a client that remembers nothing, phase by phase, and its reply, as in ``untrained``."""
     job, memory = method.start(sent, client, {}), {}
     jobs = [job]
     while True:
