@@ -209,12 +209,13 @@ def main() -> None:
     figure = report.save_figure(
         drawn(results), args.out, "membership_inference", "The attack's AUC and the accuracy by privacy budget"
     )
+    where = f"layers {' and '.join(map(str, args.layers))} of {Path(args.model).name}"
     setting = (
         f"Banking77, {args.examples} members over {CLIENTS} clients, as many others from the same file; FedIT of rank 8 "
-        f"on query and value of layers {args.layers} of {Path(args.model).name}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, "
-        f"batches of {BATCH}, clipping at {args.clip:g}, delta {DELTA:g}; {len(args.seeds)} seeds, {minutes:.0f} "
-        f"minutes. A threshold on losses that tell nothing has an advantage of up to {chance(args.examples):.1f} points"
-        " here (95 % of draws): the best threshold is chosen after the fact."
+        f"on query and value of {where}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, batches of {BATCH}, "
+        f"clipping at {args.clip:g}, delta {DELTA:g}; {len(args.seeds)} seeds, {minutes:.0f} minutes. A threshold on "
+        f"losses that tell nothing has an advantage of up to {chance(args.examples):.1f} points here (95 % of draws): "
+        "the best threshold is chosen after the fact."
     )
     title = "Membership inference, with and without DP-SGD"
     made = findings(results, args.budgets)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fedspan.config import parse_config
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.engines.reduction import Reducer
 from fedspan.engines.privacy import reducer_for
+from fedspan.engines.reduction import Reducer
 from fedspan.engines.settings import RoundSettings
 from fedspan.errors import FedspanError
 
