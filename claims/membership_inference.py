@@ -211,8 +211,8 @@ def main() -> None:
     )
     where = f"layers {' and '.join(map(str, args.layers))} of {Path(args.model).name}"
     setting = (
-        f"Banking77, {args.examples} members over {CLIENTS} clients, as many others from the same file; FedIT of rank 8 "
-        f"on query and value of {where}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, batches of {BATCH}, "
+        f"Banking77, {args.examples} members over {CLIENTS} clients, as many others from the same file; FedIT of rank 8"
+        f" on query and value of {where}, {args.rounds} rounds of one epoch, AdamW at {args.lr:g}, batches of {BATCH}, "
         f"clipping at {args.clip:g}, delta {DELTA:g}; {len(args.seeds)} seeds, {minutes:.0f} minutes. A threshold on "
         f"losses that tell nothing has an advantage of up to {chance(args.examples):.1f} points here (95 % of draws): "
         "the best threshold is chosen after the fact."
