@@ -105,7 +105,8 @@ def submit(
 
             members = members_of(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
-            return played(connected(prepared, GridTransport(grid, nodes), rules, members=members, run=run))
+            transport = GridTransport(grid, nodes, prepared.config.federation.patience)
+            return played(connected(prepared, transport, rules, members=members, run=run))
 
     return session.run(
         parsed, folder, resume=resume, listener=listener, host=host, build=lambda one, _: prepare_server(one)

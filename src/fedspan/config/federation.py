@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from fedspan.config.mistakes import VARIANT
 from fedspan.config.section import Section
 from fedspan.engines.screening import ReplyRules
+from fedspan.errors import FedspanError
 
 __all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks"]
 
@@ -96,14 +97,28 @@ class FederationConfig(Section):
     trim: float = Field(
         default=0.1, gt=0, lt=0.5, description="trimmed-mean: share of the replies dropped at each end, rounded up."
     )
+    over_select: int = Field(
+        default=0,
+        ge=0,
+        description="On Flower: so many clients more than clients_per_round are asked in a round, which goes on as "
+        "soon as clients_per_round good replies are there; the others are late, and named. Without effect in a "
+        "simulation in one process, where nobody is late.",
+    )
     min_replies: int | None = Field(
         default=None,
         ge=1,
         description="On Flower: good replies without which a round does not stand; left out: more than half of the "
-        "clients asked.",
+        "clients wanted.",
     )
     deadline: float = Field(
         default=3600.0, gt=0, allow_inf_nan=False, description="On Flower: seconds that clients have for a round."
+    )
+    patience: float = Field(
+        default=300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="On Flower: seconds that a round which asks again waits for clients that are offline; a node that "
+        "was killed is let in again after a minute.",
     )
     retries: int = Field(
         default=2,
@@ -119,6 +134,13 @@ class FederationConfig(Section):
         "dropped, from 3 replies on; null: none is.",
     )
 
+    @model_validator(mode="after")
+    def _few_of_many(self) -> Self:
+        if self.over_select and self.clients_per_round is None:
+            expected = "0, or federation.clients_per_round beside it: without, all clients are asked as it is"
+            raise FedspanError("federation.over_select", self.over_select, expected)
+        return self
+
     def reply_rules(self) -> ReplyRules:
         """When a round between machines stands."""
-        return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio)
+        return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio, self.over_select)

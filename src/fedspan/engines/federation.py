@@ -106,6 +106,7 @@ class RoundResult:
         lr: learning rate of the round.
         loss: mean training loss over the cohort's examples.
         failures: whose replies did not count; nobody's in a simulation on one machine.
+        late: of the cohort, those without whom there were enough good replies.
     """
 
     progress: Progress
@@ -114,6 +115,7 @@ class RoundResult:
     lr: float
     loss: float
     failures: tuple[Failure, ...] = ()
+    late: tuple[str, ...] = ()
 
 
 class Federation:
@@ -161,13 +163,16 @@ class Federation:
 
     def cohort(self, round: int) -> tuple[str, ...]:
         """The clients asked in a round, sorted; drawn from (seed, round) alone."""
+        return tuple(sorted(self.drawn(round)))
+
+    def drawn(self, round: int, more: int = 0) -> list[str]:
+        """The clients of a round and so many more, in the order in which they are drawn; in the ids', if it is all."""
         ids = list(self.members)
         size = self.settings.cohort
         if size is None or size >= len(ids):
-            return tuple(ids)
+            return ids
         rng = generator(self.settings.seed, "cohort", round)
-        chosen = torch.randperm(len(ids), generator=rng)[:size].tolist()
-        return tuple(sorted(ids[index] for index in chosen))
+        return [ids[index] for index in torch.randperm(len(ids), generator=rng)[: size + more].tolist()]
 
     def play(self, progress: Progress, on_client: Callable[[str, float], None] | None = None) -> RoundResult:
         """One round.

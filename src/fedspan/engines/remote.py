@@ -70,8 +70,16 @@ class RemoteFederation(Federation):
         """``Federation.remember``: clients are told not to throw away what belongs to it."""
         self._best = best.held
 
+    def cohort(self, round: int) -> tuple[str, ...]:
+        """``Federation.cohort``, with those that are asked beside it (``ReplyRules.over_select``)."""
+        return tuple(sorted(self.drawn(round, self.rules.over_select)))
+
     def play(self, progress: Progress, on_client: Callable[[str, float], None] | None = None) -> RoundResult:
         """One round; a client that failed is asked again, as often as the rules allow, if too few replies are good.
+
+        Where more clients are asked than a round wants, it goes on as soon as as many good replies are there as it
+        wants. If one of them turns out to be too far from the others, it waits for one more; should there be more than
+        wanted in the end, those count that were drawn first. So the state follows from who replied, in whatever order.
 
         Args:
             progress: before the round; left as it is.
@@ -83,12 +91,13 @@ class RemoteFederation(Federation):
         state = progress.state
         lr = self.engine.settings.lr(state.round, self.settings.rounds)
         ids, held = self.cohort(state.round), dict(progress.held)
+        wanted = len(self.drawn(state.round))
         everything = _Asked({}, {}, [], set())
         transfers: list[Transfer] = []
-        quorum = self.rules.quorum(len(ids))
+        quorum, attempt = self.rules.quorum(wanted), 0
         for attempt in range(self.rules.retries + 1):
             clients = {id: self.client(id, replace(progress, held=held)) for id in ids if id not in everything.good}
-            self._ask(state, clients, lr, attempt, everything, transfers, on_client)
+            self._ask(state, clients, lr, attempt, everything, transfers, on_client, wanted)
             for id in everything.lost:
                 held.pop(id, None)
             for id, why in too_far(everything.good, self.rules.norm_factor).items():
@@ -98,6 +107,10 @@ class RemoteFederation(Federation):
                 break
         else:
             raise _too_few(everything, quorum, state.round, ids)
+        failed = {failure.client for failure in everything.failures if failure.attempt == attempt}
+        for id in [id for id in self.drawn(state.round, self.rules.over_select) if id in everything.good][wanted:]:
+            del everything.good[id]
+        late = tuple(id for id in ids if id not in everything.good and id not in failed)
         asked = {id: self.client(id, progress) for id in ids}
         reducer = reducer_for(self.settings, list(asked.values()))
         for id in ids:
@@ -111,7 +124,7 @@ class RemoteFederation(Federation):
             held={**held, **dict.fromkeys(everything.good, state.round)},
         )
         loss = sum(part.loss * part.examples for part in parts) / max(1.0, examples)
-        return RoundResult(after, tuple(transfers), ids, lr, loss, tuple(everything.failures))
+        return RoundResult(after, tuple(transfers), ids, lr, loss, tuple(everything.failures), late)
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """``Federation.conclude``: of a method with personal models, every client exports its own, where it is."""
@@ -139,6 +152,7 @@ class RemoteFederation(Federation):
         found: _Asked,
         transfers: list[Transfer],
         on_client: Callable[[str, float], None] | None,
+        wanted: int,
     ) -> None:
         asking = Asking(self.run)
         expected: dict[tuple[int, float], Message] = {}
@@ -168,6 +182,8 @@ class RemoteFederation(Federation):
             transfers.append(Transfer(id, "up", len(answer.body), wire.payload_size(reply.message)))
             if on_client is not None:
                 on_client(id, answer.parts[-1].loss if answer.parts else float("nan"))
+            if len(found.good) - len(too_far(found.good, self.rules.norm_factor)) >= wanted:
+                break
 
 
 def _too_few(found: _Asked, quorum: int, round: int, ids: Sequence[str]) -> FedspanError:

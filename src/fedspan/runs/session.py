@@ -212,6 +212,8 @@ class _Session:
         }
         if result.failures:
             row["failures"] = [asdict(failure) for failure in result.failures]
+        if result.late:
+            row["late"] = list(result.late)
         every, last = prepared.config.evaluation.every, prepared.federation.settings.rounds
         if number % every and number != last:
             return row
