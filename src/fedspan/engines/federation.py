@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,14 +18,23 @@ from fedspan.core.values import Client, Job, Message, OptimizerState, ServerStat
 from fedspan.engines import wire
 from fedspan.engines.engine import Engine
 from fedspan.engines.members import changeable
+from fedspan.engines.outcomes import Beside, Direction, Failure, Transfer
 from fedspan.engines.robust import reducer_for
 from fedspan.engines.settings import RoundSettings
 from fedspan.engines.work import Assignment
 from fedspan.tasks.task import Examples
 
-__all__ = ["Failure", "Federation", "Member", "Progress", "RoundResult", "Transfer", "kept_moments", "the_very_same"]
-
-Direction = Literal["down", "up"]
+__all__ = [
+    "Beside",
+    "Failure",
+    "Federation",
+    "Member",
+    "Progress",
+    "RoundResult",
+    "Transfer",
+    "kept_moments",
+    "the_very_same",
+]
 
 
 @dataclass(frozen=True)
@@ -61,38 +69,6 @@ class Progress:
     memories: Mapping[str, Memory] = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     optimizers: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One message that travelled.
-
-    Args:
-        client: id.
-        direction: ``down`` or ``up``.
-        bytes: serialized size.
-        payload: bytes of tensor data in it.
-    """
-
-    client: str
-    direction: Direction
-    bytes: int
-    payload: int
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A client whose reply does not count in a round.
-
-    Args:
-        client: id.
-        attempt: of the round, from 0.
-        reason: in words.
-    """
-
-    client: str
-    attempt: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -151,6 +127,10 @@ class Federation:
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """The end of the run, with the progress that is exported; those who could not do their part in it."""
         return ()
+
+    def beside(self) -> Beside:
+        """What happened beside the rounds since this was last asked; nothing where all clients are in this process."""
+        return Beside()
 
     def begin(self) -> Progress:
         """The progress before the first round."""

@@ -14,7 +14,7 @@ from fedspan.core.values import Client, Message, ServerState
 from fedspan.engines import wire
 from fedspan.engines.asking import Asking, Forgot, Transport, opened
 from fedspan.engines.engine import Engine
-from fedspan.engines.federation import Failure, Federation, Member, Progress, RoundResult, Transfer
+from fedspan.engines.federation import Beside, Failure, Federation, Member, Progress, RoundResult, Transfer
 from fedspan.engines.parcels import Answer, Parcel
 from fedspan.engines.robust import reducer_for
 from fedspan.engines.screening import ReplyRules, Screened, screened, too_far, untrained
@@ -65,6 +65,8 @@ class RemoteFederation(Federation):
         super().__init__(method, engine, members, examples, settings)
         self.transport, self.rules, self.run, self.exporting = transport, rules, run, exporting
         self._best: Mapping[str, int] = {}
+        self._transfers: list[Transfer] = []
+        self._failures: list[Failure] = []
 
     def remember(self, best: Progress) -> None:
         """``Federation.remember``: clients are told not to throw away what belongs to it."""
@@ -134,14 +136,31 @@ class RemoteFederation(Federation):
         parcels: dict[str, Parcel] = {}
         for id in self.members:
             client = self.client(id, progress)
-            parcels[id] = asking.order("export", state.round, id, client, self.method.sync(state, client)).parcel()
+            message = self.method.sync(state, client)
+            order = asking.order("export", state.round, id, client, message)
+            parcels[id] = order.parcel()
+            self.note(Transfer(id, "down", len(order.body), wire.payload_size(message), "export"))
         failures: list[Failure] = []
         for id, back in self.transport.exchange(parcels, self.rules.deadline):
             try:
                 opened(back)
             except ValueError as error:
-                failures.append(Failure(id, 0, str(error)))
+                failures.append(Failure(id, 0, str(error), "export"))
         return tuple(failures)
+
+    def note(self, happened: Transfer | Failure) -> None:
+        """Add to what happened beside the rounds."""
+        if isinstance(happened, Transfer):
+            self._transfers.append(happened)
+        else:
+            self._failures.append(happened)
+
+    def beside(self) -> Beside:
+        """``Federation.beside``."""
+        taken = Beside(tuple(self._transfers), tuple(self._failures))
+        self._transfers.clear()
+        self._failures.clear()
+        return taken
 
     def _ask(
         self,
