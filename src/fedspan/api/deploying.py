@@ -10,6 +10,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
+from fedspan.api.reports import is_run, read_report
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node
 from fedspan.engines.parcels import Parcel, read_header
@@ -23,6 +24,7 @@ from fedspan.runs.listener import Listener
 from fedspan.runs.meeting import NOWHERE, Introduction, Invitation, base_digest, server_config
 from fedspan.runs.remote import connected, members_of, prepare_server
 from fedspan.runs.session import RunReport
+from fedspan.runs.standing import name_run
 from fedspan.runs.supervised import Supervised
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def submit(
         folder: where the run is kept; empty, or not there yet.
         link: to the SuperLink.
         overrides: changes to the config, each ``section.field=value``.
-        resume: go on with the run in the folder after its last finished round.
+        resume: go on with the run in the folder after its last finished round; of a finished one, the report is read.
         wait: seconds to wait for all nodes.
         listener: told what happens.
 
@@ -91,6 +93,8 @@ def submit(
     from fedspan.flower.attached import attached
 
     parsed: RunConfig | None = None
+    if resume and is_run(folder) and RunFolder(folder).report.is_file():
+        return read_report(folder)
     if not resume:
         if config is None:
             raise FedspanError("config", None, "needed for a new run")
@@ -103,6 +107,8 @@ def submit(
             nodes, examples = _met(grid, prepared, run, wait, listener or Listener())
             from fedspan.flower.transport import GridTransport
 
+            with disk_errors(link.folder):
+                name_run(link.folder, place.path, nodes)
             members = members_of(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
             transport = GridTransport(grid, nodes, prepared.config.federation.patience)

@@ -67,6 +67,11 @@ class ServerLink:
     authority: Path | None
     secret: Path
 
+    @property
+    def folder(self) -> Path:
+        """The server's, where its secret is."""
+        return self.secret.parent
+
 
 def flower(link: ServerLink, *arguments: str) -> Any:
     """Call Flower's own command line for a SuperLink.
