@@ -91,6 +91,7 @@ def submit(
     """
     require()
     from fedspan.flower.attached import attached
+    from fedspan.flower.server import known_names
 
     parsed: RunConfig | None = None
     if resume and is_run(folder) and RunFolder(folder).report.is_file():
@@ -103,8 +104,8 @@ def submit(
 
     def host(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         run = _name(place)
-        with attached(link) as grid:
-            nodes, examples = _met(grid, prepared, run, wait, listener or Listener())
+        with attached(link, prepared.config.federation.message_mib << 20) as grid:
+            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), known_names(link))
             from fedspan.flower.transport import GridTransport
 
             with disk_errors(link.folder):
@@ -129,7 +130,7 @@ def _name(place: RunFolder) -> str:
 
 
 def _met(
-    grid: Grid, prepared: Prepared, run: str, wait: float, listener: Listener
+    grid: Grid, prepared: Prepared, run: str, wait: float, listener: Listener, names: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Invite nodes until there are as many as clients.
 
@@ -150,7 +151,7 @@ def _met(
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
     for node, back in invite(grid, parcel, wait):
-        told, why = _introduced(back, base, nodes)
+        told, why = _introduced(back, base, nodes, names.get(str(node)))
         if told is not None and why is None:
             nodes[told.id], examples[told.id] = node, told.examples
         else:
@@ -163,7 +164,9 @@ def _met(
     raise FedspanError("nodes", len(nodes), f"{config.partition.clients} that take part ({why}); then --resume")
 
 
-def _introduced(back: Parcel | str, base: str, known: Mapping[str, int]) -> tuple[Introduction | None, str | None]:
+def _introduced(
+    back: Parcel | str, base: str, known: Mapping[str, int], name: str | None
+) -> tuple[Introduction | None, str | None]:
     """A node's answer to an invitation, and why it can't take part, if it can't."""
     if isinstance(back, str):
         return None, back
@@ -177,4 +180,6 @@ def _introduced(back: Parcel | str, base: str, known: Mapping[str, int]) -> tupl
         return told, f"it runs fedspan {told.version}; this is {__version__}"
     if told.base != base:
         return told, f"its base model or tokenizer is another (SHA-256 {told.base[:12]}, here {base[:12]})"
+    if name is not None and told.id != name:  # else one data holder could take the place of another
+        return told, f"this node was admitted as {name}"
     return told, "another node has this id" if told.id in known else None

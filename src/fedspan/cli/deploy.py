@@ -62,7 +62,7 @@ def server(
 
 def admit(
     key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What to call the node.")] = "",
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="The id that the node must have.")] = "",
     folder: Folder = _FOLDER,
 ) -> None:
     """Let a data holder's node take part (Flower's own command: flwr supernode register)."""
@@ -71,8 +71,8 @@ def admit(
     require()
     from fedspan.flower import server as servers
 
-    servers.admit(servers.link_of(folder), key, name or key.name.removesuffix(".pub"))
-    typer.echo(f"admitted {key}")
+    servers.admit(servers.link_of(folder), key, name)
+    typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
 
 
 def join(

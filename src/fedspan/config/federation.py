@@ -126,6 +126,9 @@ class FederationConfig(Section):
         description="On Flower: how often the missing clients of a round are asked again where there are too few good "
         "replies; after that the run stops, to be resumed.",
     )
+    message_mib: int = Field(
+        default=1024, ge=1, le=2048, description="On Flower: MiB of a reply, at most; a larger one is not taken."
+    )
     max_norm_ratio: float | None = Field(
         default=10.0,
         gt=1,

@@ -28,9 +28,9 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExec
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 
 from fedspan.errors import FedspanError
+from fedspan.flower.limited import LimitedGrid
 
 __all__ = ["ServerLink", "attached", "flower"]
 
@@ -111,20 +111,25 @@ def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
 
 
 @contextmanager
-def attached(link: ServerLink) -> Generator[Grid]:
+def attached(link: ServerLink, most: int) -> Generator[Grid]:
     """Within this context this process is the server of a new run on a SuperLink.
+
+    Args:
+        link: to it.
+        most: bytes that a reply may have.
 
     Raises:
         FedspanError: if the SuperLink is not there, refuses, or does not know the secret.
     """
     started = flower(link, "run", "%", "@")
     run_id = int(started["run-id"])
-    grid = HttpGrid(
+    grid = LimitedGrid(
         runtime_api_address=link.address,
         insecure=link.authority is None,
         root_certificates=None if link.authority is None else link.authority.read_bytes(),
         token=_token(link, run_id),
     )
+    grid.most = most
     client = grid._runtime_client  # pyright: ignore[reportPrivateUsage]
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
     heartbeat.start()

@@ -22,7 +22,7 @@ from fedspan.errors import FedspanError
 from fedspan.flower.attached import ServerLink, flower
 from fedspan.flower.keys import AUTHORITY, CERTIFICATE, KEY, certified, make_authority
 
-__all__ = ["Node", "admit", "link_of", "nodes", "prepare_folder", "serve"]
+__all__ = ["Node", "admit", "known_names", "link_of", "nodes", "prepare_folder", "serve"]
 
 _ABOUT, _SECRET, _DATABASE, _LOG = "server.json", "secret", "flower.db", "superlink.log"
 _NAMES = "nodes.json"
@@ -161,20 +161,26 @@ def _await(link: ServerLink, process: subprocess.Popen[bytes], folder: Path) -> 
 def admit(link: ServerLink, key: Path, name: str) -> None:
     """Let a node with a public key take part.
 
+    Args:
+        link: to the server.
+        key: the file of its public key.
+        name: the id that it must have; empty: any.
+
     Raises:
         FedspanError: if the SuperLink refuses, or is not there.
     """
     if not key.is_file():
         raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
-    said = flower(link, "supernode", "register", str(key.resolve()), "@", "--name", name)
-    if "node-id" in said:
-        named = {**_named(link.folder), str(said["node-id"]): name}
+    said = flower(link, "supernode", "register", str(key.resolve()), "@", "--name", name or key.stem)
+    if name and "node-id" in said:
+        named = {**known_names(link), str(said["node-id"]): name}
         (link.folder / _NAMES).write_text(json.dumps(named) + "\n", encoding="utf-8")
 
 
-def _named(folder: Path) -> dict[str, str]:
+def known_names(link: ServerLink) -> dict[str, str]:
+    """The ids that admitted nodes must have, by Flower's ids for them."""
     try:
-        found = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
+        found = json.loads((link.folder / _NAMES).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {str(id): str(name) for id, name in found.items()} if isinstance(found, dict) else {}
@@ -201,7 +207,7 @@ class Node:
 
 def nodes(link: ServerLink) -> list[Node]:
     """The nodes that a server knows."""
-    names = _named(link.folder)
+    names = known_names(link)
     found: list[Node] = []
     for one in flower(link, "supernode", "list", "@").get("nodes", []):
         id, status = str(one.get("node-id")), str(one.get("status"))
