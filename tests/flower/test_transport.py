@@ -106,3 +106,21 @@ def test_who_comes_back_in_time_is_asked() -> None:
 def test_who_hangs_is_given_up_at_the_deadline() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
     assert dict(found.exchange(PARCELS, 0.5))["c"] == "no reply within 0.5 s"
+
+
+def test_no_more_of_a_reply_is_fetched_than_the_server_takes() -> None:
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+    limited = pytest.importorskip("fedspan.flower.limited")
+    pulled: list[str] = []
+
+    def pull(id: str) -> bytes:
+        pulled.append(id)
+        return bytes(2**20)
+
+    counted = limited.counted(pull, 2 * 2**20)
+    assert len(counted("a")) + len(counted("b")) == 2 * 2**20
+    for id in "cde":
+        with pytest.raises(ObjectPullError, match="more than 2 MiB"):
+            counted(id)
+    assert pulled == ["a", "b", "c"]
