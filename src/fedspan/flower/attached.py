@@ -26,6 +26,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
 from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -119,7 +120,7 @@ def attached(link: ServerLink, most: int) -> Generator[Grid]:
         most: bytes that a reply may have.
 
     Raises:
-        FedspanError: if the SuperLink is not there, refuses, or does not know the secret.
+        FedspanError: if the SuperLink is not there, refuses, does not know the secret, or later the run any more.
     """
     started = flower(link, "run", "%", "@")
     run_id = int(started["run-id"])
@@ -141,6 +142,9 @@ def attached(link: ServerLink, most: int) -> Generator[Grid]:
         grid.set_run(run_from_proto(given.run))
         yield grid
         status = "completed"
+    except (httpx.HTTPError, RunNotRunningException) as error:
+        expected = "one that knows this run: it was down for too long, or was asked to stop it; go on with --resume"
+        raise FedspanError("server", link.address, expected) from error
     finally:
         grid._retry_invoker.max_tries = 1  # pyright: ignore[reportPrivateUsage]
         with suppress(httpx.HTTPError):
