@@ -88,15 +88,15 @@ class Submitted:
 
     Args:
         stage: where.
+        log: what it says.
         out: its folder.
         arguments: of ``fedspan submit``.
     """
 
-    def __init__(self, stage: Stage, out: Path, *arguments: str) -> None:
-        self.stage, self.out = stage, out
-        self.began = time.monotonic()
+    def __init__(self, stage: Stage, log: Path, out: Path, *arguments: str) -> None:
+        self.stage, self.log, self.out = stage, log, out
+        self.began = time.time()
         given = command("submit", *arguments, "--server", str(stage.made.server))
-        self.log = out.with_suffix(".log")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 given, env=environment(), stdout=log, stderr=log, start_new_session=True
@@ -160,9 +160,10 @@ class Stage:
         self._references: dict[str, Model] = {}
         self._count = 0
 
-    def node(self, id: str, data: str = "", **changes: Any) -> Path:
+    def node(self, id: str, like: str = "", **changes: Any) -> Path:
+        """A node's file, with the data of another one, if told so."""
         limits = {"round_seconds": 60.0, **changes.pop("limits", {})}
-        return self.made.node_file(id, self.files[data or id], limits=limits, **changes)
+        return self.made.node_file(id, self.files[like or id], limits=limits, **changes)
 
     def join(self, id: str, path: Path | None = None, before: tuple[str, ...] = ()) -> None:
         path = path or self.made.folder / f"{id}.yaml"
@@ -175,21 +176,24 @@ class Stage:
     def leave(self, id: str) -> None:
         self.made.end(id, signal.SIGTERM)
 
-    def submit(self, name: str, method: Mapping[str, Any] | None = None, **federation: Any) -> Submitted:
+    def submit(
+        self, name: str, method: Mapping[str, Any] | None = None, out: Path | None = None, **federation: Any
+    ) -> Submitted:
         self._count += 1
-        out = self.folder / f"{self._count:02}-{name}"
+        place = self.folder / f"{self._count:02}-{name}"
+        out = out or place
         values = run_values(
             self.folder,
             method or {"name": "fedit", "r": 2},
             federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
         )
         values["training"] = {**values["training"], "local_steps": STEPS}
-        path = out.with_suffix(".yaml")
+        path = place.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
-        return Submitted(self, out, str(path), "--out", str(out), "--wait", "120")
+        return Submitted(self, place.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
 
     def resume(self, run: Submitted) -> Submitted:
-        return Submitted(self, run.out, "--resume", str(run.out))
+        return Submitted(self, run.log.with_suffix(".resumed.log"), run.out, "--resume", str(run.out))
 
     def finished(self, run: Submitted, before: list[str]) -> Model:
         """The model of a run that came to its end.
@@ -203,12 +207,13 @@ class Stage:
         require([json.loads(row)["round"] for row in rows] == list(range(1, ROUNDS + 1)), "rounds are missing")
         return Model(load_file(run.out / "adapter" / "adapter_model.safetensors"))
 
-    def own_models(self) -> Model:
-        """The clients' own models, on the nodes."""
+    def own_models(self, since: float) -> Model:
+        """The clients' own models, on the nodes, which were written since then."""
         found: dict[str, torch.Tensor] = {}
         for site in SITES:
             folders = (self.made.folder / f"{site}-state").glob("*/adapter/adapter_model.safetensors")
             newest = max(folders, key=lambda path: path.stat().st_mtime)
+            require(newest.stat().st_mtime > since, f"{site} wrote no adapter of its own")
             found.update({f"{site}/{name}": value for name, value in load_file(newest).items()})
         return Model(found)
 
@@ -232,8 +237,9 @@ class Stage:
     def clean_personal(self) -> Model:
         """The clients' own models of a run in which everybody replied."""
         if "personal" not in self._references:
-            self.submit("personal", {"name": "fedsa-lora", "r": 2}).end()
-            self._references["personal"] = self.own_models()
+            run = self.submit("personal", {"name": "fedsa-lora", "r": 2})
+            run.end()
+            self._references["personal"] = self.own_models(run.began)
         return self._references["personal"]
 
     @contextlib.contextmanager
@@ -310,7 +316,7 @@ def node_killed(stage: Stage) -> Outcome:
     stage.join(NORTH)
     said = run.end()
     require(run.rows()[: len(before)] == before, "a finished round was lost")
-    stage.own_models().require_same(wanted)
+    stage.own_models(run.began).require_same(wanted)
     return Outcome(line(said, f"{NORTH}:"), ALL + ", every client's own model")
 
 
@@ -342,10 +348,10 @@ def training_hangs(stage: Stage) -> Outcome:
     return Outcome(line(said, "limits.round_seconds"), ALL)
 
 
-@fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 8`")
+@fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`")
 def node_hangs(stage: Stage) -> Outcome:
     wanted = stage.without_west()
-    run = stage.submit("node-hangs", min_replies=2, deadline=8.0)
+    run = stage.submit("node-hangs", min_replies=2, deadline=15.0)
     before = run.in_the_middle()
     pid = stage.made.processes[WEST].pid
     os.killpg(pid, signal.SIGSTOP)
@@ -474,21 +480,15 @@ def small_disk(folder: Path, mib: int) -> Iterator[Callable[[bool], None]]:
 def server_disk_full(stage: Stage) -> Outcome:
     wanted = stage.clean()
     with small_disk(stage.folder / "disk", 16) as filled:
-        run = stage.submit("server-disk-full")
-        run.kill()
-        config = run.out.with_suffix(".yaml")
-        run = Submitted(stage, stage.folder / "disk" / "run", str(config), "--out", str(stage.folder / "disk" / "run"))
+        run = stage.submit("server-disk-full", out=stage.folder / "disk" / "run")
         before = run.in_the_middle()
-        log = run.said()
         filled(True)
-        require(run.process.wait(WAIT) == 2, f"submit did not stop: {log}")
+        said = run.end(code=2)
         filled(False)
-        seen = line(run.said(), "the disk is full")
-        before = before[: len(run.rows())] if len(run.rows()) < len(before) else before
         run = stage.resume(run)
         run.end()
         stage.finished(run, before).require_same(wanted)
-    return Outcome(seen, ALL)
+    return Outcome(line(said, "the disk is full"), ALL)
 
 
 @fault("client-disk-full", "the disk of a node's folder is full in the second round; the run stops; freed, and resumed")
@@ -608,8 +608,9 @@ def version(stage: Stage) -> Outcome:
 def labels(stage: Stage) -> Outcome:
     path = stage.folder / "labels.csv"
     path.write_text(stage.files[WEST].read_text() + "word1 word2,surgery,west\n")
+    stage.files["labels"] = path
     return _not_taking_part(
-        stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, data={"train": str(path)}))
+        stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, "labels"))
     )
 
 
