@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,11 @@ class Deployment:
     Args:
         folder: for keys, data, logs.
         insecure: without TLS and keys.
+        names: under which the server is reached, beside this machine's own.
     """
 
-    def __init__(self, folder: Path, *, insecure: bool = False) -> None:
-        self.folder, self.insecure = folder, insecure
+    def __init__(self, folder: Path, *, insecure: bool = False, names: Sequence[str] = ()) -> None:
+        self.folder, self.insecure, self.names = folder, insecure, names
         self.port = free_port()
         self.server = folder / "server"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -58,10 +60,11 @@ class Deployment:
         assert not check or done.returncode == 0, done.stdout + done.stderr + self.logs()
         return done
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *arguments: str, given: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """Start a command of fedspan, or whatever is given."""
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                command(*arguments), env=environment(), stdout=log, stderr=log, start_new_session=True
+                given or command(*arguments), env=environment(), stdout=log, stderr=log, start_new_session=True
             )
         self.processes[name] = process
         return process
@@ -92,7 +95,7 @@ class Deployment:
             time.sleep(0.1)
 
     def start_server(self) -> None:
-        options = ["--insecure"] if self.insecure else []
+        options = ["--insecure"] if self.insecure else [f"--name={name}" for name in self.names]
         self.start("server", "server", "--folder", str(self.server), "--port", str(self.port), *options)
         self.wait_for("server", "listening on")
 

@@ -1,4 +1,4 @@
-"""Write docs/config.md from the config's own field descriptions: ``python docs/generate_config.py``."""
+"""Write docs/config.md and docs/node.md from the fields' own descriptions: ``python docs/generate_config.py``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from fedspan.config import RunConfig
+from fedspan.config.node import NodeConfig
 
 PAGE = Path(__file__).parent / "config.md"
+NODE_PAGE = Path(__file__).parent / "node.md"
+NODE_INTRO = """# A node's file
+
+What a data holder writes for `fedspan join` ([deployment.md](deployment.md)): who it is, where its data are, and what it
+allows. Paths are as seen from the file's folder. A server never sees this file; what it asks for beyond the limits is
+refused. This page is written by `python docs/generate_config.py` from the descriptions in `fedspan.config.node`.
+"""
 INTRO = """# Configuration
 
 A run is described by one YAML file; `--set section.field=value` overrides any field, and a mistake is answered with the
@@ -49,14 +57,20 @@ def section(title: str, model: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [INTRO, section("Top level", RunConfig)]
-    for name, field in RunConfig.model_fields.items():
+def page(intro: str = INTRO, top: type[BaseModel] = RunConfig) -> str:
+    """The whole page of a file: its top level, and a table for each section."""
+    parts = [intro, section("Top level", top)]
+    for name, field in top.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             parts.append(section(f"`{name}`", field.annotation))
     return "\n".join(parts)
 
 
+def node_page() -> str:
+    """The page of a node's file."""
+    return page(NODE_INTRO, NodeConfig)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    NODE_PAGE.write_text(node_page(), encoding="utf-8")

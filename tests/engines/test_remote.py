@@ -48,6 +48,16 @@ class Local:
             yield id, self.spoil(order, answer) if id == BAD else answer.parcel()
 
 
+class Turned(Local):
+    """Everybody has answered before anybody is heard, and in every other round the last one is heard first."""
+
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
+        back = list(super().exchange(parcels, seconds, patient=patient))
+        yield from back[:: -1 if self.asked[-1][0] % 2 else 1]
+
+
 def good(_: Order, answer: Answer) -> Parcel:
     return answer.parcel()
 
@@ -163,6 +173,68 @@ def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(bu
         assert [failure.attempt for failure in result.failures] == [0]
         one, other = result.progress, clean.play(other).progress
         assert wire.encode_state(one.state) == wire.encode_state(other.state)
+
+
+def chosen(built: Prepared, count: int, folder: Path, more: int, spoil: Spoil = good) -> RemoteFederation:
+    """Rounds that want some of the clients and ask more."""
+    made = federation(built, folder, spoil, over_select=more)
+    made.settings = replace(made.settings, cohort=count)
+    return made
+
+
+def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first(
+    built: Prepared, tmp_path: Path
+) -> None:
+    found = chosen(built, 2, tmp_path / "more", 1)
+    begin = found.begin()
+    result = found.play(begin)
+    assert isinstance(found.transport, Local)
+    asked = sorted(found.drawn(0, 1))
+    assert list(result.cohort) == asked
+    assert [id for _, _, id in found.transport.asked] == asked[:2]  # nobody waits for the third
+    assert result.late == (asked[2],)
+    assert not result.failures
+    assert set(result.progress.held) == set(asked[:2])
+    counted = [member for id, member in built.federation.members.items() if id in asked[:2]]
+    alone = replace_members(built, counted, tmp_path / "alone").play(begin)
+    assert wire.encode_state(alone.progress.state) == wire.encode_state(result.progress.state)
+    assert set(found.drawn(0)) <= set(asked)  # who would be asked otherwise is among them
+
+
+def test_a_bad_reply_is_made_up_for_by_one_more(built: Prepared, tmp_path: Path) -> None:
+    found = chosen(built, 3, tmp_path, 1, SPOILT["not finite"][0])
+    result = found.play(found.begin())
+    assert [failure.client for failure in result.failures] == [BAD]
+    assert set(result.progress.held) == set(built.federation.members) - {BAD}
+    assert result.late == ()
+
+
+def test_a_reply_that_is_too_far_from_the_others_does_not_count_as_enough(built: Prepared, tmp_path: Path) -> None:
+    found = chosen(built, 3, tmp_path, 1, SPOILT["far away"][0])
+    result = found.play(found.begin())
+    assert [failure.client for failure in result.failures] == [BAD]
+    assert set(result.progress.held) == set(built.federation.members) - {BAD}
+
+
+def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_path: Path) -> None:
+    config = tiny.config(tiny_folder, method={"name": "fedsa-lora"}, federation={"clients_per_round": None})
+    built = prepare(config)
+    found = chosen(built, 3, tmp_path / "more", 1)
+    alone = federation(built, tmp_path / "alone", good)
+    found.transport = Turned(found.transport.participants, good)  # type: ignore[attr-defined]
+    progress = other = found.begin()
+    for number in range(3):
+        result = found.play(progress)
+        progress = result.progress
+        assert result.late == (("west", "east", "west")[number],)
+        assert not result.failures
+        # The same rounds without the late one, which then has trained nothing in them.
+        without = replace_members(built, [], tmp_path / "unused")
+        without.transport = alone.transport
+        without.members = {id: member for id, member in built.federation.members.items() if id not in result.late}
+        other = without.play(other).progress
+        assert wire.encode_state(other.state) == wire.encode_state(progress.state)
+        assert other.held == progress.held
 
 
 def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,41 @@ def fuzzed(seeds: list[str], count: int) -> None:
             except ValueError:
                 continue
             assert made.parcel()
+
+
+def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() -> None:
+    rng = random.Random(1)
+    names = ["fedspan.header", "fedspan.body", "header", "body", "", "x"]
+    values: list[Any] = ["{}", "", 3, 2.5, True, b"abc", [1, 2], ["a"]]
+
+    def array() -> Any:
+        data = bytes(rng.randrange(256) for _ in range(rng.choice((0, 3, 17))))
+        shape = rng.choice(((len(data),), (), (1, len(data)), (-1,), (2**40,)))
+        kinds = ("fedspan.bytes", "numpy.ndarray", "")
+        return app.Array(dtype=rng.choice(("uint8", "float32", "")), shape=shape, stype=rng.choice(kinds), data=data)
+
+    def record() -> Any:
+        kind = rng.randrange(3)
+        if kind == 0:
+            return app.ConfigRecord({rng.choice(names): rng.choice(values) for _ in range(rng.randrange(3))})
+        if kind == 1:
+            return app.ArrayRecord({rng.choice(names): array() for _ in range(rng.randrange(3))})
+        return app.MetricRecord({rng.choice(names): rng.choice((1, 2.5)) for _ in range(rng.randrange(3))})
+
+    read, headers = 0, seeds()
+    for _ in range(40_000):
+        good = codec.to_records(Parcel(rng.choice(headers), b"abc"))
+        records = app.RecordDict({name: good[name] for name in good if rng.random() < 0.8})
+        for _ in range(rng.randrange(3)):
+            records[rng.choice(names)] = record()
+        try:
+            made = codec.from_records(records)
+        except ValueError:
+            continue
+        read += 1
+        assert isinstance(made.header, str)
+        assert isinstance(made.body, bytes)
+    assert 0 < read < 40_000
 
 
 def test_a_hundred_thousand_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:

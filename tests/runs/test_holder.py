@@ -79,11 +79,14 @@ def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, 
     assert validation is not None
     assert test is not None
     assert set(test.by_client) == {CLIENT}
+    (sent,) = run.federation.beside().transfers
+    assert (sent.purpose, sent.client, sent.bytes) == ("evaluate", CLIENT, len(transport.sent[-1].body))
     transport.holder = Holder(node(tiny_folder, tmp_path))  # whose process was killed
     second = run.federation.play(first.progress)
     assert not second.failures
     assert second.progress.held == {CLIENT: 1}
     assert run.federation.conclude(second.progress) == ()
+    assert [one.purpose for one in run.federation.beside().transfers] == ["export"]
     assert list(tmp_path.glob("*/adapter/adapter_model.safetensors"))
     assert str(tiny_folder) not in "".join(parcel.header for parcel in transport.sent)
 

@@ -78,6 +78,26 @@ def test_by_round_and_client(tmp_path: Path) -> None:
     assert (totals.rounds, totals.clients) == ((1, 2), ("a", "b"))
 
 
+def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        ledger.record(1, "a", "down", 10, 8)
+        ledger.record(1, "b", "down", 30, 16, "evaluate")
+        ledger.record(1, "b", "down", 5, 4, "export")
+        ledger.commit()
+    for totals in (ledger.totals, read_totals(path)):
+        assert totals.run("down") == totals.purpose("down", "train") == Tally(1, 10, 8)
+        assert totals.clients == ("a",)
+        assert totals.beside == {"evaluate": {"down": 30, "up": 0}, "export": {"down": 5, "up": 0}}
+
+
+def test_a_ledger_of_before_there_were_purposes_is_one_of_training(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2}\n')
+    assert read_totals(path).run("up") == Tally(1, 3, 2)
+    assert read_totals(path).beside == {}
+
+
 def test_lines_reach_the_file_at_the_commit_only(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with JsonLines(path) as lines:
@@ -144,7 +164,17 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
         list(read_lines(path))
 
 
-@pytest.mark.parametrize("change", [{"direction": "sideways"}, {"bytes": "many"}, {"client": None}, {"round": 1.5}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"direction": "sideways"},
+        {"bytes": "many"},
+        {"client": None},
+        {"round": 1.5},
+        {"purpose": "fun"},
+        {"purpose": []},
+    ],
+)
 def test_an_entry_of_another_kind_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "ledger.jsonl"
     entry = {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2}

@@ -10,6 +10,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from fedspan import __version__
+from fedspan.api.reports import is_run, read_report
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node
 from fedspan.engines.parcels import Parcel, read_header
@@ -23,6 +24,7 @@ from fedspan.runs.listener import Listener
 from fedspan.runs.meeting import NOWHERE, Introduction, Invitation, base_digest, server_config
 from fedspan.runs.remote import connected, members_of, prepare_server
 from fedspan.runs.session import RunReport
+from fedspan.runs.standing import name_run
 from fedspan.runs.supervised import Supervised
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def submit(
         folder: where the run is kept; empty, or not there yet.
         link: to the SuperLink.
         overrides: changes to the config, each ``section.field=value``.
-        resume: go on with the run in the folder after its last finished round.
+        resume: go on with the run in the folder after its last finished round; of a finished one, the report is read.
         wait: seconds to wait for all nodes.
         listener: told what happens.
 
@@ -89,8 +91,11 @@ def submit(
     """
     require()
     from fedspan.flower.attached import attached
+    from fedspan.flower.server import known_names
 
     parsed: RunConfig | None = None
+    if resume and is_run(folder) and RunFolder(folder).report.is_file():
+        return read_report(folder)
     if not resume:
         if config is None:
             raise FedspanError("config", None, "needed for a new run")
@@ -99,13 +104,16 @@ def submit(
 
     def host(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         run = _name(place)
-        with attached(link) as grid:
-            nodes, examples = _met(grid, prepared, run, wait, listener or Listener())
+        with attached(link, prepared.config.federation.message_mib << 20) as grid:
+            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), known_names(link))
             from fedspan.flower.transport import GridTransport
 
+            with disk_errors(link.folder):
+                name_run(link.folder, place.path, nodes)
             members = members_of(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
-            return played(connected(prepared, GridTransport(grid, nodes), rules, members=members, run=run))
+            transport = GridTransport(grid, nodes, prepared.config.federation.patience)
+            return played(connected(prepared, transport, rules, members=members, run=run))
 
     return session.run(
         parsed,
@@ -127,7 +135,7 @@ def _name(place: RunFolder) -> str:
 
 
 def _met(
-    grid: Grid, prepared: Prepared, run: str, wait: float, listener: Listener
+    grid: Grid, prepared: Prepared, run: str, wait: float, listener: Listener, names: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Invite nodes until there are as many as clients.
 
@@ -148,7 +156,7 @@ def _met(
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
     for node, back in invite(grid, parcel, wait):
-        told, why = _introduced(back, base, nodes)
+        told, why = _introduced(back, base, nodes, names.get(str(node)))
         if told is not None and why is None:
             nodes[told.id], examples[told.id] = node, told.examples
         else:
@@ -161,7 +169,9 @@ def _met(
     raise FedspanError("nodes", len(nodes), f"{config.partition.clients} that take part ({why}); then --resume")
 
 
-def _introduced(back: Parcel | str, base: str, known: Mapping[str, int]) -> tuple[Introduction | None, str | None]:
+def _introduced(
+    back: Parcel | str, base: str, known: Mapping[str, int], name: str | None
+) -> tuple[Introduction | None, str | None]:
     """A node's answer to an invitation, and why it can't take part, if it can't."""
     if isinstance(back, str):
         return None, back
@@ -175,4 +185,6 @@ def _introduced(back: Parcel | str, base: str, known: Mapping[str, int]) -> tupl
         return told, f"it runs fedspan {told.version}; this is {__version__}"
     if told.base != base:
         return told, f"its base model or tokenizer is another (SHA-256 {told.base[:12]}, here {base[:12]})"
+    if name is not None and told.id != name:  # else one data holder could take the place of another
+        return told, f"this node was admitted as {name}"
     return told, "another node has this id" if told.id in known else None

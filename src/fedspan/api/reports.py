@@ -14,6 +14,9 @@ from fedspan.runs.files import read_bytes
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import RunReport
 
+_LATER = {"failures", "other_bytes", "privacy"}
+"""What reports of earlier versions lack."""
+
 __all__ = ["is_run", "read_config", "read_partition", "read_report", "require_client"]
 
 
@@ -35,7 +38,7 @@ def read_report(folder: str | Path) -> RunReport:
         raise FedspanError("run folder", str(folder), f"this run is not finished; go on with --resume {folder}")
     values = place.read_json(place.report)
     names = {field.name for field in dataclasses.fields(RunReport)}
-    if not isinstance(values, dict) or set(values) != names:
+    if not isinstance(values, dict) or not names - _LATER <= set(values) <= names:
         found = sorted(values) if isinstance(values, dict) else values
         raise FedspanError(str(place.report), found, f"a report with {', '.join(sorted(names))}")
     content = cast(dict[str, Any], values)

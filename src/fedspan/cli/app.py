@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import fedspan
-from fedspan.cli import compare, data, deploy, show, train, use
+from fedspan.cli import compare, data, deploy, show, status, train, use
 from fedspan.errors import FedspanError
 
 __all__ = ["app"]
@@ -146,4 +146,6 @@ app.command(
     rich_help_panel=_MACHINES,
     epilog=_examples("fedspan submit config.yaml --out runs/first", "fedspan submit --resume runs/first"),
 )(deploy.submit)
-app.command("status", rich_help_panel=_MACHINES, epilog=_examples("fedspan status"))(deploy.status)
+app.command("status", rich_help_panel=_MACHINES, epilog=_examples("fedspan status", "fedspan status --run runs/first"))(
+    status.status
+)

@@ -31,6 +31,8 @@ _CLASSES = {  # with a head of so many labels, or the model's own
     "regression": ("AutoModelForSequenceClassification", True),
     "causal-lm": ("AutoModelForCausalLM", False),
 }
+_MOST = 5
+"""Clients whose failures are shown."""
 _TRUTH = {"sequence-classification": "label", "image-classification": "label", "regression": "number"}
 
 
@@ -40,6 +42,8 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     if said := _gain(report):
         out.print(Text(said))
         out.print()
+    for line in _failures(report):
+        out.print(Text.assemble((f"{'failures':<10}", "dim"), one_line(line, max(40, out.width - 10))))
     if not report.adapters:
         out.print(Text("every client's own adapter is with its data holder", "dim"))
         return
@@ -50,7 +54,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     chosen = "the best by validation" if "validation" in report.scores else "the last one"
     whose = f" --client {shlex.quote(id)}" if own else ""
     facts = {
-        "traffic": f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up",
+        "traffic": "; ".join(_traffic(report)),
         "time": f"{duration(report.seconds)} for {report.rounds} rounds",
         "round": f"{report.best_round}, {chosen}",
         f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
@@ -73,6 +77,26 @@ def _privacy(spent: Mapping[str, Any]) -> str:
     epsilon = "without bound" if spent["epsilon"] is None else f"{spent['epsilon']:.3g}"
     source = ", noise from the seed: for experiments only" if spent["randomness"] != "secret" else ""
     return f"epsilon {epsilon} at delta {spent['delta']:g} for {unit} ({spent['mechanism']}{source})"
+
+
+def _traffic(report: RunReport) -> list[str]:
+    """The training's bytes, and beside them those of the rest."""
+    moved = [f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up"]
+    for purpose, count in report.other_bytes.items():
+        moved.append(f"to {purpose}: {size(count['down'])} down, {size(count['up'])} up")
+    return moved
+
+
+def _failures(report: RunReport) -> list[str]:
+    """Who failed how often, and why the last time; those who did most often first."""
+    often = sorted(report.failures.items(), key=lambda item: (-item[1]["count"], item[0]))
+    lines = [
+        f"{client} {'once' if one['count'] == 1 else str(one['count']) + ' times'}, last in round {one['round']}: "
+        f"{one['reason']}"
+        for client, one in often[:_MOST]
+    ]
+    left = f"and {len(often) - _MOST} more clients, in report.json"
+    return [*lines, left] if len(often) > _MOST else lines
 
 
 def _scores(report: RunReport) -> Table:

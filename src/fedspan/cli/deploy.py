@@ -1,4 +1,4 @@
-"""``fedspan server``, ``admit``, ``join``, ``submit`` and ``status``: federations between machines."""
+"""``fedspan server``, ``admit``, ``join`` and ``submit``: federations between machines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from fedspan.cli.show import Overrides
-from fedspan.cli.train import fresh_folder
+from fedspan.cli.train import fresh_folder, stopped
 from fedspan.errors import FedspanError
 
-__all__ = ["admit", "join", "server", "status", "submit"]
+__all__ = ["admit", "join", "server", "submit"]
 
 Folder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")]
 _FOLDER = Path("fedspan-server")
@@ -62,7 +62,7 @@ def server(
 
 def admit(
     key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What to call the node.")] = "",
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="The id that the node must have.")] = "",
     folder: Folder = _FOLDER,
 ) -> None:
     """Let a data holder's node take part (Flower's own command: flwr supernode register)."""
@@ -71,8 +71,8 @@ def admit(
     require()
     from fedspan.flower import server as servers
 
-    servers.admit(servers.link_of(folder), key, name or key.name.removesuffix(".pub"))
-    typer.echo(f"admitted {key}")
+    servers.admit(servers.link_of(folder), key, name)
+    typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
 
 
 def join(
@@ -139,27 +139,9 @@ def submit(
                 listener=view,
             )
     except KeyboardInterrupt:
-        typer.echo(f"stopped; go on with:\n  fedspan submit --resume {shlex.quote(str(place))}", err=True)
+        typer.echo(stopped(place, view.done, view.rounds, "submit"), err=True)
         raise typer.Exit(130) from None
     show_report(shown, report, place)
-
-
-def status(folder: Folder = _FOLDER) -> None:
-    """Show the nodes of a server: which are online, and since when."""
-    from fedspan.flower import require
-
-    require()
-    from fedspan.cli.text import console, plain_table
-    from fedspan.flower import server as servers
-
-    table = plain_table()
-    for title in ("node", "status", "online for", "offline since"):
-        table.add_column(title)
-    found = servers.nodes(servers.link_of(folder))
-    for one in found:
-        shown = (one.get(key) for key in ("node-id", "status", "online-elapsed", "offline-at"))
-        table.add_row(*("" if value is None else str(value) for value in shown))
-    console().print(table if found else "no nodes yet: fedspan admit KEY.pub")
 
 
 def _stop() -> Event:

@@ -110,6 +110,10 @@ class RunView(Listener):
         self._losses.clear()
         self._now = "training" if self.done < self.rounds else "measuring the best round"
         self._print(self._row(row))
+        for failure in row.get("failures") or ():
+            self._print(Text(f"  {failure['client']}: {failure['reason']}", "yellow"))
+        if late := row.get("late"):
+            self._print(Text(f"  late, and not waited for: {', '.join(late)}", "dim"))
 
     def baseline_started(self, name: str, rounds: int) -> None:
         assert self._effort is not None

@@ -13,7 +13,7 @@ import typer
 from fedspan.cli.show import Overrides
 from fedspan.errors import FedspanError
 
-__all__ = ["demo", "fresh_folder", "run"]
+__all__ = ["demo", "fresh_folder", "run", "stopped"]
 
 
 def run(
@@ -89,15 +89,16 @@ def _play(folder: Path, config: Path | None, overrides: Sequence[str] = ()) -> N
             else:
                 report = api.run(config, folder, overrides=overrides, listener=view)
     except KeyboardInterrupt:
-        typer.echo(_stopped(folder, view.done, view.rounds), err=True)
+        typer.echo(stopped(folder, view.done, view.rounds), err=True)
         raise typer.Exit(130) from None
     show_report(out, report, folder)
 
 
-def _stopped(folder: Path, done: int, rounds: int) -> str:
+def stopped(folder: Path, done: int, rounds: int, command: str = "run") -> str:
+    """What is said of a run that Ctrl-C ended: what is left of it, and how to go on."""
     from fedspan.api.reports import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"
     saved = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
-    return f"stopped; {saved}. Go on with:\n  fedspan run --resume {shlex.quote(str(folder))}"
+    return f"stopped; {saved}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"

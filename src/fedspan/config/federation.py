@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from fedspan.config.mistakes import VARIANT
 from fedspan.config.section import Section
 from fedspan.engines.screening import ReplyRules
+from fedspan.errors import FedspanError
 
 __all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks"]
 
@@ -103,20 +104,37 @@ class FederationConfig(Section):
         description="clipped-mean: L2 norm to which a larger change of a client is scaled down; left out: the median "
         "of the round's.",
     )
+    over_select: int = Field(
+        default=0,
+        ge=0,
+        description="On Flower: so many clients more than clients_per_round are asked in a round, which goes on as "
+        "soon as clients_per_round good replies are there; the others are late, and named. Without effect in a "
+        "simulation in one process, where nobody is late.",
+    )
     min_replies: int | None = Field(
         default=None,
         ge=1,
         description="On Flower: good replies without which a round does not stand; left out: more than half of the "
-        "clients asked.",
+        "clients wanted.",
     )
     deadline: float = Field(
         default=3600.0, gt=0, allow_inf_nan=False, description="On Flower: seconds that clients have for a round."
+    )
+    patience: float = Field(
+        default=300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="On Flower: seconds that a round which asks again waits for clients that are offline; a node that "
+        "was killed is let in again after a minute.",
     )
     retries: int = Field(
         default=2,
         ge=0,
         description="On Flower: how often the missing clients of a round are asked again where there are too few good "
         "replies; after that the run stops, to be resumed.",
+    )
+    message_mib: int = Field(
+        default=1024, ge=1, le=2048, description="On Flower: MiB of a reply, at most; a larger one is not taken."
     )
     max_norm_ratio: float | None = Field(
         default=10.0,
@@ -126,6 +144,13 @@ class FederationConfig(Section):
         "dropped, from 3 replies on; null: none is.",
     )
 
+    @model_validator(mode="after")
+    def _few_of_many(self) -> Self:
+        if self.over_select and self.clients_per_round is None:
+            expected = "0, or federation.clients_per_round beside it: without, all clients are asked as it is"
+            raise FedspanError("federation.over_select", self.over_select, expected)
+        return self
+
     def reply_rules(self) -> ReplyRules:
         """When a round between machines stands."""
-        return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio)
+        return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio, self.over_select)

@@ -92,9 +92,10 @@ class PrivacyConfig(Section):
                 ("reduction", federation.reduction, "mean"),
                 ("weights", federation.weights, "uniform"),
                 ("ranks", federation.ranks, None),
+                ("over_select", federation.over_select, 0),
             ):
                 if value != right:
-                    expected = f"{'left out' if right is None else right} with privacy.mechanism: central"
+                    expected = f"{right or 'left out'} with privacy.mechanism: central"
                     raise FedspanError(f"federation.{field}", value, expected)
 
     def settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:

@@ -22,6 +22,8 @@ class Transport(Protocol):
     ) -> Iterator[tuple[str, Parcel | str]]:
         """Send every client its parcel, and hand out what comes back, in any order, until all did or time is up.
 
+        Who has enough stops taking; what comes after that is thrown away.
+
         Args:
             parcels: by client id.
             seconds: to wait.

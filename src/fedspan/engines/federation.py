@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from fedspan.engines.accounting import Charge
 from fedspan.engines.changes import origin_of
 from fedspan.engines.engine import Engine
 from fedspan.engines.members import changeable
+from fedspan.engines.outcomes import Beside, Direction, Failure, Transfer
 from fedspan.engines.privacy import (
     order_charges,
     poisson_cohort,
@@ -35,9 +35,17 @@ from fedspan.engines.settings import RoundSettings
 from fedspan.engines.work import Assignment
 from fedspan.tasks.task import Examples
 
-__all__ = ["Failure", "Federation", "Member", "Progress", "RoundResult", "Transfer", "kept_moments", "the_very_same"]
-
-Direction = Literal["down", "up"]
+__all__ = [
+    "Beside",
+    "Failure",
+    "Federation",
+    "Member",
+    "Progress",
+    "RoundResult",
+    "Transfer",
+    "kept_moments",
+    "the_very_same",
+]
 
 
 @dataclass(frozen=True)
@@ -75,38 +83,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One message that travelled.
-
-    Args:
-        client: id.
-        direction: ``down`` or ``up``.
-        bytes: serialized size.
-        payload: bytes of tensor data in it.
-    """
-
-    client: str
-    direction: Direction
-    bytes: int
-    payload: int
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A client whose reply does not count in a round.
-
-    Args:
-        client: id.
-        attempt: of the round, from 0.
-        reason: in words.
-    """
-
-    client: str
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class RoundResult:
     """What a round gave.
 
@@ -118,6 +94,7 @@ class RoundResult:
         loss: mean training loss over the cohort's examples; NaN where nobody told.
         failures: whose replies did not count; nobody's in a simulation on one machine.
         charges: what it cost of privacy.
+        late: of the cohort, those without whom there were enough good replies.
     """
 
     progress: Progress
@@ -127,6 +104,7 @@ class RoundResult:
     loss: float
     failures: tuple[Failure, ...] = ()
     charges: tuple[Charge, ...] = ()
+    late: tuple[str, ...] = ()
 
 
 class Federation:
@@ -163,6 +141,10 @@ class Federation:
         """The end of the run, with the progress that is exported; those who could not do their part in it."""
         return ()
 
+    def beside(self) -> Beside:
+        """What happened beside the rounds since this was last asked; nothing where all clients are in this process."""
+        return Beside()
+
     def begin(self) -> Progress:
         """The progress before the first round."""
         return Progress(self.method.init(self.engine.adapted))
@@ -188,15 +170,18 @@ class Federation:
 
     def cohort(self, round: int) -> tuple[str, ...]:
         """The clients asked in a round, sorted; drawn from (seed, round) alone, or from the key of central privacy."""
+        return tuple(sorted(self.drawn(round)))
+
+    def drawn(self, round: int, more: int = 0) -> list[str]:
+        """The clients of a round and so many more, in the order in which they are drawn; in the ids', if it is all."""
         ids = list(self.members)
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
-            return tuple(ids[at] for at in poisson_cohort(privacy, self.settings, len(ids), round))
+            return [ids[at] for at in poisson_cohort(privacy, self.settings, len(ids), round)]
         if size is None or size >= len(ids):
-            return tuple(ids)
+            return ids
         rng = generator(self.settings.seed, "cohort", round)
-        chosen = torch.randperm(len(ids), generator=rng)[:size].tolist()
-        return tuple(sorted(ids[index] for index in chosen))
+        return [ids[index] for index in torch.randperm(len(ids), generator=rng)[: size + more].tolist()]
 
     def play(self, progress: Progress, on_client: Callable[[str, float], None] | None = None) -> RoundResult:
         """One round.

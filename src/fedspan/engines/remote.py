@@ -16,7 +16,7 @@ from fedspan.engines import wire
 from fedspan.engines.accounting import Charge
 from fedspan.engines.asking import Asking, Forgot, Transport, opened
 from fedspan.engines.engine import Engine
-from fedspan.engines.federation import Failure, Federation, Member, Progress, RoundResult, Transfer
+from fedspan.engines.federation import Beside, Failure, Federation, Member, Progress, RoundResult, Transfer
 from fedspan.engines.parcels import Answer, Parcel
 from fedspan.engines.privacy import order_charges, round_charges
 from fedspan.engines.screening import ReplyRules, Screened, screened, too_far, untrained
@@ -68,13 +68,23 @@ class RemoteFederation(Federation):
         super().__init__(method, engine, members, examples, settings)
         self.transport, self.rules, self.run, self.exporting = transport, rules, run, exporting
         self._best: Mapping[str, int] = {}
+        self._transfers: list[Transfer] = []
+        self._failures: list[Failure] = []
 
     def remember(self, best: Progress) -> None:
         """``Federation.remember``: clients are told not to throw away what belongs to it."""
         self._best = best.held
 
+    def cohort(self, round: int) -> tuple[str, ...]:
+        """``Federation.cohort``, with those that are asked beside it (``ReplyRules.over_select``)."""
+        return tuple(sorted(self.drawn(round, self.rules.over_select)))
+
     def play(self, progress: Progress, on_client: Callable[[str, float], None] | None = None) -> RoundResult:
         """One round; a client that failed is asked again, as often as the rules allow, if too few replies are good.
+
+        Where more clients are asked than a round wants, it goes on as soon as as many good replies are there as it
+        wants. If one of them turns out to be too far from the others, it waits for one more; should there be more than
+        wanted in the end, those count that were drawn first. So the state follows from who replied, in whatever order.
 
         Args:
             progress: before the round; left as it is.
@@ -86,12 +96,13 @@ class RemoteFederation(Federation):
         state = progress.state
         lr = self.engine.settings.lr(state.round, self.settings.rounds)
         ids, held = self.cohort(state.round), dict(progress.held)
+        wanted = len(self.drawn(state.round))
         everything = _Asked({}, {}, [], set(), [])
         transfers: list[Transfer] = []
-        quorum = self.rules.quorum(len(ids))
+        quorum, attempt = self.rules.quorum(wanted), 0
         for attempt in range(self.rules.retries + 1):
             clients = {id: self.client(id, replace(progress, held=held)) for id in ids if id not in everything.good}
-            self._ask(state, clients, lr, attempt, everything, transfers, on_client)
+            self._ask(state, clients, lr, attempt, everything, transfers, on_client, wanted)
             for id in everything.lost:
                 held.pop(id, None)
             for id, why in too_far(everything.good, self.rules.norm_factor).items():
@@ -101,6 +112,10 @@ class RemoteFederation(Federation):
                 break
         else:
             raise _too_few(everything, quorum, state.round, ids)
+        failed = {failure.client for failure in everything.failures if failure.attempt == attempt}
+        for id in [id for id in self.drawn(state.round, self.rules.over_select) if id in everything.good][wanted:]:
+            del everything.good[id]
+        late = tuple(id for id in ids if id not in everything.good and id not in failed)
         asked = {id: self.client(id, progress) for id in ids}
         reducer = self._reducer(state, list(asked.values()))
         for id in ids:
@@ -115,7 +130,8 @@ class RemoteFederation(Federation):
         )
         loss = sum(part.loss * part.examples for part in parts) / examples if examples else math.nan
         charges = (*round_charges(self.settings, len(self.members)), *everything.charges)
-        return RoundResult(after, tuple(transfers), ids, lr, loss, tuple(everything.failures), charges)
+        failures = tuple(everything.failures)
+        return RoundResult(after, tuple(transfers), ids, lr, loss, failures, charges=charges, late=late)
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """``Federation.conclude``: of a method with personal models, every client exports its own, where it is."""
@@ -125,14 +141,31 @@ class RemoteFederation(Federation):
         parcels: dict[str, Parcel] = {}
         for id in self.members:
             client = self.client(id, progress)
-            parcels[id] = asking.order("export", state.round, id, client, self.method.sync(state, client)).parcel()
+            message = self.method.sync(state, client)
+            order = asking.order("export", state.round, id, client, message)
+            parcels[id] = order.parcel()
+            self.note(Transfer(id, "down", len(order.body), wire.payload_size(message), "export"))
         failures: list[Failure] = []
         for id, back in self.transport.exchange(parcels, self.rules.deadline):
             try:
                 opened(back)
             except ValueError as error:
-                failures.append(Failure(id, 0, str(error)))
+                failures.append(Failure(id, 0, str(error), "export"))
         return tuple(failures)
+
+    def note(self, happened: Transfer | Failure) -> None:
+        """Add to what happened beside the rounds."""
+        if isinstance(happened, Transfer):
+            self._transfers.append(happened)
+        else:
+            self._failures.append(happened)
+
+    def beside(self) -> Beside:
+        """``Federation.beside``."""
+        taken = Beside(tuple(self._transfers), tuple(self._failures))
+        self._transfers.clear()
+        self._failures.clear()
+        return taken
 
     def _ask(
         self,
@@ -143,6 +176,7 @@ class RemoteFederation(Federation):
         found: _Asked,
         transfers: list[Transfer],
         on_client: Callable[[str, float], None] | None,
+        wanted: int,
     ) -> None:
         asking = Asking(self.run)
         expected: dict[tuple[int, float], Message] = {}
@@ -173,6 +207,8 @@ class RemoteFederation(Federation):
             transfers.append(Transfer(id, "up", len(answer.body), wire.payload_size(reply.message)))
             if on_client is not None:
                 on_client(id, answer.parts[-1].loss if answer.parts else float("nan"))
+            if len(found.good) - len(too_far(found.good, self.rules.norm_factor)) >= wanted:
+                break
 
 
 def _too_few(found: _Asked, quorum: int, round: int, ids: Sequence[str]) -> FedspanError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -10,15 +9,14 @@ import numpy as np
 
 from fedspan.core.method import Memory
 from fedspan.core.values import Job
+from fedspan.engines import wire
 from fedspan.engines.asking import Asking, opened
 from fedspan.engines.evaluation import ClientScores, Evaluator
-from fedspan.engines.federation import Progress
+from fedspan.engines.federation import Failure, Progress, Transfer
 from fedspan.engines.parcels import Parcel, Scores
 from fedspan.engines.remote import RemoteFederation
 
 __all__ = ["RemoteEvaluator"]
-
-log = logging.getLogger("fedspan.server")
 
 
 class RemoteEvaluator(Evaluator):
@@ -61,14 +59,17 @@ class RemoteEvaluator(Evaluator):
         return super().models(progress, clients)
 
     def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """``Evaluator.clients``; those that do not answer are left out, and named in the log."""
+        """``Evaluator.clients``; those that do not answer are left out, and named (``Federation.beside``)."""
         federation = self.federation
         method, state, asking = federation.method, progress.state, Asking(federation.run)
         personal = method.declared().personal
         parcels: dict[str, Parcel] = {}
         for id in self.ids:
             client = federation.client(id, progress) if personal else None
-            parcels[id] = asking.order("evaluate", state.round, id, client, method.sync(state, client)).parcel()
+            message = method.sync(state, client)
+            order = asking.order("evaluate", state.round, id, client, message)
+            parcels[id] = order.parcel()
+            federation.note(Transfer(id, "down", len(order.body), wire.payload_size(message), "evaluate"))
         found: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
         for id, back in federation.transport.exchange(parcels, federation.rules.deadline):
             try:
@@ -76,7 +77,7 @@ class RemoteEvaluator(Evaluator):
                 if (answer.task, answer.id, answer.round) != ("evaluate", id, state.round):
                     raise ValueError(f"an answer of {answer.id!r} ({answer.task}) to round {answer.round + 1}")
             except ValueError as error:
-                log.warning("%s is not measured in round %d: %s", id, state.round, error)
+                federation.note(Failure(id, 0, f"not measured: {error}", "evaluate"))
                 continue
             for part, scores in (answer.scores or {}).items():
                 found[part][id] = scores

@@ -33,12 +33,14 @@ class ReplyRules:
         deadline: seconds that clients have.
         retries: of a round that has too few, before the run stops.
         norm_factor: how many times the cohort's median a reply's distance from an untrained one may be; None: any.
+        over_select: clients that are asked beside those that a round wants; the good replies that come first count.
     """
 
     min_replies: int | None = None
     deadline: float = 3600.0
     retries: int = 2
     norm_factor: float | None = 10.0
+    over_select: int = 0
 
     def quorum(self, cohort: int) -> int:
         """Good replies that a round takes."""

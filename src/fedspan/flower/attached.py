@@ -26,11 +26,12 @@ from flwr.serverapp import Grid
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
 from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 
 from fedspan.errors import FedspanError
+from fedspan.flower.limited import LimitedGrid
 
 __all__ = ["ServerLink", "attached", "flower"]
 
@@ -66,6 +67,11 @@ class ServerLink:
     address: str
     authority: Path | None
     secret: Path
+
+    @property
+    def folder(self) -> Path:
+        """The server's, where its secret is."""
+        return self.secret.parent
 
 
 def flower(link: ServerLink, *arguments: str) -> Any:
@@ -106,20 +112,25 @@ def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
 
 
 @contextmanager
-def attached(link: ServerLink) -> Generator[Grid]:
+def attached(link: ServerLink, most: int) -> Generator[Grid]:
     """Within this context this process is the server of a new run on a SuperLink.
 
+    Args:
+        link: to it.
+        most: bytes that a reply may have.
+
     Raises:
-        FedspanError: if the SuperLink is not there, refuses, or does not know the secret.
+        FedspanError: if the SuperLink is not there, refuses, does not know the secret, or later the run any more.
     """
     started = flower(link, "run", "%", "@")
     run_id = int(started["run-id"])
-    grid = HttpGrid(
+    grid = LimitedGrid(
         runtime_api_address=link.address,
         insecure=link.authority is None,
         root_certificates=None if link.authority is None else link.authority.read_bytes(),
         token=_token(link, run_id),
     )
+    grid.most = most
     client = grid._runtime_client  # pyright: ignore[reportPrivateUsage]
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
     heartbeat.start()
@@ -131,6 +142,9 @@ def attached(link: ServerLink) -> Generator[Grid]:
         grid.set_run(run_from_proto(given.run))
         yield grid
         status = "completed"
+    except (httpx.HTTPError, RunNotRunningException) as error:
+        expected = "one that knows this run: it was down for too long, or was asked to stop it; go on with --resume"
+        raise FedspanError("server", link.address, expected) from error
     finally:
         grid._retry_invoker.max_tries = 1  # pyright: ignore[reportPrivateUsage]
         with suppress(httpx.HTTPError):

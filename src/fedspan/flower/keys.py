@@ -26,7 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.errors import FedspanError
 
-__all__ = ["AUTHORITY", "CERTIFICATE", "KEY", "load_node_key", "make_authority", "make_node_key"]
+__all__ = ["AUTHORITY", "CERTIFICATE", "KEY", "certified", "load_node_key", "make_authority", "make_node_key"]
 
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
 """Files that ``make_authority`` writes."""
@@ -64,6 +64,21 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     private = own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     _write(folder / KEY, private, 0o600)
     _write(folder / CERTIFICATE, server.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+
+
+def certified(folder: Path) -> list[str]:
+    """Names and addresses for which a server's certificate is good.
+
+    Raises:
+        FedspanError: if it is no certificate.
+    """
+    path = folder / CERTIFICATE
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise FedspanError("certificates", str(path), f"the server's certificate ({error})") from error
+    return [str(name.value) for name in names]
 
 
 def make_node_key(path: Path) -> Path:

@@ -107,9 +107,13 @@ def serve(link: Link, answering: Callable[[Parcel], Parcel], stop: Event) -> Non
             log.warning("%s lets us not in: %s; again in %g s", link.address, why, pause)
             stop.wait(pause)
         except (httpx.HTTPError, OSError) as error:
-            log.warning("no connection to %s (%s); again in %g s", link.address, type(error).__name__, pause)
+            log.warning("no connection to %s (%s); again in %g s", link.address, _why(error), pause)
             stop.wait(pause)
             pause = min(2 * pause, _RECONNECT[1])
+
+
+def _why(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 @contextmanager

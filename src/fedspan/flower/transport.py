@@ -27,26 +27,29 @@ class GridTransport:
     Args:
         grid: Flower's.
         nodes: Flower's node ids by client id.
+        patience: seconds that a patient exchange waits for nodes that are not online.
     """
 
-    def __init__(self, grid: Grid, nodes: Mapping[str, int]) -> None:
-        self.grid, self.nodes = grid, nodes
+    def __init__(self, grid: Grid, nodes: Mapping[str, int], patience: float = 300.0) -> None:
+        self.grid, self.nodes, self.patience = grid, nodes, patience
 
     def exchange(
         self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
     ) -> Iterator[tuple[str, Parcel | str]]:
         """``Transport.exchange``."""
         unsent, waiting = dict(parcels), dict[str, str]()
-        until, pause = time.monotonic() + seconds, _POLL[0]
+        began, pause = time.monotonic(), _POLL[0]
+        until, absent = began + seconds, began + (min(seconds, self.patience) if patient else 0.0)
         while True:
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
             for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
                 if message := self._pushed(id, unsent[id], until - time.monotonic()):
                     waiting[message] = id
                     del unsent[id]
-            if not patient:
+            if time.monotonic() >= absent:
+                lasting = f"was not online for {absent - began:g} s" if patient else "is not online"
                 for id in sorted(unsent):
-                    yield id, "its node is not online"
+                    yield id, f"its node {lasting}"
                 unsent.clear()
             came = False
             for id, back in _opened(self.grid, waiting):

@@ -24,7 +24,7 @@ from fedspan.runs.meeting import Introduction, Invitation, base_digest, node_val
 from fedspan.runs.remote import method_for
 from fedspan.runs.spending import Book, has_key, keep_key, kept_key, new_key
 
-__all__ = ["Holder"]
+__all__ = ["Holder", "kept_invitation", "last_serial"]
 
 _INVITATION, _SERIAL = "invitation.json", "serial"
 
@@ -155,7 +155,7 @@ class Holder:
             place = self._of(run) / _INVITATION
             if not place.is_file():
                 raise FedspanError("run", run, "one that this node was invited to")
-            invitation = Invitation.model_validate_json(read_bytes(place))
+            invitation = kept_invitation(place)
             self._require_allowed(invitation)
             participant, base = self._build(invitation)
             self._loaded = (run, participant, base)
@@ -168,7 +168,7 @@ class Holder:
             FedspanError: if the order is not newer than the last one of its run.
         """
         place = self._of(order.run) / _SERIAL
-        last = int(json.loads(read_bytes(place))) if place.is_file() else 0
+        last = last_serial(place)
         if order.serial <= last:
             raise FedspanError("serial", order.serial, f"more than {last}: this order, or a newer one, was here before")
         if place.parent.is_dir():
@@ -176,3 +176,32 @@ class Holder:
 
     def _of(self, run: str) -> Path:
         return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]
+
+
+def last_serial(place: Path) -> int:
+    """The serial of the last order, from its file; 0: there was none.
+
+    Raises:
+        FedspanError: if the file is no number.
+    """
+    if not place.is_file():
+        return 0
+    try:
+        found = json.loads(read_bytes(place))
+    except (ValueError, RecursionError):
+        found = None
+    if type(found) is not int or found < 0:
+        raise FedspanError(str(place), found, "a number; the file is damaged: remove the folder that it is in")
+    return found
+
+
+def kept_invitation(place: Path) -> Invitation:
+    """The invitation to a run, from its file.
+
+    Raises:
+        FedspanError: if the file is none, or not there.
+    """
+    try:
+        return Invitation.model_validate_json(read_bytes(place))
+    except (ValueError, RecursionError) as error:
+        raise FedspanError(str(place), "damaged", "an invitation; remove the folder that it is in") from error

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Literal, Self, cast, get_args
 
 from fedspan.errors import FedspanError
 from fedspan.runs.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
 
-__all__ = ["Direction", "JsonLines", "Ledger", "Tally", "Totals", "read_lines", "read_totals"]
+__all__ = ["Direction", "JsonLines", "Ledger", "Purpose", "Tally", "Totals", "read_lines", "read_totals"]
 
 Direction = Literal["down", "up"]
 """From server to client, or from client to server."""
+
+Purpose = Literal["train", "evaluate", "export"]
+"""What a message is for. Ledgers of before there were any hold messages of the training alone."""
 
 
 class JsonLines:
@@ -119,18 +122,35 @@ class Tally:
 
 
 class Totals:
-    """Sums over a ledger, by direction: of the run, of each round, of each client."""
+    """Sums over a ledger, by direction: of the run's training, of each round's, of each client's; and of the rest."""
 
     def __init__(self) -> None:
+        self._purposes: dict[tuple[Direction, Purpose], Tally] = {}
         self._runs: dict[Direction, Tally] = {}
         self._rounds: dict[tuple[Direction, int], Tally] = {}
         self._clients: dict[tuple[Direction, str], Tally] = {}
 
-    def add(self, round: int, client: str, direction: Direction, tally: Tally) -> None:
+    def add(self, round: int, client: str, direction: Direction, tally: Tally, purpose: Purpose = "train") -> None:
         """Count one message."""
+        self._purposes[direction, purpose] = self.purpose(direction, purpose) + tally
+        if purpose != "train":
+            return
         self._runs[direction] = self.run(direction) + tally
         self._rounds[direction, round] = self.round(direction, round) + tally
         self._clients[direction, client] = self.client(direction, client) + tally
+
+    def purpose(self, direction: Direction, purpose: Purpose) -> Tally:
+        """All that was for one purpose."""
+        return self._purposes.get((direction, purpose), Tally())
+
+    @property
+    def beside(self) -> dict[str, dict[str, int]]:
+        """Bytes by purpose and direction of what was not for training, as far as there was any."""
+        others = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
+        return {
+            purpose: {"down": self.purpose("down", purpose).bytes, "up": self.purpose("up", purpose).bytes}
+            for purpose in others
+        }
 
     def run(self, direction: Direction) -> Tally:
         """The whole run."""
@@ -170,8 +190,9 @@ def read_totals(path: Path) -> Totals:
                 "direction": "down" | "up" as direction,
                 "bytes": int() as size,
                 "payload": int() as payload,
-            }:
-                totals.add(round, client, cast(Direction, direction), Tally(1, size, payload))
+            } if (purpose := row.get("purpose", "train")) in get_args(Purpose):
+                tally = Tally(1, size, payload)
+                totals.add(round, client, cast(Direction, direction), tally, cast(Purpose, purpose))
             case _:
                 raise FedspanError(f"{path}, line {number}", row, "an entry of the ledger is expected here")
     return totals
@@ -191,7 +212,9 @@ class Ledger:
         self.totals = read_totals(path)
         self._lines = JsonLines(path)
 
-    def record(self, round: int, client: str, direction: Direction, size: int, payload: int) -> None:
+    def record(
+        self, round: int, client: str, direction: Direction, size: int, payload: int, purpose: Purpose = "train"
+    ) -> None:
         """Count a message.
 
         Args:
@@ -200,11 +223,11 @@ class Ledger:
             direction: ``down`` or ``up``.
             size: bytes as serialised (``len(wire.encode(message))``).
             payload: bytes of tensor data (``wire.payload_size(message)``).
+            purpose: what it is for.
         """
-        self._lines.append(
-            {"round": round, "client": client, "direction": direction, "bytes": size, "payload": payload}
-        )
-        self.totals.add(round, client, direction, Tally(1, size, payload))
+        row: dict[str, object] = {"round": round, "client": client, "direction": direction}
+        self._lines.append({**row, "bytes": size, "payload": payload, "purpose": purpose})
+        self.totals.add(round, client, direction, Tally(1, size, payload), purpose)
 
     def commit(self) -> int:
         """As ``JsonLines.commit``."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
-from fedspan.engines.federation import Progress, RoundResult
+from fedspan.engines.federation import Progress, RoundResult, Transfer
 from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
@@ -22,51 +22,18 @@ from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.clients import store
 from fedspan.runs.environment import record_environment
 from fedspan.runs.exports import write_adapters
-from fedspan.runs.files import disk_errors, read_bytes, write_atomic
+from fedspan.runs.failures import failures_by_client
+from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import JsonLines, Ledger
+from fedspan.runs.ledger import JsonLines, Ledger, read_lines
 from fedspan.runs.listener import Listener
+from fedspan.runs.report import RunReport
+from fedspan.runs.resuming import kept_partition, require_same_run
 from fedspan.runs.scores import final_scores, round_score, sample_predictions
 from fedspan.runs.simulators import engine_note, keep_choice, recall_choice
 from fedspan.runs.spending import Budget, keep_key, kept_key, new_key
 
 __all__ = ["Host", "RunReport", "kept_partition", "require_same_run", "run", "write_adapters"]
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """The summary of a finished run; ``report.json`` holds the same.
-
-    Args:
-        method: registry key, with those of its wrappers: ``fedit+fedprox``.
-        task: kind of problem.
-        metric: by which rounds were compared.
-        rounds: played.
-        best_round: with the best validation score (the last one if there is no validation part).
-        scores: of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
-            ``clients`` (own test parts: mean, worst).
-        by_client: the best round's metrics on each client's own test part.
-        bytes: serialized, ``down`` and ``up``.
-        seconds: wall-clock time of the rounds.
-        baselines: scores of local-only and centralised training, where asked for.
-        adapters: folders of the exported adapters, by client id, or under ``global``.
-        examples: predictions on a few held-out texts.
-        privacy: what was spent (``epsilon``, ``delta``) and how; empty without ``privacy`` in the config.
-    """
-
-    method: str
-    task: str
-    metric: str
-    rounds: int
-    best_round: int
-    scores: Mapping[str, Any]
-    by_client: Mapping[str, Mapping[str, float]]
-    bytes: Mapping[str, int]
-    seconds: float
-    baselines: Mapping[str, Any] = field(default_factory=dict)
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    examples: tuple[Mapping[str, str], ...] = ()
-    privacy: Mapping[str, Any] = field(default_factory=dict)
 
 
 Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
@@ -147,24 +114,6 @@ def _play(
     return played(prepared) if host is None else host(place, prepared, played)
 
 
-def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
-    """Check that config.yaml still describes the run that a checkpoint is of.
-
-    Raises:
-        FedspanError: if it was changed in a section that gives the checkpoint its tensors.
-    """
-    if kept is not None and kept.extra.get("config", config.identity) != config.identity:
-        expected = "the seed, task, model, data, partition and method that the run began with; only paths may change"
-        raise FedspanError("config", str(place.config), expected)
-
-
-def kept_partition(place: RunFolder) -> Partition | None:
-    """The partition that a run was begun with, if that is written down."""
-    if not place.partition.exists():
-        return None
-    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
-
-
 class _Session:
     """The state of one process's work on a run."""
 
@@ -227,8 +176,6 @@ class _Session:
             "lr": result.lr,
             "cohort": list(result.cohort),
         }
-        if result.failures:
-            row["failures"] = [asdict(failure) for failure in result.failures]
         self.budget.count(result.charges)
         if (spent := self.budget.row()) is not None:
             row["privacy"] = spent
@@ -254,9 +201,12 @@ class _Session:
             The progress, with what clients keep on the disk.
         """
         progress = store(self.place, result.progress)
-        number = progress.state.round
-        for transfer in result.transfers:
-            self.ledger.record(number, transfer.client, transfer.direction, transfer.bytes, transfer.payload)
+        number, beside = progress.state.round, self.prepared.federation.beside()
+        self._record(number, (*result.transfers, *beside.transfers))
+        if failures := (*result.failures, *beside.failures):
+            row["failures"] = [asdict(failure) for failure in failures]
+        if result.late:
+            row["late"] = list(result.late)
         totals = self.ledger.totals
         row["bytes"] = {"down": totals.run("down").bytes, "up": totals.run("up").bytes}
         self.metrics.append(row)
@@ -281,6 +231,10 @@ class _Session:
         self.listener.round_finished(row)
         return progress
 
+    def _record(self, round: int, transfers: Iterable[Transfer]) -> None:
+        for one in transfers:
+            self.ledger.record(round, one.client, one.direction, one.bytes, one.payload, one.purpose)
+
     def finish(self, progress: Progress) -> RunReport:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
         prepared, place = self.prepared, self.place
@@ -292,8 +246,12 @@ class _Session:
         scores, by_client = final_scores(prepared, progress)
         with disk_errors(place.path):
             adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
-        for failure in prepared.federation.conclude(progress):
+        failures = prepared.federation.conclude(progress)
+        for failure in failures:
             self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
+        beside = prepared.federation.beside()
+        self._record(best_round, beside.transfers)
+        self.ledger.commit()
         examples = sample_predictions(prepared, progress)
         totals = self.ledger.totals
         report = RunReport(
@@ -313,6 +271,8 @@ class _Session:
             adapters={id: str(path.relative_to(place.path)) for id, path in adapters.items()},
             examples=examples,
             privacy=self.budget.report(),
+            other_bytes=totals.beside,
+            failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
         )
         place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
         return report

@@ -1,0 +1,697 @@
+"""Every fault, against a real deployment on this machine: a server, three nodes, TLS and keys. Needs to be root (network
+namespaces, small file systems).
+
+    python benchmarks/faults.py --page docs/results/faults.md
+    python benchmarks/faults.py nan server-killed
+
+A tiny BERT, three rounds. After each fault the run must have every round that was finished before it, unchanged, and a
+model that is finite and has the bits of a run that nobody disturbed in which the same clients replied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from stage import Deployment, command, environment
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "flower")]
+
+from sites import SITES, run_values, site_files  # noqa: E402
+
+import tiny  # noqa: E402
+
+NORTH, SOUTH, WEST = SITES
+ROUNDS = 3
+STEPS = 150
+"""Of a client's round, so that there is time to do something in it."""
+WAIT = 240.0
+AREA, OUTSIDE, INSIDE = "fedspan-faults", "10.213.77.1", "10.213.77.2"
+"""A network namespace, and the addresses of the pair of interfaces to it."""
+
+
+class Failed(AssertionError):
+    """A fault had consequences that it must not have."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Failed(what)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a fault.
+
+    Args:
+        seen: the line that a user sees.
+        state: what the model is equal to.
+        left_out: whose replies did not count.
+    """
+
+    seen: str
+    state: str
+    left_out: str = "nobody"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a run ends with: the global adapter, or each client's."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def require_same(self, other: Model) -> None:
+        require(all(bool(torch.isfinite(value).all()) for value in self.tensors.values()), "the model is not finite")
+        require(self.tensors.keys() == other.tensors.keys(), "the models have other tensors")
+        for name, value in self.tensors.items():
+            require(torch.equal(value, other.tensors[name]), f"{name} has other bits")
+
+
+class Submitted:
+    """A run on its way.
+
+    Args:
+        stage: where.
+        log: what it says.
+        out: its folder.
+        arguments: of ``fedspan submit``.
+    """
+
+    def __init__(self, stage: Stage, log: Path, out: Path, *arguments: str) -> None:
+        self.stage, self.log, self.out = stage, log, out
+        self.began = time.time()
+        given = command("submit", *arguments, "--server", str(stage.made.server))
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(given, env=environment(), stdout=log, stderr=log, start_new_session=True)
+
+    def rows(self) -> list[str]:
+        path = self.out / "metrics.jsonl"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def until(self, round: int, seconds: float = WAIT) -> None:
+        """Wait until so many rounds are finished."""
+        end = time.monotonic() + seconds
+        while len(self.rows()) < round:
+            require(self.process.poll() is None, f"submit ended before round {round}: {self.said()[-3000:]}")
+            require(time.monotonic() < end, f"no round {round} after {seconds:g} s{self.stage.made.logs()}")
+            time.sleep(0.02)
+
+    def in_the_middle(self) -> list[str]:
+        """Wait for the middle of the second round; the lines of the rounds that are finished."""
+        self.until(1)
+        time.sleep(0.4)
+        return self.rows()
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end(self, code: int | None = 0) -> str:
+        """Wait for its end; what it said.
+
+        Args:
+            code: of its exit; None: any.
+        """
+        try:
+            found = self.process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise Failed(f"submit did not end: {self.said()[-3000:]}{self.stage.made.logs()}") from None
+        require(code is None or found == code, f"submit ended with {found}: {self.said()[-3000:]}")
+        require("Traceback" not in self.said(), f"a traceback: {self.said()[-3000:]}")
+        return self.said()
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Stage:
+    """The deployment with its three nodes, one of which misbehaves when told to; and undisturbed runs to compare with.
+
+    Args:
+        folder: for everything.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tiny.save_corpus(folder)
+        tiny.save_model("bert", folder)
+        self.files = site_files(folder / "corpus.csv", folder)
+        self.made = Deployment(folder / "deployment", names=[OUTSIDE])
+        self.kind = folder / "kind"
+        self._references: dict[str, Model] = {}
+        self._count = 0
+
+    def node(self, id: str, like: str = "", **changes: Any) -> Path:
+        """A node's file, with the data of another one, if told so."""
+        limits = {"round_seconds": 60.0, **changes.pop("limits", {})}
+        return self.made.node_file(id, self.files[like or id], limits=limits, **changes)
+
+    def join(self, id: str, path: Path | None = None, before: tuple[str, ...] = ()) -> None:
+        path = path or self.made.folder / f"{id}.yaml"
+        if id == WEST:
+            given = [sys.executable, str(HERE / "spoilt_node.py"), str(path), str(self.kind)]
+        else:
+            given = command("join", str(path))
+        self.made.start(id, given=[*before, *given])
+
+    def leave(self, id: str) -> None:
+        self.made.end(id, signal.SIGTERM)
+
+    def submit(
+        self, name: str, method: Mapping[str, Any] | None = None, out: Path | None = None, **federation: Any
+    ) -> Submitted:
+        self._count += 1
+        place = self.folder / f"{self._count:02}-{name}"
+        out = out or place
+        values = run_values(
+            self.folder,
+            method or {"name": "fedit", "r": 2},
+            federation={"rounds": ROUNDS, "deadline": 120.0, "min_replies": 3, **federation},
+        )
+        values["training"] = {**values["training"], "local_steps": STEPS}
+        path = place.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(values))
+        return Submitted(self, place.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
+
+    def resume(self, run: Submitted) -> Submitted:
+        return Submitted(self, run.log.with_suffix(".resumed.log"), run.out, "--resume", str(run.out))
+
+    def finished(self, run: Submitted, before: list[str]) -> Model:
+        """The model of a run that came to its end.
+
+        Args:
+            run: it.
+            before: the lines of the rounds that were finished before the fault.
+        """
+        rows = run.rows()
+        require(rows[: len(before)] == before, "a finished round was lost or played again")
+        require([json.loads(row)["round"] for row in rows] == list(range(1, ROUNDS + 1)), "rounds are missing")
+        return Model(load_file(run.out / "adapter" / "adapter_model.safetensors"))
+
+    def own_models(self, since: float) -> Model:
+        """The clients' own models, on the nodes, which were written since then."""
+        found: dict[str, torch.Tensor] = {}
+        for site in SITES:
+            folders = (self.made.folder / f"{site}-state").glob("*/adapter/adapter_model.safetensors")
+            newest = max(folders, key=lambda path: path.stat().st_mtime)
+            require(newest.stat().st_mtime > since, f"{site} wrote no adapter of its own")
+            found.update({f"{site}/{name}": value for name, value in load_file(newest).items()})
+        return Model(found)
+
+    def clean(self) -> Model:
+        """Of a run in which everybody replied."""
+        if "clean" not in self._references:
+            run = self.submit("clean")
+            run.end()
+            self._references["clean"] = self.finished(run, [])
+        return self._references["clean"]
+
+    def without_west(self) -> Model:
+        """Of a run in which one node declined the second round."""
+        if "without" not in self._references:
+            with self.spoilt("declines"):
+                run = self.submit("without", min_replies=2)
+                run.end()
+            self._references["without"] = self.finished(run, [])
+        return self._references["without"]
+
+    def clean_personal(self) -> Model:
+        """The clients' own models of a run in which everybody replied."""
+        if "personal" not in self._references:
+            run = self.submit("personal", {"name": "fedsa-lora", "r": 2})
+            run.end()
+            self._references["personal"] = self.own_models(run.began)
+        return self._references["personal"]
+
+    @contextlib.contextmanager
+    def spoilt(self, kind: str) -> Iterator[None]:
+        self.kind.write_text(kind)
+        try:
+            yield
+        finally:
+            self.kind.write_text("")
+
+
+def child(pid: int) -> int:
+    """The process that another started last."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+
+
+def line(text: str, words: str) -> str:
+    """The line that holds some words."""
+    found = next((one for one in text.splitlines() if words in one), None)
+    require(found is not None, f"nobody said {words!r}: {text[-2000:]}")
+    return " ".join(str(found).split())
+
+
+Play = Callable[[Stage], Outcome]
+FAULTS: dict[str, tuple[str, Play]] = {}
+
+
+def fault(name: str, done: str) -> Callable[[Play], Play]:
+    def known(play: Play) -> Play:
+        FAULTS[name] = (done, play)
+        return play
+
+    return known
+
+
+ALL, REST = "bits of an undisturbed run", "bits of a run in which that client declined the round"
+_REPLIES = {
+    "raises": ("a client raises in the second round", "RuntimeError"),
+    "nan": ("a client's reply is NaN throughout", "not finite"),
+    "shapes": ("... has tensors of other shapes", "not ["),
+    "extra": ("... has a tensor more", "backdoor"),
+    "huge": ("... is moved by 1000 in every number", "the cohort's median"),
+    "stale": ("... is one to the round before", "a reply of"),
+    "replay": ("the order reaches a client twice, and it answers the second", "was here before"),
+    "oversized": ("a reply of 3 MiB, where 1 MiB is the most (`federation.message_mib: 1`)", "more than 1 MiB"),
+    "no-header": ("a reply whose header is no JSON", "not a fedspan header"),
+}
+
+
+def _spoilt(kind: str, words: str) -> Play:
+    def play(stage: Stage) -> Outcome:
+        wanted = stage.without_west()
+        with stage.spoilt(kind):
+            run = stage.submit(kind, min_replies=2, **({"message_mib": 1} if kind == "oversized" else {}))
+            before = run.in_the_middle()
+            said = run.end()
+        stage.finished(run, before).require_same(wanted)
+        require("patient" not in said, "what a client's error said left its machine")
+        return Outcome(line(said, words), REST, "that client, in that round")
+
+    return play
+
+
+for _kind, (_done, _words) in _REPLIES.items():
+    fault(_kind, _done)(_spoilt(_kind, _words))
+
+
+@fault(
+    "node-killed",
+    "a node is killed (-9) in the middle of the second round and started again; FedSA-LoRA, whose B stays on the nodes",
+)
+def node_killed(stage: Stage) -> Outcome:
+    wanted = stage.clean_personal()
+    run = stage.submit("node-killed", {"name": "fedsa-lora", "r": 2})
+    before = run.in_the_middle()
+    stage.made.end(NORTH)
+    stage.join(NORTH)
+    said = run.end()
+    require(run.rows()[: len(before)] == before, "a finished round was lost")
+    stage.own_models(run.began).require_same(wanted)
+    return Outcome(line(said, f"{NORTH}:"), ALL + ", every client's own model")
+
+
+@fault("worker-killed", "the process in which a node trains is killed (-9), as when memory runs out")
+def worker_killed(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    run = stage.submit("worker-killed")
+    before = run.in_the_middle()
+    os.kill(child(stage.made.processes[SOUTH].pid), signal.SIGKILL)
+    said = run.end()
+    stage.finished(run, before).require_same(wanted)
+    return Outcome(line(said, f"{SOUTH}:"), ALL)
+
+
+@fault("training-hangs", "training hangs (SIGSTOP) for longer than the node's limit (`limits.round_seconds: 15`)")
+def training_hangs(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    stage.leave(SOUTH)
+    stage.join(SOUTH, stage.node(SOUTH, limits={"round_seconds": 15.0}))
+    try:
+        run = stage.submit("training-hangs")
+        before = run.in_the_middle()
+        os.kill(child(stage.made.processes[SOUTH].pid), signal.SIGSTOP)
+        said = run.end()
+    finally:
+        stage.leave(SOUTH)
+        stage.join(SOUTH, stage.node(SOUTH))
+    stage.finished(run, before).require_same(wanted)
+    return Outcome(line(said, "limits.round_seconds"), ALL)
+
+
+@fault("node-hangs", "a whole node hangs (SIGSTOP) past `federation.deadline: 15`")
+def node_hangs(stage: Stage) -> Outcome:
+    wanted = stage.without_west()
+    run = stage.submit("node-hangs", min_replies=2, deadline=15.0)
+    before = run.in_the_middle()
+    pid = stage.made.processes[WEST].pid
+    os.killpg(pid, signal.SIGSTOP)
+    try:
+        run.until(2)
+    finally:
+        os.killpg(pid, signal.SIGCONT)
+    said = run.end()
+    stage.finished(run, before).require_same(wanted)
+    return Outcome(line(said, "no reply within"), REST, "that client, in that round")
+
+
+@fault("server-killed", "`fedspan submit` is killed (-9) in the middle of the second round, and resumed")
+def server_killed(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    run = stage.submit("server-killed")
+    before = run.in_the_middle()
+    run.kill()
+    again = stage.resume(run)
+    said = again.end()
+    stage.finished(again, before).require_same(wanted)
+    return Outcome(line(said, "going on after round"), ALL)
+
+
+@fault(
+    "superlink-killed",
+    "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` starts it anew",
+)
+def superlink_killed(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    run = stage.submit("superlink-killed")
+    before = run.in_the_middle()
+    os.kill(child(stage.made.processes["server"].pid), signal.SIGKILL)
+    run.end()
+    stage.finished(run, before).require_same(wanted)
+    stage.made.wait_for("server", "it runs again")
+    return Outcome(line(stage.made.log("server"), "it runs again"), ALL)
+
+
+@fault(
+    "server-down", "the whole server, SuperLink included, is down for 100 s, longer than Flower waits for heartbeats"
+)
+def server_down(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    run = stage.submit("server-down")
+    before = run.in_the_middle()
+    stage.made.end("server")
+    time.sleep(100)
+    (stage.made.folder / "server.log").unlink()
+    stage.made.start_server()
+    said = run.end(code=None)
+    if run.process.returncode:
+        seen = line(said, "error:")
+        run = stage.resume(run)
+        run.end()
+    else:
+        seen = next((one.strip() for one in said.splitlines() if f"{NORTH}:" in one), "nothing: the run goes on")
+    stage.finished(run, before).require_same(wanted)
+    return Outcome(seen, ALL)
+
+
+@fault(
+    "network-cut",
+    "the network between a node and the server is cut for 30 s in the middle of the second round (a network namespace, its veth set down)",
+)
+def network_cut(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    stage.leave(NORTH)
+    with network():
+        port = stage.made.port
+        stage.join(NORTH, stage.node(NORTH, server=f"{OUTSIDE}:{port}"), ("ip", "netns", "exec", AREA))
+        try:
+            run = stage.submit("network-cut")
+            before = run.in_the_middle()
+            ip("link", "set", f"{AREA[:12]}0", "down")
+            time.sleep(30)
+            ip("link", "set", f"{AREA[:12]}0", "up")
+            said = run.end()
+        finally:
+            stage.leave(NORTH)
+    stage.join(NORTH, stage.node(NORTH))
+    stage.finished(run, before).require_same(wanted)
+    seen = next((one.strip() for one in said.splitlines() if f"{NORTH}:" in one), "")
+    return Outcome(seen or "nothing: the reply came when the network was back", ALL)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def network() -> Iterator[None]:
+    """A namespace with an interface of its own to this machine."""
+    near, far = f"{AREA[:12]}0", f"{AREA[:12]}1"
+    ip("netns", "add", AREA)
+    try:
+        ip("link", "add", near, "type", "veth", "peer", "name", far)
+        ip("link", "set", far, "netns", AREA)
+        ip("addr", "add", f"{OUTSIDE}/30", "dev", near)
+        ip("link", "set", near, "up")
+        for arguments in (
+            ("addr", "add", f"{INSIDE}/30", "dev", far),
+            ("link", "set", far, "up"),
+            ("link", "set", "lo", "up"),
+        ):
+            ip("netns", "exec", AREA, "ip", *arguments)
+        yield
+    finally:
+        ip("netns", "del", AREA)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, mib: int) -> Iterator[Callable[[bool], None]]:
+    """A file system of its own at a folder, and a function that fills it or frees it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], check=True)
+
+    def filled(full: bool) -> None:
+        path = folder / "filler"
+        if not full:
+            path.unlink()
+            return
+        with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    try:
+        yield filled
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@fault("server-disk-full", "the disk of the run's folder is full after the first round; freed, and resumed")
+def server_disk_full(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    with small_disk(stage.folder / "disk", 16) as filled:
+        run = stage.submit("server-disk-full", out=stage.folder / "disk" / "run")
+        before = run.in_the_middle()
+        filled(True)
+        said = run.end(code=2)
+        filled(False)
+        run = stage.resume(run)
+        run.end()
+        stage.finished(run, before).require_same(wanted)
+    return Outcome(line(said, "the disk is full"), ALL)
+
+
+@fault("client-disk-full", "the disk of a node's folder is full in the second round; the run stops; freed, and resumed")
+def client_disk_full(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    stage.leave(NORTH)
+    folder = stage.made.folder / f"{NORTH}-disk"
+    with small_disk(folder, 16) as filled:
+        stage.join(NORTH, stage.node(NORTH, folder=str(folder)))
+        try:
+            run = stage.submit("client-disk-full")
+            run.until(1)
+            before = run.rows()
+            filled(True)
+            said = run.end(code=2)
+            filled(False)
+            run = stage.resume(run)
+            run.end()
+        finally:
+            stage.leave(NORTH)
+    stage.join(NORTH, stage.node(NORTH))
+    stage.finished(run, before).require_same(wanted)
+    return Outcome(line(said, "error:"), ALL)
+
+
+@fault("same-key", "a second node joins with the key of another")
+def same_key(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    known = yaml.safe_load((stage.made.folder / f"{NORTH}.yaml").read_text())
+    path = stage.made.folder / "double.yaml"
+    path.write_text(yaml.safe_dump({**known, "id": "double", "folder": str(stage.folder / "double-state")}))
+    stage.join("double", path)
+    try:
+        stage.made.wait_for("double", "lets us not in")
+        run = stage.submit("same-key")
+        before = run.in_the_middle()
+        run.end()
+    finally:
+        stage.made.end("double")
+    stage.finished(run, before).require_same(wanted)
+    return Outcome(line(stage.made.log("double"), "lets us not in"), ALL)
+
+
+@fault("same-id", "a node that was admitted under another name calls itself as one that is there")
+def same_id(stage: Stage) -> Outcome:
+    wanted = stage.clean()
+    path = stage.node("twin", NORTH)
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "id": NORTH}))
+    stage.leave(NORTH)  # so that it is asked, whoever would be first
+    stage.join("twin", path)
+    try:
+        stage.made.wait_for("twin", "connected to")
+        run = stage.submit("same-id")
+        end = time.monotonic() + WAIT
+        while "was admitted as" not in run.said():
+            require(time.monotonic() < end, f"the twin is not refused: {run.said()}")
+            time.sleep(0.1)
+        stage.join(NORTH)
+        before = run.in_the_middle()
+        said = run.end()
+    finally:
+        stage.leave("twin")
+    stage.finished(run, before).require_same(wanted)
+    return Outcome(line(said, "was admitted as"), ALL, "that node")
+
+
+@fault("wrong-authority", "a node trusts another authority than the server's")
+def wrong_authority(stage: Stage) -> Outcome:
+    from fedspan.flower.keys import make_authority
+
+    make_authority(stage.folder / "other", [])
+    path = stage.node("misled", NORTH, authority=str(stage.folder / "other" / "ca.crt"))
+    stage.join("misled", path)
+    try:
+        stage.made.wait_for("misled", "no connection")
+    finally:
+        stage.leave("misled")
+    return Outcome(line(stage.made.log("misled"), "no connection"), "no run is touched", "that node")
+
+
+def _not_taking_part(stage: Stage, name: str, words: str, join: Callable[[], None]) -> Outcome:
+    """The third node can't take part: the run waits for it, in vain; with the right one it goes on."""
+    wanted = stage.clean()
+    stage.leave(WEST)
+    join()
+    try:
+        stage.made.wait_for(WEST, "connected to")
+        run = stage.submit(name)
+        end = time.monotonic() + WAIT
+        while words not in run.said():
+            require(time.monotonic() < end and run.process.poll() is None, f"not refused: {run.said()}")
+            time.sleep(0.1)
+    finally:
+        stage.leave(WEST)
+        stage.join(WEST, stage.node(WEST))
+    run.kill()
+    said = run.said()
+    run = stage.resume(run)
+    run.end()
+    stage.finished(run, []).require_same(wanted)
+    return Outcome(line(said, words), ALL + ", resumed with the right node", "that node")
+
+
+@fault("version", "a node runs another version of fedspan")
+def version(stage: Stage) -> Outcome:
+    def join() -> None:
+        os.environ["SPOILT_VERSION"] = "0.0.9"
+        try:
+            stage.join(WEST)
+        finally:
+            del os.environ["SPOILT_VERSION"]
+
+    return _not_taking_part(stage, "version", "version: ", join)
+
+
+@fault("labels", "a node's data hold a label that the run has not")
+def labels(stage: Stage) -> Outcome:
+    path = stage.folder / "labels.csv"
+    path.write_text(stage.files[WEST].read_text() + "word1 word2,surgery,west\n")
+    stage.files["labels"] = path
+    return _not_taking_part(stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, "labels")))
+
+
+def redacted(text: str, folder: Path) -> str:
+    return text.replace(str(folder), "FOLDER").replace("|", "\\|")
+
+
+def table(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
+    rows = ["| fault | what is seen | left out | rounds lost | model | s |", "|---|---|---|---|---|---|"]
+    for name, (outcome, seconds) in found.items():
+        cells = (FAULTS[name][0], f"`{redacted(outcome.seen, folder)}`", outcome.left_out, "0", outcome.state)
+        rows.append(f"| {' | '.join(cells)} | {seconds:.0f} |")
+    return "\n".join(rows)
+
+
+PAGE = """# Faults, one by one
+
+Three nodes and a server on one machine, TLS and keys, a tiny BERT, {rounds} rounds of {steps} steps. Each fault is done
+to a run at work; then its finished rounds must all be there, unchanged, and its model must be finite and have the bits
+of a run that nobody disturbed, in which the same clients replied. The script ends with an error where that does not
+hold. A reply that is dropped leaves its client out of that round; in the other runs everybody is waited for
+(`federation.min_replies: 3`).
+
+Command: `python benchmarks/faults.py`  
+Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr 1.41.0.
+
+{table}
+
+What is seen is the line as it stands in the terminal of `fedspan submit`, or of the process that is concerned. Seconds
+are those of the whole fault: starting `fedspan submit`, all rounds, the export.
+"""
+
+
+def main() -> None:
+    """Do them, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("faults", nargs="*", help=f"of {', '.join(FAULTS)}; left out: all")
+    parser.add_argument("--page", type=Path, help="write the table to this file")
+    args = parser.parse_args()
+    if unknown := set(args.faults) - set(FAULTS):
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+    found: dict[str, tuple[Outcome, float]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="fedspan-faults-") as place:
+        stage = Stage(Path(place))
+        with stage.made:
+            for site in SITES:
+                stage.join(site, stage.node(site))
+            for name in args.faults or FAULTS:
+                began = time.monotonic()
+                try:
+                    outcome = FAULTS[name][1](stage)
+                except Failed as error:
+                    failed[name] = str(error)
+                    print(f"FAILED {name}: {error}", flush=True)
+                    continue
+                found[name] = (outcome, time.monotonic() - began)
+                print(f"{found[name][1]:4.0f} s  {name}: {redacted(outcome.seen, stage.folder)}", flush=True)
+        text = PAGE.format(
+            rounds=ROUNDS,
+            steps=STEPS,
+            date=datetime.date.today(),
+            machine=platform.machine(),
+            cores=os.cpu_count(),
+            torch=torch.__version__,
+            table=table(found, stage.folder),
+        )
+    print(text)
+    if failed:
+        sys.exit(f"{len(failed)} of {len(found) + len(failed)} faults had consequences: {', '.join(failed)}")
+    if args.page:
+        args.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

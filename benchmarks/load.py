@@ -1,0 +1,263 @@
+"""How many nodes a server carries, and how large a message: the transport of a deployment without any training.
+
+    python benchmarks/load.py --page docs/results/load.md
+
+A SuperLink with TLS and keys, and as many nodes' links as asked for, in a few processes, whose answers are what they
+were sent: a process with torch for each of 200 nodes would need more memory than there is. So this measures the server
+and the way to it, not the nodes. Then one message of 500 MB goes to a node and back, and larger ones than the limits
+are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from stage import Deployment
+
+MIB = 2**20
+GROWTH = 0.05
+"""Of the memory between the tenth round and the last, at most."""
+BODY = 16 * 1024
+"""Bytes of a message under load."""
+
+
+def answering(ready: str, authority: str, address: str, keys: list[str], most: int, delay: float) -> None:
+    """A process: a link for each key, answering with what was sent."""
+    from fedspan.flower.keys import load_node_key
+    from fedspan.flower.supernode import Link, serve
+
+    def one(key: str) -> None:
+        link = Link(address, Path(authority), load_node_key(Path(key)), most)
+        serve(link, lambda parcel: parcel, Event())
+
+    for key in keys:
+        threading.Thread(target=one, args=(key,), daemon=True).start()
+        time.sleep(delay)
+    Path(ready).touch()
+    threading.Event().wait()
+
+
+def register(home: Path, address: str, authority: Path, keys: list[Path]) -> list[int]:
+    """Admit keys by one process (``fedspan admit`` is a process for each): Flower's node ids."""
+    from flwr.cli.flower_config import read_superlink_connection
+    from flwr.cli.utils import init_http_client_from_connection
+    from flwr.proto.control_pb2 import RegisterNodeRequest
+
+    config = f'[superlink]\ndefault = "load"\n\n[superlink.load]\naddress = "{address}"\n'
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text(config + f'root-certificates = "{authority}"\n')
+    client = init_http_client_from_connection(read_superlink_connection("load"))
+    try:
+        return [
+            client.RegisterNode(RegisterNodeRequest(public_key=key.read_bytes(), name=key.stem)).node_id for key in keys
+        ]
+    finally:
+        client.close()
+
+
+def resident(pid: int) -> float:
+    """MiB of a process's memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no memory of process {pid}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a load gave.
+
+    Args:
+        nodes: how many there were.
+        rounds: played.
+        lost: replies that did not come.
+        seconds: of each round.
+        memory: MiB after the tenth round and the last, of the SuperLink and of who submits.
+    """
+
+    nodes: int
+    rounds: int
+    lost: int
+    seconds: list[float]
+    memory: dict[str, tuple[float, float]]
+
+
+def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> Measured:
+    from fedspan.engines.parcels import Parcel
+    from fedspan.flower.transport import GridTransport
+
+    transport = GridTransport(grid, nodes)  # type: ignore[arg-type]
+    lost, seconds, memory = 0, [], {}
+    for number in range(1, rounds + 1):
+        began = time.monotonic()
+        parcels = {id: Parcel(f"{number} {id}", os.urandom(64) + bytes(BODY)) for id in nodes}
+        back = dict(transport.exchange(parcels, 300.0))
+        lost += sum(back.get(id) != parcel for id, parcel in parcels.items())
+        seconds.append(time.monotonic() - began)
+        if number in (10, rounds):
+            now = resident(superlink), resident(os.getpid())
+            for name, mib in zip(("SuperLink", "submitting process"), now, strict=True):
+                memory[name] = (*memory.get(name, ()), mib)
+            print(f"round {number}: {seconds[-1]:.1f} s, {now[0]:.0f} and {now[1]:.0f} MiB", flush=True)
+    return Measured(len(nodes), rounds, lost, seconds, {name: (both[0], both[-1]) for name, both in memory.items()})
+
+
+def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> list[tuple[str, str, bool]]:
+    """One message, there and back; and what is said of larger ones than the limits."""
+    from fedspan.engines.parcels import Parcel
+    from fedspan.flower.transport import GridTransport
+
+    id = next(iter(nodes))
+    transport = GridTransport(grid, nodes)  # type: ignore[arg-type]
+    found: list[tuple[str, str, bool]] = []
+
+    def sent(size: int) -> tuple[object, float]:
+        parcel = Parcel("large", os.urandom(1000) * (size // 1000))
+        began = time.monotonic()
+        ((_, back),) = transport.exchange({id: parcel}, 590.0)
+        return (back if isinstance(back, str) else back == parcel), time.monotonic() - began
+
+    back, seconds = sent(megabytes * 10**6)
+    found.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", back is True))
+    back, seconds = sent(most + 10 * MIB)
+    found.append((f"{most // MIB + 10} MiB to a node that takes {most // MIB}", str(back), "larger than" in str(back)))
+    grid.most = 8 * MIB  # type: ignore[attr-defined]
+    back, seconds = sent(16 * MIB)
+    found.append(("16 MiB from a node, where the server takes 8", str(back), "the most that is taken" in str(back)))
+    back, seconds = sent(1 * MIB)
+    found.append(("1 MiB after that", f"{seconds:.1f} s", back is True))
+    return found
+
+
+def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Path) -> tuple[Measured, list]:
+    from fedspan.flower.attached import attached
+    from fedspan.flower.keys import make_node_key
+    from fedspan.flower.server import link_of
+
+    most = 768 * MIB
+    with Deployment(folder / "deployment") as made:
+        link = link_of(made.server)
+        keys = [folder / f"node{number}.key" for number in range(count)]
+        publics = [make_node_key(key) for key in keys]
+        ids = register(folder / "home", link.address, made.server / "ca.crt", publics)
+        nodes = {f"node-{number:03}": id for number, id in enumerate(ids)}
+        children: list[multiprocessing.Process] = []
+        context = multiprocessing.get_context("spawn")
+        marks = [folder / f"ready{number}" for number in range(processes)]
+        for number, mark in enumerate(marks):
+            own = [str(key) for key in keys[number::processes]]
+            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, 0.05)
+            child = context.Process(target=answering, args=given, daemon=True)
+            child.start()
+            children.append(child)  # type: ignore[arg-type]
+        try:
+            with attached(link, 1024 * MIB) as grid:
+                began = time.monotonic()
+                while not (all(mark.exists() for mark in marks) and len(list(grid.get_node_ids())) == count):
+                    if time.monotonic() - began > 600:
+                        raise RuntimeError(f"{len(list(grid.get_node_ids()))} of {count} nodes came")
+                    time.sleep(1)
+                print(f"{count} nodes online after {time.monotonic() - began:.0f} s", flush=True)
+                server = made.processes["server"].pid
+                superlink = int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1])
+                result = loaded(nodes, grid, rounds, superlink)
+                return result, large(nodes, grid, megabytes, most) if megabytes else []
+        finally:
+            for child in children:
+                child.kill()
+
+
+PAGE = """# Load
+
+A SuperLink, TLS and keys, {nodes} nodes' links in {processes} processes that answer with what they were sent (no model,
+no training: so many processes with torch would not fit), {rounds} rounds in which each is sent {body} kB and sends them
+back, server and nodes on one machine.
+
+Command: `{command}`  
+Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
+
+| | measured | wanted | |
+|---|---|---|---|
+| lost replies of {replies} | {lost} | 0 | {lost_ok} |
+{memory}
+| seconds a round, median | {median:.1f} | | |
+| seconds a round, largest | {largest:.1f} | | |
+
+Large messages, one node:
+
+| | measured | |
+|---|---|---|
+{large}
+"""
+
+
+def page(result: Measured, messages: list[tuple[str, str, bool]], processes: int, given: str) -> tuple[str, bool]:
+    good = result.lost == 0
+    rows: list[str] = []
+    for name, (early, late) in result.memory.items():
+        ok = late <= early * (1 + GROWTH)
+        good = good and ok
+        rows.append(
+            f"| {name}, MiB after round 10 and {result.rounds} | {early:.0f}, {late:.0f} | within "
+            f"{GROWTH:.0%} | {_verdict(ok)} |"
+        )
+    text = PAGE.format(
+        nodes=result.nodes,
+        processes=processes,
+        rounds=result.rounds,
+        body=BODY // 1000,
+        command=given,
+        date=datetime.date.today(),
+        machine=platform.machine(),
+        cores=os.cpu_count(),
+        replies=result.nodes * result.rounds,
+        lost=result.lost,
+        lost_ok=_verdict(result.lost == 0),
+        memory="\n".join(rows),
+        median=statistics.median(result.seconds),
+        largest=max(result.seconds),
+        large="\n".join(f"| {what} | {said} | {_verdict(ok)} |" for what, said, ok in messages),
+    )
+    return text, good and all(ok for *_, ok in messages)
+
+
+def _verdict(ok: bool) -> str:
+    return "pass" if ok else "**FAIL**"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
+    parser.add_argument("--page", type=Path, help="write the table to this file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fedspan-load-") as place:
+        os.environ["FLWR_HOME"] = str(Path(place) / "home")
+        import fedspan.flower  # noqa: F401  (no telemetry)
+
+        result, messages = measure(args.nodes, args.rounds, args.processes, args.megabytes, Path(place))
+    given = f"python benchmarks/load.py --nodes {args.nodes} --rounds {args.rounds} --megabytes {args.megabytes}"
+    text, good = page(result, messages, args.processes, given)
+    print(text)
+    if args.page:
+        args.page.write_text(text, encoding="utf-8")
+    if not good:
+        raise SystemExit("not what was wanted")
+
+
+if __name__ == "__main__":
+    main()

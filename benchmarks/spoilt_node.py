@@ -1,0 +1,90 @@
+"""A node that misbehaves: ``fedspan join`` with a hook between what its holder answers and what it sends.
+
+    python benchmarks/spoilt_node.py NODE.yaml KIND_FILE
+
+What it does is read anew from the file for every order of the second round; nothing there: as it should. With the
+variable SPOILT_VERSION it runs another version of fedspan.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import fedspan
+
+if version := os.environ.get("SPOILT_VERSION"):  # at the top: the process that trains imports this file, too
+    fedspan.__version__ = version
+
+ROUND = 1
+"""Number of the state with which the second round begins."""
+
+
+def main() -> None:
+    """Join."""
+    import logging
+
+    import torch
+
+    from fedspan.api.deploying import join
+    from fedspan.core.values import Message
+    from fedspan.engines import wire
+    from fedspan.engines.parcels import Order, Parcel, open_answer, open_order
+    from fedspan.engines.participant import refused
+    from fedspan.runs.supervised import Supervised
+
+    def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Order, Parcel], Parcel]:
+        def spoil(_: Order, back: Parcel) -> Parcel:
+            answer = open_answer(back)
+            message = wire.decode(answer.body)
+            changed = {name: change(value) for name, value in message.tensors.items()}
+            return replace(answer, body=wire.encode(replace(message, tensors=changed))).parcel()
+
+        return spoil
+
+    def more(_: Order, back: Parcel) -> Parcel:
+        answer = open_answer(back)
+        message = wire.decode(answer.body)
+        extra = {**message.tensors, "backdoor/A": torch.ones(4, 4)}
+        return replace(answer, body=wire.encode(Message(extra, message.scalars))).parcel()
+
+    def raises(order: Order, back: Parcel) -> Parcel:
+        raise RuntimeError("a patient's name, which must not leave this machine")
+
+    spoils: dict[str, Callable[[Order, Parcel], Parcel]] = {
+        "declines": lambda order, _: refused(order, RuntimeError("no")).parcel(),
+        "raises": raises,
+        "nan": tensors(lambda value: value * float("nan")),
+        "shapes": tensors(lambda value: value[:1]),
+        "extra": more,
+        "huge": tensors(lambda value: value + 1000),
+        "stale": lambda _, back: replace(open_answer(back), round=ROUND - 1).parcel(),
+        "oversized": lambda _, back: replace(open_answer(back), body=bytes(3 << 20)).parcel(),
+        "no-header": lambda _, back: Parcel('{"task": "train"', back.body),
+    }
+    kind_file, honest = Path(sys.argv[2]), Supervised.answer
+
+    def answer(self: Supervised, parcel: Parcel) -> Parcel:
+        back = honest(self, parcel)
+        kind = kind_file.read_text().strip() if kind_file.exists() else ""
+        try:
+            order = open_order(parcel)
+        except ValueError:
+            return back
+        if not kind or order.task != "train" or order.round != ROUND:
+            return back
+        return honest(self, parcel) if kind == "replay" else spoils[kind](order, back)
+
+    Supervised.answer = answer
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for quiet in ("httpx", "flwr"):
+        logging.getLogger(quiet).setLevel(logging.WARNING)
+    join(sys.argv[1], stop=Event())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Parcels through a grid: who is waited for, and how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from fedspan.engines.parcels import Parcel
+
+transport = pytest.importorskip("fedspan.flower.transport", reason="the extra fedspan[flower] is not installed")
+codec = pytest.importorskip("fedspan.flower.codec")
+
+
+class Grid:
+    """Nodes that answer with what they are sent, after some looks for it.
+
+    Args:
+        online: nodes that there are.
+        looks: after how many looks each answers.
+    """
+
+    def __init__(self, online: Iterable[int], looks: Mapping[int, int]) -> None:
+        self.online, self.looks = list(online), dict(looks)
+        self.sent: dict[str, Any] = {}
+
+    def get_node_ids(self) -> list[int]:
+        return self.online
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        for message in messages:
+            self.sent[f"m{len(self.sent)}"] = message
+        return list(self.sent)[-len(messages) :]
+
+    def pull_messages(self, ids: list[str]) -> list[Any]:
+        back: list[Any] = []
+        for id in ids:
+            message = self.sent[id]
+            node = message.metadata.dst_node_id
+            self.looks[node] = self.looks.get(node, 0) - 1
+            if self.looks[node] < 0:
+                back.append(Reply(id, message.content))
+        return back
+
+
+class Reply:
+    """As much of a Flower message as is looked at."""
+
+    def __init__(self, id: str, content: Any) -> None:
+        self.metadata, self.content = self, content
+        self.reply_to_message_id = id
+
+    def has_error(self) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower makes messages only where it knows of which task they are."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+PARCELS = {id: Parcel(id) for id in "abc"}
+NODES = {"a": 1, "b": 2, "c": 3}
+
+
+def test_everybody_answers_in_any_order() -> None:
+    found = transport.GridTransport(Grid([1, 2, 3], {1: 2}), NODES)
+    assert dict(found.exchange(PARCELS, 10.0)) == PARCELS
+
+
+def test_who_has_enough_waits_for_nobody() -> None:
+    found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
+    began = time.monotonic()
+    taken = [id for id, _ in zip("ab", found.exchange(PARCELS, 60.0), strict=False)]
+    assert taken == ["a", "b"]
+    assert time.monotonic() - began < 10
+
+
+def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
+    found = transport.GridTransport(Grid([1, 2], {}), NODES, patience=0.5)
+    assert dict(found.exchange(PARCELS, 60.0))["c"] == "its node is not online"
+    began = time.monotonic()
+    back = dict(found.exchange(PARCELS, 60.0, patient=True))
+    assert back["c"] == "its node was not online for 0.5 s"
+    assert 0.5 <= time.monotonic() - began < 10
+    assert isinstance(back["a"], Parcel)
+
+
+def test_who_comes_back_in_time_is_asked() -> None:
+    grid = Grid([1, 2], {1: 3})
+    found = transport.GridTransport(grid, NODES, patience=30.0)
+    back: dict[str, Any] = {}
+    for id, parcel in found.exchange(PARCELS, 60.0, patient=True):
+        back[id] = parcel
+        grid.online = [1, 2, 3]
+    assert set(back) == set(NODES)
+    assert all(isinstance(one, Parcel) for one in back.values())
+
+
+def test_who_hangs_is_given_up_at_the_deadline() -> None:
+    found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
+    assert dict(found.exchange(PARCELS, 0.5))["c"] == "no reply within 0.5 s"
+
+
+def test_no_more_of_a_reply_is_fetched_than_the_server_takes() -> None:
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+    limited = pytest.importorskip("fedspan.flower.limited")
+    pulled: list[str] = []
+
+    def pull(id: str) -> bytes:
+        pulled.append(id)
+        return bytes(2**20)
+
+    counted = limited.counted(pull, 2 * 2**20)
+    assert len(counted("a")) + len(counted("b")) == 2 * 2**20
+    for id in "cde":
+        with pytest.raises(ObjectPullError, match="more than 2 MiB"):
+            counted(id)
+    assert pulled == ["a", "b", "c"]

@@ -1,0 +1,154 @@
+"""The files that a node reads, with mistakes in them: an error that names the file, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fedspan import __version__
+from fedspan.config.node import load_node
+from fedspan.core.base import BaseUpdate, Increment
+from fedspan.core.values import OptimizerState
+from fedspan.engines.participant import Kept, Lost
+from fedspan.errors import FedspanError
+from fedspan.runs.holder import kept_invitation, last_serial
+from fedspan.runs.keeping import DiskKeeper
+from fedspan.runs.meeting import Invitation
+
+NODE = {
+    "id": "clinic-a",
+    "server": "fl.example.org:9092",
+    "authority": "ca.crt",
+    "key": "node.key",
+    "data": {"train": "messages.csv", "text": "message"},
+    "limits": {"methods": ["fedit"], "rounds": 50, "round_seconds": 60.0},
+}
+_PIECES = [
+    b"",
+    b"\x00",
+    b"\xff",
+    b"{",
+    b"[",
+    b"]",
+    b'"',
+    b":",
+    b",",
+    b"-",
+    b"1e999",
+    b"null",
+    b"&a *a",
+    b"!!int _",
+    b"\n",
+]
+_PIECES += [b"9" * 30, b"? [", b"\xed\xa0\x80", b"true", b"2024-13-01", b"[" * 2000]
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Some bytes changed, dropped, doubled, put in."""
+    made = bytearray(data)
+    for _ in range(rng.randint(1, 5)):
+        at = rng.randrange(len(made) + 1)
+        kind = rng.random()
+        if kind < 0.3 and made:
+            made[min(at, len(made) - 1)] = rng.randrange(256)
+        elif kind < 0.5:
+            del made[at : at + rng.choice((1, 1, 8, 100))]
+        elif kind < 0.8:
+            made[at:at] = rng.choice(_PIECES)
+        else:
+            start = rng.randrange(len(made) + 1)
+            made[at:at] = made[start : start + 40]
+    return bytes(made)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, if there is one: a hundred thousand files are a lot for a disk."""
+    memory = Path("/dev/shm")
+    folder = memory / f"fedspan-{tmp_path.name}" if memory.is_dir() else tmp_path
+    folder.mkdir(exist_ok=True)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def fuzz(path: Path, good: bytes, read: Callable[[Path], object], count: int, seed: int) -> int:
+    """Read mutated files; how many were refused.
+
+    Anything but a FedspanError is a failure, and so is a file that takes long.
+    """
+    rng, refused = random.Random(seed), 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(good)
+    read(path)
+    for _ in range(count):
+        data = mutated(good, rng)
+        path.write_bytes(data)
+        try:
+            read(path)
+        except FedspanError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}; of {data[:4000]!r}") from error
+    assert refused
+    return refused
+
+
+def test_invitations(place: Path) -> None:
+    good = Invitation(run="r", version=__version__, config='{"federation": {"rounds": 3}}')
+    fuzz(place / "invitation.json", good.model_dump_json().encode(), kept_invitation, 30_000, 1)
+
+
+def test_serials(place: Path) -> None:
+    fuzz(place / "serial", b"1763780000000000", last_serial, 15_000, 2)
+
+
+def test_node_files(place: Path) -> None:
+    fuzz(place / "node.yaml", yaml.safe_dump(NODE).encode(), load_node, 4_000, 3)
+
+
+def test_what_a_client_keeps(place: Path) -> None:
+    keeper = DiskKeeper(place)
+    moments = OptimizerState({"exp_avg": {"layer/A": torch.ones(2, 3)}}, {"layer/A": 4})
+    base = BaseUpdate((Increment(0, {"layer": torch.ones(2, 2)}, 1.0),))
+    keeper.store("a", 1, Kept({"layer/B": torch.ones(3, 2)}, {"train": (moments, 0)}, base), frozenset())
+    (path,) = place.rglob("*.safetensors")
+    good = path.read_bytes()
+
+    def read(_: Path) -> object:
+        try:
+            return keeper.load("a", 1)
+        except Lost as error:
+            raise error from None
+
+    fuzz(path, good, read, 8_000, 4)
+    # With a checksum that is right: whoever can write the file can make one.
+    digest = next(good[at : at + 64] for at in range(len(good)) if _is_digest(good[at : at + 64]))
+    blank = good.replace(digest, b"0" * 64, 1)
+    rng = random.Random(5)
+    for _ in range(8_000):
+        data = mutated(blank, rng)
+        path.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
+        try:
+            read(path)
+        except FedspanError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}; of {data[:4000]!r}") from error
+
+
+def _is_digest(text: bytes) -> bool:
+    return len(text) == 64 and all(byte in b"0123456789abcdef" for byte in text)
+
+
+def test_key_files(place: Path) -> None:
+    keys = pytest.importorskip("fedspan.flower.keys", reason="the extra fedspan[flower] is not installed")
+    path = place / "node.key"
+    keys.make_node_key(path)
+    fuzz(path, path.read_bytes(), keys.load_node_key, 5_000, 6)

@@ -1,0 +1,102 @@
+"""A whole run whose clients are behind a transport: what is counted of it, and what is left of that when it resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from fedspan.engines.parcels import Parcel, open_order
+from fedspan.runs import session
+from fedspan.runs.build import Prepared
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.ledger import read_lines, read_totals
+from fedspan.runs.listener import Listener
+from fedspan.runs.remote import answer_as, connected, nodes_folder
+from fedspan.runs.session import RunReport
+
+BAD = "south"
+
+
+class Here:
+    """A transport to clients in this process, one of whom is asked in vain.
+
+    Args:
+        run: the run's folder.
+        ids: of the clients.
+        tasks: in which the one fails.
+    """
+
+    def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:
+        self.run, self.ids, self.tasks = str(run), ids, tasks
+
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
+        for id, parcel in parcels.items():
+            if id == BAD and open_order(parcel).task in self.tasks:
+                yield id, "no reply within 5 s"
+            else:
+                yield id, answer_as(self.run, torch.get_num_threads(), self.ids.index(id), parcel)
+
+
+def host(*tasks: str) -> session.Host:
+    def connect(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
+        transport = Here(place.path.resolve(), list(prepared.federation.members), tasks)
+        rules = prepared.config.federation.reply_rules()
+        return played(connected(prepared, transport, rules, nodes=nodes_folder(place.path)))
+
+    return connect
+
+
+class Impatient(Listener):
+    """Stops after the second round."""
+
+    def round_finished(self, row: Mapping[str, Any]) -> None:
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+
+
+def test_failures_are_counted_over_the_whole_run_however_often_it_was_resumed(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 3})
+    whole = session.run(config, tmp_path / "whole", host=host("train"))
+    assert whole.failures == {BAD: {"count": 3, "round": 3, "reason": "no reply within 5 s"}}
+    with pytest.raises(KeyboardInterrupt):
+        session.run(config, tmp_path / "resumed", host=host("train"), listener=Impatient())
+    again = session.run(None, tmp_path / "resumed", resume=True, host=host("train"))
+    assert again.failures == whole.failures
+    assert again.bytes == whole.bytes
+    assert again.other_bytes == whole.other_bytes
+    told = json.loads((tmp_path / "resumed" / "report.json").read_text())
+    assert told["failures"] == again.failures
+
+
+def test_who_is_not_measured_is_counted_too(tiny_folder: Path, tmp_path: Path) -> None:
+    config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
+    report = session.run(config, tmp_path / "run", host=host("evaluate"))
+    assert report.failures[BAD]["count"] == 3  # after each round, and of the best one at the end
+    assert report.failures[BAD]["reason"] == "not measured: no reply within 5 s"
+    (failure,) = next(read_lines(tmp_path / "run" / "metrics.jsonl"))["failures"]  # type: ignore[misc]
+    assert failure["purpose"] == "evaluate"
+
+
+def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny_folder: Path, tmp_path: Path) -> None:
+    config = tiny.config(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
+    here = session.run(config, tmp_path / "here")
+    report = session.run(config, tmp_path / "run", host=host())
+    assert report.failures == {}
+    assert report.bytes == here.bytes
+    assert here.other_bytes == {}
+    totals = read_totals(tmp_path / "run" / "ledger.jsonl")
+    assert totals.run("down").bytes == report.bytes["down"]
+    rows = list(read_lines(tmp_path / "run" / "ledger.jsonl"))
+    asked = [row for row in rows if row["purpose"] == "evaluate"]
+    assert len(asked) == 3 * len(tiny.SITES)  # after each round, and of the best one at the end
+    assert report.other_bytes == {"evaluate": {"down": sum(row["bytes"] for row in asked), "up": 0}}  # type: ignore[misc]
