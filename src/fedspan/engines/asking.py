@@ -8,7 +8,7 @@ from typing import Protocol
 
 from fedspan.core.values import Client, Message
 from fedspan.engines import wire
-from fedspan.engines.federation import the_very_same
+from fedspan.engines.broadcast import the_very_same
 from fedspan.engines.parcels import Answer, Asked, Order, Parcel, open_answer
 
 __all__ = ["Asking", "Forgot", "Transport", "opened"]

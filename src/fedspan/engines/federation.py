@@ -16,12 +16,12 @@ import torch
 from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import Tensors, generator
 from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState, Trained
-from fedspan.engines import wire
 from fedspan.engines.accounting import Charge
+from fedspan.engines.broadcast import Broadcast, travel
 from fedspan.engines.changes import origin_of
 from fedspan.engines.engine import Engine
 from fedspan.engines.members import changeable
-from fedspan.engines.outcomes import Beside, Direction, Failure, Transfer
+from fedspan.engines.outcomes import Beside, Failure, Transfer
 from fedspan.engines.privacy import (
     order_charges,
     poisson_cohort,
@@ -44,7 +44,6 @@ __all__ = [
     "RoundResult",
     "Transfer",
     "kept_moments",
-    "the_very_same",
 ]
 
 
@@ -194,7 +193,7 @@ class Federation:
         lr = training.lr(state.round, self.settings.rounds)
         ids = self.cohort(state.round)
         clients = {id: self.client(id, progress) for id in ids}
-        reducer, broadcast = self._reducer(state, list(clients.values())), _Broadcast()
+        reducer, broadcast = self._reducer(state, list(clients.values())), Broadcast()
         sent: dict[str, Message] = {}
         noises: dict[str, float] = {}
         charges = list(round_charges(self.settings, len(self.members)))
@@ -229,7 +228,7 @@ class Federation:
                 return assigned(id, result)
             if privacy is not None:
                 result = protected(privacy, self.method, sent.pop(id), clients[id], result, state.round)
-            up = _travel(result, id, "up", transfers)
+            up = travel(result, id, "up", transfers)
             reducer.add(id, self.method.contribute(up, clients[id]))
             return None
 
@@ -264,36 +263,6 @@ class Federation:
 def kept_moments(job: Job, kept: tuple[OptimizerState, int] | None, wanted: bool) -> OptimizerState | None:
     """The moments that a job goes on with: those kept of its phase, unless its tensors were begun anew since then."""
     return None if kept is None or not wanted or kept[1] != job.generation else kept[0]
-
-
-def _travel(message: Message, client: str, direction: Direction, transfers: list[Transfer]) -> Message:
-    """Through the wire format and back: what is counted is what arrives, and nothing else arrives."""
-    data = wire.encode(message)
-    transfers.append(Transfer(client, direction, len(data), wire.payload_size(message)))
-    return wire.decode(data)
-
-
-class _Broadcast:
-    """What goes down, encoded once for all clients in a row that are sent the very same tensors."""
-
-    def __init__(self) -> None:
-        self._sent: Message | None = None
-        self._arrived = Message()
-        self._transfers: list[Transfer] = []
-
-    def travel(self, message: Message, client: str, transfers: list[Transfer]) -> Message:
-        """``_travel`` downwards; the tensors that arrive may be those that arrived at others."""
-        if self._sent is None or not the_very_same(message, self._sent):
-            self._transfers.clear()
-            self._sent, self._arrived = message, _travel(message, client, "down", self._transfers)
-        transfers.append(replace(self._transfers[0], client=client))
-        return replace(self._arrived, tensors=dict(self._arrived.tensors))
-
-
-def the_very_same(one: Message, other: Message) -> bool:
-    """Whether two messages hold the same tensor objects, so that one encoding serves both."""
-    same = one.base is other.base and one.scalars == other.scalars and one.tensors.keys() == other.tensors.keys()
-    return same and all(value is other.tensors[name] for name, value in one.tensors.items())
 
 
 def _moments_key(client: str, job: Job) -> str:
