@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tiny
 from fedspan import api
 from fedspan.config import parse_config
 from fedspan.engines.accounting import Charge, Mechanism, Spend, epsilon_of
+from fedspan.engines.parcels import open_answer, open_order
 from fedspan.errors import FedspanError
 from fedspan.runs.holder import Holder
 from fedspan.runs.listener import Listener
@@ -159,6 +161,19 @@ def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Pa
     transport.holder = Holder(node(tiny_folder, tmp_path))
     assert not run.federation.play(result.progress).failures
     assert json.loads((tmp_path / "privacy.json").read_text())[""][0][2] == 2 * charge.count
+
+
+def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> None:
+    """A server that calls them many would be sent less noise."""
+    changes = {"privacy": {**DP_SGD, "randomness": "secret"}}
+    run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), **changes)
+    honest = run.federation.play(run.federation.begin()).charges[0].mechanism.noise
+    order = open_order(transport.sent[0])
+    assert order.client is not None
+    lie = replace(order, client=replace(order.client, examples=10**6), serial=order.serial + 10**9)
+    assert open_answer(transport.holder.answer(lie.parcel())).failed is None
+    ((_, noise, _),) = json.loads((tmp_path / "privacy.json").read_text())[""]
+    assert noise == honest
 
 
 def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> None:

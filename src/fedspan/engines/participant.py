@@ -17,7 +17,7 @@ import numpy as np
 
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
-from fedspan.core.values import Job, Message, OptimizerState, Trained
+from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
 from fedspan.engines import wire
 from fedspan.engines.accounting import Charge
 from fedspan.engines.engine import Engine
@@ -141,7 +141,7 @@ class Participant:
         assert client is not None
         id, settings = order.to, self.engine.settings
         job, kept = self._start(order)
-        noise = training_noise(settings, self.method, order.message, client)
+        noise = training_noise(settings, self.method, order.message, self._known(client))
         memory, moments = kept.memory, dict(kept.moments)
         parts: list[Part] = []
         replies: list[Message] = []
@@ -175,8 +175,12 @@ class Participant:
         """What an order costs of this client's privacy."""
         if order.task != "train" or order.client is None:
             return ()
-        settings = self.engine.settings
-        return order_charges(settings.privacy, settings, self.method, order.message, order.client)
+        settings, client = self.engine.settings, self._known(order.client)
+        return order_charges(settings.privacy, settings, self.method, order.message, client)
+
+    def _known(self, client: Client) -> Client:
+        """A client with the number of examples that it has, whatever a server says of it: less noise would follow."""
+        return replace(client, examples=len(self.member.train))
 
     def _exported(self, order: Order) -> Answer:
         if self.export is None:
