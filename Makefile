@@ -1,5 +1,5 @@
 # make demo     install into .venv and train on the built-in corpus
-# make test     the tests (PYTEST_ARGS="-m slow" for the slow ones, PYTEST_ARGS=tests/data for some)
+# make test     the tests, side by side (PYTEST_ARGS="-m slow -n 0" for the slow ones, PYTEST_ARGS=tests/data for some)
 # make lint     ruff: rules and format          make format   put right what ruff can
 # make types    pyright                         make imports  who may import whom
 # make check    lint, types and imports         make clean    remove .venv and caches
@@ -33,7 +33,7 @@ demo: $(VENV)/.stamp-model
 	$(BIN)/fedspan demo
 
 test: dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
 lint: dev
 	$(BIN)/ruff check .

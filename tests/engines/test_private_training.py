@@ -89,7 +89,7 @@ def relative(found: Trained, right: Mapping[str, Tensor], start: Mapping[str, Te
     return math.sqrt(apart / far)
 
 
-@pytest.mark.parametrize("key", ["fedit", "ffa-lora", "rolora", "florg", "fed-sb", "pfedlora"])
+@pytest.mark.parametrize("key", ["fedit", "ffa-lora", "rolora", "florg", "mfedloru", "pfedlora"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepared, tiny_folder: Path) -> None:
     changes = {"training": {"gradient_accumulation_steps": accumulate}, "method": {"name": key}}
@@ -100,7 +100,7 @@ def test_it_is_the_paper_s_algorithm(key: str, accumulate: int, prepared: Prepar
     assert privacy is not None
     found = engine.take(work, run.train)
     assert engine.private.why_single is None
-    assert found.steps == 3
+    assert found.steps == private_steps(engine.settings, work.job, len(work.indices)) > 2
     assert relative(found, by_hand(run, work, privacy), work.job.tensors) < 1e-4
     engine.private.why_single = "a test"
     singles = engine.take(work, run.train)
@@ -137,7 +137,7 @@ def test_examples_have_the_gradients_that_opacus_finds(prepared: Prepared, tiny_
     with torch.no_grad():
         for name, path in spelled.items():
             model.get_parameter(path).copy_(work.job.tensors[name])
-    peer = GradSampleModule(model.train(), strict=False)
+    peer = GradSampleModule(model.train(), strict=False, loss_reduction="sum")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -160,15 +160,18 @@ def noisy_sum(noise: float, key: bytes = key_of_seed(0), secret: bool = False) -
 
 def test_the_noise_has_the_variance_that_the_accountant_is_told() -> None:
     total = noisy_sum(2.5)
-    nothing = {"layer/A": torch.zeros(0, 150, 200), "layer/B": torch.zeros(0, 3)}
-    total.add(nothing)
+
+    def nothing() -> dict[str, Tensor]:
+        return {"layer/A": torch.zeros(0, 150, 200), "layer/B": torch.zeros(0, 3)}
+
+    total.add(nothing())
     first = total.taken(0, 10)["layer/A"]
     assert float(first.std()) == pytest.approx(2.5 * 0.5 / 10, rel=0.02)
-    total.add(nothing)
+    total.add(nothing())
     second = total.taken(1, 10)["layer/A"]
     assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.02
     other = noisy_sum(2.5, key_of_seed(1))
-    other.add(nothing)
+    other.add(nothing())
     assert not torch.equal(other.taken(0, 10)["layer/A"], first)
 
 

@@ -85,8 +85,9 @@ def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Pa
     assert refused.value.field == "privacy.epsilon"
 
 
-@pytest.mark.parametrize("mechanism", ["central", "local", "dp-sgd"])
-@pytest.mark.parametrize("randomness", ["seed", "secret"])
+@pytest.mark.parametrize(
+    ("mechanism", "randomness"), [("central", "secret"), ("local", "seed"), ("dp-sgd", "seed"), ("dp-sgd", "secret")]
+)
 def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     mechanism: str, randomness: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -113,9 +114,6 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
         assert first == second
         stripped = [{**row, "seconds": 0} for row in rows(cut)]
         assert stripped == [{**row, "seconds": 0} for row in rows(whole)]
-    else:
-        api.run(given, whole)
-        assert (whole / "noise.key").read_bytes() != key.read_bytes()
     assert len(rows(cut)) == 4
 
 
@@ -132,9 +130,7 @@ def test_other_privacy_is_another_run(tiny_folder: Path) -> None:
 def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> None:
     given = {**run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}), "baselines": ["centralised"]}
     report = api.run(given, tmp_path / "run")
-    metric = report.metric
-    assert report.baselines["centralised"]["scores"]["test"][metric] > 0.5
-    assert report.scores["test"][metric] < 0.5
+    assert report.baselines["centralised"]["scores"]["test"]["loss"] < report.scores["test"]["loss"] - 0.1
 
 
 def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:
@@ -177,7 +173,7 @@ def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> No
 
 
 def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> None:
-    limit = {"limits": {"epsilon": 1.5}}
+    limit = {"limits": {"epsilon": 2.7}}
     for privacy, why in ((None, "no privacy"), ({"mechanism": "central", "noise": 1.0}, "central")):
         given = values(tiny_folder)
         if privacy is not None:
@@ -197,7 +193,7 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
     assert stopped.value.field == "good replies"
     (spent,) = [Spend(1e-5, "rdp")]
     spent.restore(json.loads((tmp_path / "privacy.json").read_text()))
-    assert spent.worst() <= 1.5
+    assert 2.0 < spent.worst() <= 2.7
 
 
 def test_a_damaged_book_is_no_clean_slate(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import Tensors, generator
-from fedspan.core.values import Client, Job, Message, OptimizerState, ServerState, Trained
+from fedspan.core.values import Client, Job, OptimizerState, ServerState, Trained
 from fedspan.engines.accounting import Charge
 from fedspan.engines.broadcast import Broadcast, travel
 from fedspan.engines.changes import origin_of
@@ -194,7 +194,7 @@ class Federation:
         ids = self.cohort(state.round)
         clients = {id: self.client(id, progress) for id in ids}
         reducer, broadcast = self._reducer(state, list(clients.values())), Broadcast()
-        sent: dict[str, Message] = {}
+        started: dict[str, Tensors] = {}
         noises: dict[str, float] = {}
         charges = list(round_charges(self.settings, len(self.members)))
         transfers: list[Transfer] = []
@@ -208,11 +208,12 @@ class Federation:
 
         def opened(id: str) -> Assignment:
             down = broadcast.travel(self.method.sync(state, clients[id]), id, transfers)
-            charges.extend(order_charges(privacy, training, self.method, down, clients[id]))
-            noises[id] = training_noise(training, self.method, down, clients[id])
+            memory = memories.get(id, {})
+            charges.extend(order_charges(privacy, training, self.method, down, clients[id], memory))
+            noises[id] = training_noise(training, self.method, down, clients[id], memory)
+            job = self.method.start(down, clients[id], memory)
             if privacy is not None:
-                sent[id] = down
-            job = self.method.start(down, clients[id], memories.get(id, {}))
+                started[id] = job.tensors
             return assigned(id, job)
 
         def finished(work: Assignment, trained: Trained) -> Assignment | None:
@@ -227,7 +228,7 @@ class Federation:
             if isinstance(result, Job):
                 return assigned(id, result)
             if privacy is not None:
-                result = protected(privacy, self.method, sent.pop(id), clients[id], result, state.round)
+                result = protected(privacy, started.pop(id), clients[id], result, state.round)
             up = travel(result, id, "up", transfers)
             reducer.add(id, self.method.contribute(up, clients[id]))
             return None

@@ -141,7 +141,7 @@ class Participant:
         assert client is not None
         id, settings = order.to, self.engine.settings
         job, kept = self._start(order)
-        noise = training_noise(settings, self.method, order.message, self._known(client))
+        noise = training_noise(settings, self.method, order.message, self._known(client), kept.memory)
         memory, moments = kept.memory, dict(kept.moments)
         parts: list[Part] = []
         replies: list[Message] = []
@@ -164,7 +164,7 @@ class Participant:
         work = int(self.examples.lengths[self.member.train].sum())
         self.engine.train_all(self.examples, {id: work}, lambda _: assigned(job), finished)
         (reply,) = replies
-        reply = protected(settings.privacy, self.method, order.message, client, reply, order.round)
+        reply = protected(settings.privacy, job.tensors, client, reply, order.round)
         if settings.privacy is not None and settings.privacy.mechanism != "central":
             parts.clear()  # a loss is of the raw data
         needed = frozenset(round for round in (client.held, order.best) if round is not None)
@@ -176,7 +176,10 @@ class Participant:
         if order.task != "train" or order.client is None:
             return ()
         settings, client = self.engine.settings, self._known(order.client)
-        return order_charges(settings.privacy, settings, self.method, order.message, client)
+        if settings.privacy is None:
+            return ()
+        memory = self._kept(client.held).memory
+        return order_charges(settings.privacy, settings, self.method, order.message, client, memory)
 
     def _known(self, client: Client) -> Client:
         """A client with the number of examples that it has, whatever a server says of it: less noise would follow."""

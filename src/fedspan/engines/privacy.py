@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Method
+from fedspan.core.method import Memory, Method
 from fedspan.core.noise import digest_of, gaussian
 from fedspan.core.tensors import Tensors, generator
 from fedspan.core.values import Client, Contribution, Message, Reduced
@@ -32,7 +32,7 @@ from fedspan.engines.changes import change_of, clipped, restored
 from fedspan.engines.reduction import Reducer
 from fedspan.engines.robust import ClippedReducer, RobustReducer
 from fedspan.engines.sampling import noise_for, release_of
-from fedspan.engines.screening import untrained, untrained_jobs
+from fedspan.engines.screening import untrained_jobs
 from fedspan.engines.settings import Privacy, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
 
@@ -115,7 +115,12 @@ def round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
 
 
 def order_charges(
-    privacy: Privacy | None, training: TrainingSettings, method: Method, sent: Message, client: Client
+    privacy: Privacy | None,
+    training: TrainingSettings,
+    method: Method,
+    sent: Message,
+    client: Client,
+    memory: Memory | None = None,
 ) -> tuple[Charge, ...]:
     """What an order to train costs the client.
 
@@ -125,33 +130,33 @@ def order_charges(
         method: the run's.
         sent: with the order.
         client: who.
+        memory: its own, where that is at hand; else it must be sent everything.
     """
     if privacy is None or privacy.mechanism == "central":
         return ()
     if privacy.mechanism == "local":
         return (Charge(client.id, Mechanism(1.0, client_noise(privacy, 1.0) / 2), 1),)
-    jobs, _ = untrained_jobs(method, sent, client)
+    jobs, _ = untrained_jobs(method, sent, client, memory)
     mechanism, steps = release_of(privacy, training, jobs, client.examples)
     return (Charge(client.id, mechanism, steps),)
 
 
-def training_noise(training: TrainingSettings, method: Method, sent: Message, client: Client) -> float:
-    """The noise of DP-SGD in an order's jobs; 0 without it."""
+def training_noise(
+    training: TrainingSettings, method: Method, sent: Message, client: Client, memory: Memory | None = None
+) -> float:
+    """The noise of DP-SGD in an order's jobs, arguments as in ``order_charges``; 0 without it."""
     privacy = training.privacy
     if privacy is None or privacy.mechanism != "dp-sgd":
         return 0.0
-    return noise_for(privacy, training, untrained_jobs(method, sent, client)[0], client.examples)
+    return noise_for(privacy, training, untrained_jobs(method, sent, client, memory)[0], client.examples)
 
 
-def protected(
-    privacy: Privacy | None, method: Method, sent: Message, client: Client, reply: Message, round: int
-) -> Message:
+def protected(privacy: Privacy | None, started: Tensors, client: Client, reply: Message, round: int) -> Message:
     """A reply as it may leave the client: with ``local``, clipped and noisy, else as it is.
 
     Args:
         privacy: of the run.
-        method: the run's.
-        sent: what the client was sent.
+        started: tensors of the job that the client began with: all clients began alike.
         client: who.
         reply: what the method made.
         round: number.
@@ -161,19 +166,17 @@ def protected(
     """
     if privacy is None or privacy.mechanism != "local":
         return reply
-    expected = untrained(method, sent, client)
-    fixed = {name: value for name, value in expected.tensors.items() if not value.is_floating_point()}
-    moving = {name: value for name, value in expected.tensors.items() if name not in fixed}
+    strange = [name for name, value in reply.tensors.items() if not value.is_floating_point() or name not in started]
+    if strange or reply.scalars:
+        expected = f"nothing beside tensors that all clients start from, not {[*strange, *reply.scalars][0]}"
+        raise FedspanError("privacy.mechanism", "local", expected)
+    origin = {name: started[name].to("cpu", value.dtype) for name, value in reply.tensors.items()}
     try:
-        change = change_of(Contribution(sum={name: reply.tensors[name] for name in moving}), moving)
-        same = all(torch.equal(value, reply.tensors[name]) for name, value in fixed.items())
-    except (KeyError, ValueError) as error:
-        raise FedspanError("reply", "private", f"tensors that noise can hide ({error})") from error
-    if not same or reply.tensors.keys() != expected.tensors.keys() or reply.scalars != expected.scalars:
-        raise FedspanError("reply", "private", "no whole numbers and scalars that depend on the client's data")
-    change = clipped(change, privacy.clip)
+        change = clipped(change_of(Contribution(sum=reply.tensors), origin), privacy.clip)
+    except ValueError as error:
+        raise FedspanError("reply", client.id, f"numbers that noise can hide; {error}") from error
     noisy = _noisy(change, privacy, client_noise(privacy, 1.0), "local", round, client.id)
-    return replace(reply, tensors={**fixed, **restored(noisy, moving)})
+    return replace(reply, tensors=restored(noisy, origin))
 
 
 class PrivateReducer(Reducer):

@@ -187,7 +187,9 @@ class RemoteFederation(Federation):
             order = replace(order, attempt=attempt, lr=lr, best=self._best.get(id))
             parcels[id] = order.parcel()
             transfers.append(Transfer(id, "down", len(order.body), wire.payload_size(message)))
-            found.charges += order_charges(self.settings.privacy, self.engine.settings, self.method, message, client)
+            fresh = replace(client, held=None)
+            whole = self.method.sync(state, fresh)
+            found.charges += order_charges(self.settings.privacy, self.engine.settings, self.method, whole, fresh)
         budget = self.method.declared().budgets
         for id, back in self.transport.exchange(parcels, self.rules.deadline, patient=attempt > 0):
             client = clients[id]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedspan.core.method import Method
+from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
 from fedspan.engines import wire
 from fedspan.engines.parcels import Answer
@@ -59,9 +59,19 @@ def untrained(method: Method, sent: Message, client: Client) -> Message:
     return untrained_jobs(method, sent, client)[1]
 
 
-def untrained_jobs(method: Method, sent: Message, client: Client) -> tuple[list[Job], Message]:
-    """The jobs of a client that remembers nothing, phase by phase, and its reply, as in ``untrained``."""
-    job, memory = method.start(sent, client, {}), {}
+def untrained_jobs(
+    method: Method, sent: Message, client: Client, memory: Memory | None = None
+) -> tuple[list[Job], Message]:
+    """The jobs of a client whose training moves nothing, phase by phase, and its reply.
+
+    Args:
+        method: the run's.
+        sent: what the client is sent.
+        client: who.
+        memory: its own; None: it remembers nothing, and is sent everything.
+    """
+    memory = memory or {}
+    job = method.start(sent, client, memory)
     jobs = [job]
     while True:
         zeros = {name: torch.zeros_like(job.tensors[name]) for name in job.trainable_names}
