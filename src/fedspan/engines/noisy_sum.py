@@ -28,11 +28,16 @@ class _Keyed(DPOptimizer):
 
     def add_noise(self) -> None:
         """``DPOptimizer.add_noise``."""
-        sums = dict(zip(self.names, (p.summed_grad for p in self.params), strict=True))
+        sums: dict[str, Tensor] = dict(zip(self.names, (_summed(p) for p in self.params), strict=True))
         label = (*self.label, digest_of(sums)) if self.secret else self.label
-        for name, p in zip(self.names, self.params, strict=True):
+        for (name, total), p in zip(sums.items(), self.params, strict=True):
             noise = gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
-            p.grad = (p.summed_grad + noise.to(p.summed_grad)).view_as(p)
+            p.grad = (total + noise.to(total)).view_as(p)
+
+
+def _summed(parameter: Tensor) -> Tensor:
+    """What ``DPOptimizer`` has clipped and added up."""
+    return parameter.__dict__["summed_grad"]
 
 
 class NoisySum:

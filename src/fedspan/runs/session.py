@@ -134,7 +134,7 @@ class _Session:
         else:
             progress = kept.progress
             self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
-            self.budget = Budget(self.prepared.config, kept.extra.get("privacy"))
+            self.budget = Budget(self.prepared.config, str(kept.extra.get("privacy", "{}")))
             if self.best is not None:
                 federation.remember(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine

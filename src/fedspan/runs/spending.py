@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,13 @@ class Budget:
         FedspanError: if Opacus is not installed.
     """
 
-    def __init__(self, config: RunConfig, kept: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: RunConfig, kept: str = "{}") -> None:
         self._config = config.privacy
         self._spend: Spend | None = None
         if self._config is not None:
             require_opacus()
             self._spend = Spend(self._config.delta, self._config.accountant)
-            self._spend.restore(kept or {})
+            self._spend.restore(json.loads(kept))
 
     def count(self, charges: tuple[Charge, ...]) -> None:
         """Count what a round has cost."""
@@ -121,9 +121,9 @@ class Budget:
         names = ("mechanism", "clip", "noise", "accountant", "randomness")
         return {**(self.row() or {}), **{name: getattr(self._config, name) for name in names}}
 
-    def dump(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
-        return {} if self._spend is None else self._spend.dump()
+    def dump(self) -> str:
+        """As text, for a checkpoint."""
+        return json.dumps({} if self._spend is None else self._spend.dump())
 
 
 class Book:
