@@ -1,5 +1,6 @@
-"""Every fault, against a real deployment on this machine: a server, three nodes, TLS and keys. Needs to be root (network
-namespaces, small file systems).
+"""Every fault, done to a real deployment on this machine: a server, three nodes, TLS and keys.
+
+Needs to be root, for network namespaces and small file systems.
 
     python benchmarks/faults.py --page docs/results/faults.md
     python benchmarks/faults.py nan server-killed
@@ -307,7 +308,10 @@ for _kind, (_done, _words) in _REPLIES.items():
     fault(_kind, _done)(_spoilt(_kind, _words))
 
 
-@fault("node-killed", "a node is killed (-9) in the middle of the second round and started again; FedSA-LoRA, whose B stays on the nodes")
+@fault(
+    "node-killed",
+    "a node is killed (-9) in the middle of the second round and started again; FedSA-LoRA, whose B stays on the nodes",
+)
 def node_killed(stage: Stage) -> Outcome:
     wanted = stage.clean_personal()
     run = stage.submit("node-killed", {"name": "fedsa-lora", "r": 2})
@@ -376,7 +380,10 @@ def server_killed(stage: Stage) -> Outcome:
     return Outcome(line(said, "going on after round"), ALL)
 
 
-@fault("superlink-killed", "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` starts it anew")
+@fault(
+    "superlink-killed",
+    "the SuperLink is killed (-9) in the middle of the second round; `fedspan server` starts it anew",
+)
 def superlink_killed(stage: Stage) -> Outcome:
     wanted = stage.clean()
     run = stage.submit("superlink-killed")
@@ -388,7 +395,9 @@ def superlink_killed(stage: Stage) -> Outcome:
     return Outcome(line(stage.made.log("server"), "it runs again"), ALL)
 
 
-@fault("server-down", "the whole server, SuperLink included, is down for 100 s, longer than Flower waits for heartbeats")
+@fault(
+    "server-down", "the whole server, SuperLink included, is down for 100 s, longer than Flower waits for heartbeats"
+)
 def server_down(stage: Stage) -> Outcome:
     wanted = stage.clean()
     run = stage.submit("server-down")
@@ -408,7 +417,11 @@ def server_down(stage: Stage) -> Outcome:
     return Outcome(seen, ALL)
 
 
-@fault("network-cut", "the network between a node and the server is cut for 30 s in the middle of the second round (a network namespace, its veth set down)")
+@fault(
+    "network-cut",
+    "the network between a node and the server is cut for 30 s in the middle of the second round (the node in a "
+    "network namespace, whose veth is set down)",
+)
 def network_cut(stage: Stage) -> Outcome:
     wanted = stage.clean()
     stage.leave(NORTH)

@@ -30,8 +30,8 @@ NODE = {
     "data": {"train": "messages.csv", "text": "message"},
     "limits": {"methods": ["fedit"], "rounds": 50, "round_seconds": 60.0},
 }
-_PIECES = [b"", b"\x00", b"\xff", b"{", b"[", b"]", b'"', b":", b",", b"-", b"1e999", b"null", b"&a *a", b"!!int _", b"\n"]
-_PIECES += [b"9" * 30, b"? [", b"\xed\xa0\x80", b"true", b"2024-13-01", b"[" * 2000]
+_PIECES = [b"", b"\x00", b"\xff", b"{", b"[", b"]", b'"', b":", b",", b"-", b"1e999", b"null", b"&a *a", b"!!int _"]
+_PIECES += [b"\n", b"9" * 30, b"? [", b"\xed\xa0\x80", b"true", b"2024-13-01", b"[" * 2000]
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:

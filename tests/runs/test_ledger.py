@@ -164,7 +164,17 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
         list(read_lines(path))
 
 
-@pytest.mark.parametrize("change", [{"direction": "sideways"}, {"bytes": "many"}, {"client": None}, {"round": 1.5}, {"purpose": "fun"}, {"purpose": []}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"direction": "sideways"},
+        {"bytes": "many"},
+        {"client": None},
+        {"round": 1.5},
+        {"purpose": "fun"},
+        {"purpose": []},
+    ],
+)
 def test_an_entry_of_another_kind_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "ledger.jsonl"
     entry = {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2}

@@ -52,7 +52,7 @@ class RunReport:
         baselines: scores of local-only and centralised training, where asked for.
         adapters: folders of the exported adapters, by client id, or under ``global``.
         examples: predictions on a few held-out texts.
-        other_bytes: where clients are elsewhere, ``down`` and ``up`` of what was sent to ``evaluate`` and to ``export``.
+        other_bytes: where clients are elsewhere, ``down`` and ``up`` of what was sent to ``evaluate`` and ``export``.
         failures: by client, how often its reply did not count, or it was not measured or did not export: ``count``,
             and of the last time ``round`` and ``reason``.
     """
