@@ -35,12 +35,13 @@ from stage import Deployment, command, environment
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "flower")]
 
-import tiny  # noqa: E402
 from sites import SITES, run_values, site_files  # noqa: E402
+
+import tiny  # noqa: E402
 
 NORTH, SOUTH, WEST = SITES
 ROUNDS = 3
-STEPS = 150
+STEPS = 60
 """Of a client's round, so that there is time to do something in it."""
 WAIT = 240.0
 AREA, OUTSIDE, INSIDE = "fedspan-faults", "10.213.77.1", "10.213.77.2"
@@ -99,9 +100,7 @@ class Submitted:
         self.began = time.time()
         given = command("submit", *arguments, "--server", str(stage.made.server))
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                given, env=environment(), stdout=log, stderr=log, start_new_session=True
-            )
+            self.process = subprocess.Popen(given, env=environment(), stdout=log, stderr=log, start_new_session=True)
 
     def rows(self) -> list[str]:
         path = self.out / "metrics.jsonl"
@@ -118,7 +117,7 @@ class Submitted:
     def in_the_middle(self) -> list[str]:
         """Wait for the middle of the second round; the lines of the rounds that are finished."""
         self.until(1)
-        time.sleep(0.4)
+        time.sleep(0.2)
         return self.rows()
 
     def said(self) -> str:
@@ -622,9 +621,7 @@ def labels(stage: Stage) -> Outcome:
     path = stage.folder / "labels.csv"
     path.write_text(stage.files[WEST].read_text() + "word1 word2,surgery,west\n")
     stage.files["labels"] = path
-    return _not_taking_part(
-        stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, "labels"))
-    )
+    return _not_taking_part(stage, "labels", "does not take part", lambda: stage.join(WEST, stage.node(WEST, "labels")))
 
 
 def redacted(text: str, folder: Path) -> str:

@@ -60,8 +60,7 @@ def register(home: Path, address: str, authority: Path, keys: list[Path]) -> lis
     client = init_http_client_from_connection(read_superlink_connection("load"))
     try:
         return [
-            client.RegisterNode(RegisterNodeRequest(public_key=key.read_bytes(), name=key.stem)).node_id
-            for key in keys
+            client.RegisterNode(RegisterNodeRequest(public_key=key.read_bytes(), name=key.stem)).node_id for key in keys
         ]
     finally:
         client.close()

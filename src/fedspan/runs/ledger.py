@@ -130,9 +130,7 @@ class Totals:
         self._rounds: dict[tuple[Direction, int], Tally] = {}
         self._clients: dict[tuple[Direction, str], Tally] = {}
 
-    def add(
-        self, round: int, client: str, direction: Direction, tally: Tally, purpose: Purpose = "train"
-    ) -> None:
+    def add(self, round: int, client: str, direction: Direction, tally: Tally, purpose: Purpose = "train") -> None:
         """Count one message."""
         self._purposes[direction, purpose] = self.purpose(direction, purpose) + tally
         if purpose != "train":
