@@ -1,5 +1,6 @@
-"""Every fault, against a real deployment on this machine: a server, three nodes, TLS and keys. Needs to be root (network
-namespaces, small file systems).
+"""Every fault, done to a real deployment on this machine: a server, three nodes, TLS and keys.
+
+Needs to be root, for network namespaces and small file systems.
 
     python benchmarks/faults.py --page docs/results/faults.md
     python benchmarks/faults.py nan server-killed
@@ -40,7 +41,7 @@ import tiny  # noqa: E402
 
 NORTH, SOUTH, WEST = SITES
 ROUNDS = 3
-STEPS = 150
+STEPS = 60
 """Of a client's round, so that there is time to do something in it."""
 WAIT = 240.0
 AREA, OUTSIDE, INSIDE = "fedspan-faults", "10.213.77.1", "10.213.77.2"
@@ -116,7 +117,7 @@ class Submitted:
     def in_the_middle(self) -> list[str]:
         """Wait for the middle of the second round; the lines of the rounds that are finished."""
         self.until(1)
-        time.sleep(0.4)
+        time.sleep(0.2)
         return self.rows()
 
     def said(self) -> str:
@@ -417,7 +418,8 @@ def server_down(stage: Stage) -> Outcome:
 
 @fault(
     "network-cut",
-    "the network between a node and the server is cut for 30 s in the middle of the second round (a network namespace, its veth set down)",
+    "the network between a node and the server is cut for 30 s in the middle of the second round (the node in a "
+    "network namespace, whose veth is set down)",
 )
 def network_cut(stage: Stage) -> Outcome:
     wanted = stage.clean()
@@ -642,7 +644,7 @@ of a run that nobody disturbed, in which the same clients replied. The script en
 hold. A reply that is dropped leaves its client out of that round; in the other runs everybody is waited for
 (`federation.min_replies: 3`).
 
-Command: `python benchmarks/faults.py`  
+Command: `python benchmarks/faults.py{given}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr 1.41.0.
 
 {table}
@@ -656,7 +658,7 @@ def main() -> None:
     """Do them, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("faults", nargs="*", help=f"of {', '.join(FAULTS)}; left out: all")
-    parser.add_argument("--page", type=Path, help="write the table to this file")
+    parser.add_argument("--page", type=Path, help="write the table to this file, after every fault")
     args = parser.parse_args()
     if unknown := set(args.faults) - set(FAULTS):
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
@@ -677,20 +679,24 @@ def main() -> None:
                     continue
                 found[name] = (outcome, time.monotonic() - began)
                 print(f"{found[name][1]:4.0f} s  {name}: {redacted(outcome.seen, stage.folder)}", flush=True)
-        text = PAGE.format(
-            rounds=ROUNDS,
-            steps=STEPS,
-            date=datetime.date.today(),
-            machine=platform.machine(),
-            cores=os.cpu_count(),
-            torch=torch.__version__,
-            table=table(found, stage.folder),
-        )
-    print(text)
+                if args.page:  # a run of all of them is long
+                    args.page.write_text(page(found, stage.folder), encoding="utf-8")
+        print(page(found, stage.folder))
     if failed:
         sys.exit(f"{len(failed)} of {len(found) + len(failed)} faults had consequences: {', '.join(failed)}")
-    if args.page:
-        args.page.write_text(text, encoding="utf-8")
+
+
+def page(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
+    return PAGE.format(
+        rounds=ROUNDS,
+        steps=STEPS,
+        given="" if set(found) == set(FAULTS) else " " + " ".join(found),
+        date=datetime.date.today(),
+        machine=platform.machine(),
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        table=table(found, folder),
+    )
 
 
 if __name__ == "__main__":

@@ -99,4 +99,5 @@ def test_what_evaluation_sends_is_in_the_ledger_and_apart_from_the_training(tiny
     rows = list(read_lines(tmp_path / "run" / "ledger.jsonl"))
     asked = [row for row in rows if row["purpose"] == "evaluate"]
     assert len(asked) == 3 * len(tiny.SITES)  # after each round, and of the best one at the end
-    assert report.other_bytes == {"evaluate": {"down": sum(row["bytes"] for row in asked), "up": 0}}  # type: ignore[misc]
+    sent = sum(row["bytes"] for row in asked)  # type: ignore[misc]
+    assert report.other_bytes == {"evaluate": {"down": sent, "up": 0}}

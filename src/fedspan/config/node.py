@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,12 +91,13 @@ def load_node(path: str | Path) -> NodeConfig:
         raise first_mistake(error, root=NodeConfig) from None
 
     def here(name: str | None) -> str | None:
-        return None if name is None else str((path.parent / Path(name).expanduser()).resolve())
+        # Path's own raises for a name that is too long, or holds a zero byte; whoever opens the file says what is wrong.
+        return None if name is None else os.path.abspath(os.path.join(path.parent, os.path.expanduser(name)))
 
     data = dict(node.data)
     for name in ("train", "test"):
         given = data.get(name)
-        if isinstance(given, str) and (path.parent / given).exists():
+        if isinstance(given, str) and os.path.exists(os.path.join(path.parent, given)):
             data[name] = here(given)
     changes = {"authority": here(node.authority), "key": here(node.key), "folder": here(node.folder), "data": data}
     return node.model_copy(update=changes)

@@ -113,7 +113,7 @@ def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCu
         if os.name == "posix" and path.stat().st_mode & 0o077:
             raise FedspanError("key", str(path), f"a file that only its owner can read: chmod 600 {path}")
         key = load_ssh_private_key(path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except (OSError, ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm) as error:
         raise FedspanError("key", str(path), f"a private key as fedspan join --new-key makes it ({error})") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise FedspanError("key", str(path), "an elliptic-curve key: ssh-keygen -t ecdsa -b 384")

@@ -37,7 +37,7 @@ class LimitedGrid(HttpGrid):
             try:
                 contents = pull_objects(objects, pull_object_fn=counted(pull, self.most))
             except ObjectPullError as error:
-                messages.append(self._failed(run, asked, str(error)))
+                messages.append(self._failed(run, asked, str(error).partition("': ")[2]))  # without the object's id
                 contents = None
             client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=id)

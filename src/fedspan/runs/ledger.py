@@ -146,7 +146,7 @@ class Totals:
     @property
     def beside(self) -> dict[str, dict[str, int]]:
         """Bytes by purpose and direction of what was not for training, as far as there was any."""
-        others = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
+        others: dict[Purpose, None] = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
         return {
             purpose: {"down": self.purpose("down", purpose).bytes, "up": self.purpose("up", purpose).bytes}
             for purpose in others

@@ -124,12 +124,8 @@ def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     merged.setdefault("test_fraction", 0.0)
     left = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
     rounds = dict(left.pop("federation", None) or {})
-    for name in (
-        "clients_per_round",
-        "over_select",
-        "ranks",
-        "min_replies",
-    ):  # of other clients: what it needs comes with each order
+    # Of other clients: what a node needs of them comes with each order.
+    for name in ("clients_per_round", "over_select", "ranks", "min_replies"):
         rounds.pop(name, None)
     engine = {key: value for key, value in dict(left.pop("engine", None) or {}).items() if key != "prefix_folder"}
     machine = {name: own[name] for name in ("device", "threads") if own.get(name) is not None}

@@ -28,7 +28,7 @@ class RunReport:
         adapters: folders of the exported adapters, by client id, or under ``global``.
         examples: predictions on a few held-out texts.
         privacy: what was spent (``epsilon``, ``delta``) and how; empty without ``privacy`` in the config.
-        other_bytes: where clients are elsewhere, ``down`` and ``up`` of what was sent to ``evaluate``, to ``export``.
+        other_bytes: where clients are elsewhere, ``down`` and ``up`` of what was sent to ``evaluate`` and ``export``.
         failures: by client, how often its reply did not count, or it was not measured or did not export: ``count``,
             and of the last time ``round`` and ``reason``.
     """
