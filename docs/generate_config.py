@@ -49,12 +49,24 @@ def section(title: str, model: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The sections that may be left out of a section, by field."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in model.model_fields.items():
+        kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+        if len(kinds) == 1 and NoneType in get_args(field.annotation) and isinstance(kinds[0], type):
+            if issubclass(kinds[0], BaseModel):
+                found[name] = kinds[0]
+    return found
+
+
 def page() -> str:
     """The whole page."""
     parts = [INTRO, section("Top level", RunConfig)]
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             parts.append(section(f"`{name}`", field.annotation))
+            parts += [section(f"`{name}.{inner}`", kind) for inner, kind in nested(field.annotation).items()]
     return "\n".join(parts)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,18 @@ from hypothesis import strategies as st
 
 from fedspan.core.values import Message
 from fedspan.engines import wire
-from fedspan.engines.parcels import Parcel, open_answer, open_order
+from fedspan.engines.parcels import Masking, Parcel, open_answer, open_order, read_header
+from fedspan.engines.secure_parcels import (
+    KeysAnswer,
+    KeysOrder,
+    PhaseAnswer,
+    PublicKeys,
+    SharesAnswer,
+    SharesOrder,
+    UnmaskAnswer,
+    UnmaskOrder,
+    open_phase,
+)
 from fedspan.runs.meeting import Introduction, Invitation
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
@@ -52,6 +65,10 @@ def test_records_that_are_none_of_ours_are_refused() -> None:
             codec.from_records(records)
 
 
+def answer_of(kind: type[PhaseAnswer]) -> Callable[[Parcel], PhaseAnswer]:
+    return lambda parcel: read_header(kind, parcel)
+
+
 def fuzzed(seeds: list[str], count: int) -> None:
     """Headers with pieces changed, dropped, doubled: a ValueError or a value, and nothing else."""
     rng = random.Random(0)
@@ -65,7 +82,7 @@ def fuzzed(seeds: list[str], count: int) -> None:
             else:
                 text.insert(at, rng.choice(alphabet))
         parcel = Parcel("".join(text), bytes(rng.randrange(256) for _ in range(rng.randrange(40))))
-        for opened in (open_order, open_answer):
+        for opened in (open_order, open_answer, open_phase, *map(answer_of, (KeysAnswer, SharesAnswer, UnmaskAnswer))):
             try:
                 made = opened(parcel)
             except ValueError:
@@ -84,5 +101,22 @@ def seeds() -> list[str]:
     answer += '"scores":{"test":{"accuracy":0.5,"examples":2.0}},"failed":null,"lost":false}'
     assert open_order(Parcel(order)).client is not None
     assert open_answer(Parcel(answer)).parts
+    session = {"round": 0, "attempt": 0, "to": "a", "session": 7}
+    keys = PublicKeys(sealing=bytes(range(32)), masking=bytes(range(100, 132)))
+    phases = [
+        KeysOrder(**session),
+        SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}),
+        UnmaskOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
+        KeysAnswer(id="a", session=7, keys=keys),
+        SharesAnswer(id="a", session=7, sealed={"b": bytes(range(96))}),
+        UnmaskAnswer(id="a", session=7, shares={"b": bytes(range(34))}),
+    ]
+    for phase in phases:
+        assert read_header(type(phase), phase.parcel()) == phase
+    masking = Masking(session=7, peers=("a", "b"), clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64)
+    masked = replace(open_order(Parcel(order)), secure=masking)
+    assert open_order(masked.parcel()) == masked
     invitation = Invitation(run="r", version="1", config="{}").parcel().header
-    return [order, answer, invitation, Introduction(id="a", version="1").parcel().header, "[" * 3000]
+    introduction = Introduction(id="a", version="1").parcel().header
+    more = [masked.parcel().header, *(phase.parcel().header for phase in phases)]
+    return [order, answer, invitation, introduction, "[" * 3000, *more]

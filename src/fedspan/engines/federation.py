@@ -150,6 +150,10 @@ class Federation:
         """The end of the run, with the progress that is exported; those who could not do their part in it."""
         return ()
 
+    def note(self) -> str | None:
+        """What a user should know of the rounds once one was played; None: nothing."""
+        return None
+
     def begin(self) -> Progress:
         """The progress before the first round."""
         return Progress(self.method.init(self.engine.adapted))

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,12 +21,16 @@ from fedspan.core.values import Job, Message, OptimizerState, Trained
 from fedspan.engines import wire
 from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Member, kept_moments
-from fedspan.engines.parcels import Answer, Order, Part, ScoredPart, Scores
+from fedspan.engines.parcels import Answer, Order, Parcel, Part, ScoredPart, Scores
+from fedspan.engines.secure_parcels import Phase, refused_phase
 from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
 
-__all__ = ["Keeper", "Kept", "Lost", "Participant", "refused", "told"]
+if TYPE_CHECKING:
+    from fedspan.engines.secure_client import SecureClient
+
+__all__ = ["Keeper", "Kept", "Lost", "Participant", "declined", "refused", "told"]
 
 
 _SERVER_S = frozenset(
@@ -90,6 +94,7 @@ class Participant:
         keeper: where it keeps what it must remember.
         batch_size: of evaluation.
         export: writes the model of a job, over a base, of a round; None: that is not for this client to do.
+        secure: masks its replies where an order says so; None: the run has no secure sums.
     """
 
     def __init__(
@@ -101,9 +106,24 @@ class Participant:
         keeper: Keeper,
         batch_size: int,
         export: Callable[[Job, BaseUpdate, int], None] | None = None,
+        secure: SecureClient | None = None,
     ) -> None:
         self.method, self.engine, self.member = method, engine, member
         self.examples, self.keeper, self.batch_size, self.export = examples, keeper, batch_size, export
+        self.secure = secure
+
+    def reply(self, asked: Order | Phase) -> Parcel:
+        """Do whatever a server asks.
+
+        Raises:
+            FedspanError: as ``answer`` and ``SecureClient.answer``.
+            ValueError: likewise.
+        """
+        if isinstance(asked, Order):
+            return self.answer(asked).parcel()
+        if self.secure is None:
+            raise FedspanError("federation.secure", asked.task, "left out: the run's config has none")
+        return self.secure.answer(asked).parcel()
 
     def answer(self, order: Order) -> Answer:
         """Do what is asked.
@@ -138,6 +158,7 @@ class Participant:
         client = order.client
         assert client is not None
         id, settings = order.to, self.engine.settings
+        self._require_secure(order)
         job, kept = self._start(order)
         memory, moments = kept.memory, dict(kept.moments)
         parts: list[Part] = []
@@ -163,7 +184,32 @@ class Participant:
         (reply,) = replies
         needed = frozenset(round for round in (client.held, order.best) if round is not None)
         self.keeper.store(id, order.round, Kept(memory, moments, kept.base), needed)
-        return Answer("train", order.round, order.attempt, id, tuple(parts), body=wire.encode(reply))
+        body = self._body(order, reply, job)
+        return Answer("train", order.round, order.attempt, id, tuple(parts), body=body)
+
+    def _require_secure(self, order: Order) -> None:
+        """Check, before anything is trained, that a reply goes into a secure sum if and only if the run says so.
+
+        Raises:
+            FedspanError: if not.
+        """
+        if order.secure is None:
+            if self.secure is not None:
+                raise FedspanError("federation.secure", None, "a session: in this run replies are sent under masks")
+        elif self.secure is None:
+            raise FedspanError("federation.secure", order.secure.session, "left out: the run's config has none")
+        else:
+            self.secure.require(order, order.secure)
+
+    def _body(self, order: Order, reply: Message, job: Job) -> bytes:
+        """A reply as it travels: as it is, or what it contributes to a secure sum."""
+        encoded = wire.encode(reply)
+        if order.secure is None:
+            return encoded
+        assert self.secure is not None
+        assert order.client is not None
+        contribution = self.method.contribute(wire.decode(encoded), order.client)
+        return wire.encode(self.secure.masked(order, order.secure, contribution, job.tensors))
 
     def _exported(self, order: Order) -> Answer:
         if self.export is None:
@@ -191,6 +237,13 @@ class Participant:
 def refused(order: Order, error: Exception) -> Answer:
     """The answer of a client that could not do what it was asked."""
     return Answer(order.task, order.round, order.attempt, order.to, failed=told(error), lost=isinstance(error, Lost))
+
+
+def declined(asked: Order | Phase, error: Exception) -> Parcel:
+    """``refused``, of whatever was asked."""
+    if isinstance(asked, Order):
+        return refused(asked, error).parcel()
+    return refused_phase(asked, told(error)).parcel()
 
 
 def told(error: Exception) -> str:

@@ -6,23 +6,23 @@ as ``Federation.play`` on one machine where the same clients reply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedspan.core.method import Method
-from fedspan.core.values import Client, Message, ServerState
+from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.engines import wire
 from fedspan.engines.asking import Asking, Forgot, Transport, opened
 from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Failure, Federation, Member, Progress, RoundResult, Transfer
-from fedspan.engines.parcels import Answer, Parcel
+from fedspan.engines.parcels import Answer, Order, Parcel
 from fedspan.engines.robust import reducer_for
 from fedspan.engines.screening import ReplyRules, Screened, screened, too_far, untrained
 from fedspan.engines.settings import RoundSettings
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
 
-__all__ = ["RemoteFederation"]
+__all__ = ["RemoteFederation", "too_few"]
 
 
 @dataclass
@@ -97,21 +97,43 @@ class RemoteFederation(Federation):
             if len(everything.good) >= quorum:
                 break
         else:
-            raise _too_few(everything, quorum, state.round, ids)
+            raise too_few(everything.good, everything.failures, quorum, state.round, ids)
         asked = {id: self.client(id, progress) for id in ids}
         reducer = reducer_for(self.settings, list(asked.values()))
         for id in ids:
             reply = everything.good.get(id)
             reducer.add(id, None if reply is None else self.method.contribute(reply.message, asked[id]))
-        parts = [part for id in ids if id in everything.good for part in everything.parts[id].parts]
+        answers = {id: everything.parts[id] for id in ids if id in everything.good}
+        return self._concluded(state, held, reducer.result(), answers, transfers, everything.failures)
+
+    def _concluded(
+        self,
+        state: ServerState,
+        held: Mapping[str, int],
+        reduced: Reduced,
+        answers: Mapping[str, Answer],
+        transfers: list[Transfer],
+        failures: Sequence[Failure],
+    ) -> RoundResult:
+        """The end of a round.
+
+        Args:
+            state: before it.
+            held: by all clients, as far as their replies don't count.
+            reduced: the replies that do.
+            answers: what those clients said, in the ids' order.
+            transfers: of the whole round.
+            failures: of those whose replies don't count.
+        """
+        parts = [part for answer in answers.values() for part in answer.parts]
         examples = sum(part.examples for part in parts)
         transfers.sort(key=lambda transfer: (transfer.client, transfer.direction))
         after = Progress(
-            state=self.method.update(state, reducer.result()),
-            held={**held, **dict.fromkeys(everything.good, state.round)},
+            state=self.method.update(state, reduced), held={**held, **dict.fromkeys(answers, state.round)}
         )
+        lr = self.engine.settings.lr(state.round, self.settings.rounds)
         loss = sum(part.loss * part.examples for part in parts) / max(1.0, examples)
-        return RoundResult(after, tuple(transfers), ids, lr, loss, tuple(everything.failures))
+        return RoundResult(after, tuple(transfers), self.cohort(state.round), lr, loss, tuple(failures))
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """``Federation.conclude``: of a method with personal models, every client exports its own, where it is."""
@@ -130,6 +152,22 @@ class RemoteFederation(Federation):
                 failures.append(Failure(id, 0, str(error)))
         return tuple(failures)
 
+    def _orders(
+        self,
+        state: ServerState,
+        clients: Mapping[str, Client],
+        lr: float,
+        attempt: int,
+        transfers: list[Transfer],
+    ) -> Iterator[tuple[str, Order]]:
+        """The orders to train, one by one, with what the ledger counts of each."""
+        asking = Asking(self.run)
+        for id, client in clients.items():
+            message = self.method.sync(state, client)
+            order = asking.order("train", state.round, id, client, message)
+            transfers.append(Transfer(id, "down", len(order.body), wire.payload_size(message)))
+            yield id, replace(order, attempt=attempt, lr=lr, best=self._best.get(id))
+
     def _ask(
         self,
         state: ServerState,
@@ -140,15 +178,8 @@ class RemoteFederation(Federation):
         transfers: list[Transfer],
         on_client: Callable[[str, float], None] | None,
     ) -> None:
-        asking = Asking(self.run)
         expected: dict[tuple[int, float], Message] = {}
-        parcels: dict[str, Parcel] = {}
-        for id, client in clients.items():
-            message = self.method.sync(state, client)
-            order = asking.order("train", state.round, id, client, message)
-            order = replace(order, attempt=attempt, lr=lr, best=self._best.get(id))
-            parcels[id] = order.parcel()
-            transfers.append(Transfer(id, "down", len(order.body), wire.payload_size(message)))
+        parcels = {id: order.parcel() for id, order in self._orders(state, clients, lr, attempt, transfers)}
         budget = self.method.declared().budgets
         for id, back in self.transport.exchange(parcels, self.rules.deadline, patient=attempt > 0):
             client = clients[id]
@@ -170,11 +201,22 @@ class RemoteFederation(Federation):
                 on_client(id, answer.parts[-1].loss if answer.parts else float("nan"))
 
 
-def _too_few(found: _Asked, quorum: int, round: int, ids: Sequence[str]) -> FedspanError:
-    last = {failure.client: failure.reason for failure in found.failures}
-    told = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in found.good)
+def too_few(
+    good: Collection[str], failures: Sequence[Failure], quorum: int, round: int, ids: Sequence[str]
+) -> FedspanError:
+    """The error of a round that does not stand.
+
+    Args:
+        good: clients whose replies would count.
+        failures: of the others, and why.
+        quorum: clients that it takes.
+        round: number, from 0.
+        ids: of the cohort.
+    """
+    last = {failure.client: failure.reason for failure in failures}
+    told = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in good)
     expected = (
         f"at least {quorum} of {len(ids)} clients in round {round + 1} ({told}); the state before the round is kept: "
         "put it right and resume"
     )
-    return FedspanError("good replies", len(found.good), expected)
+    return FedspanError("good replies", len(good), expected)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fedspan.core.values import OptimizerSpec
 
-__all__ = ["EvaluationSettings", "PrefixSettings", "RoundSettings", "TrainingSettings"]
+__all__ = ["EvaluationSettings", "PrefixSettings", "RoundSettings", "SecureSettings", "TrainingSettings"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +100,20 @@ class RoundSettings:
     seed: int = 0
     reduction: Literal["mean", "median", "trimmed-mean"] = "mean"
     trim: float = 0.1
+
+
+@dataclass(frozen=True)
+class SecureSettings:
+    """Secure aggregation.
+
+    Args:
+        clip: norm of what a client changes, at most.
+        bits: of the integers that are summed, 32 or 64.
+        threshold: share of a neighbourhood that can open a secret of one of its members.
+        neighbours: of every client; None: all others, up to a number that is enough.
+    """
+
+    clip: float = 100.0
+    bits: Literal[32, 64] = 32
+    threshold: float = 2 / 3
+    neighbours: int | None = None
