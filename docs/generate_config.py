@@ -54,9 +54,9 @@ def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     found: dict[str, type[BaseModel]] = {}
     for name, field in model.model_fields.items():
         kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-        if len(kinds) == 1 and NoneType in get_args(field.annotation) and isinstance(kinds[0], type):
-            if issubclass(kinds[0], BaseModel):
-                found[name] = kinds[0]
+        optional = len(kinds) == 1 and NoneType in get_args(field.annotation)
+        if optional and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+            found[name] = kinds[0]
     return found
 
 

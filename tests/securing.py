@@ -153,7 +153,7 @@ def bound(federation: SecureFederation, asked: Collection[str], survivors: Colle
 
 
 def require_close(one: Mapping[str, Tensor], other: Mapping[str, Tensor], limit: float) -> float:
-    """Check that means differ by no more than a bound and two roundings of their format; gives the greatest difference."""
+    """Check that means differ by no more than a bound and two roundings of their format; gives by how much."""
     assert one.keys() == other.keys()
     worst = 0.0
     for name, value in one.items():

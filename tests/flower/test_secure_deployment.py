@@ -81,7 +81,10 @@ def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no
         config = tmp_path / "config.yaml"
 
         plain = tmp_path / "plain"
-        open_values = {**values, "federation": {key: value for key, value in values["federation"].items() if key != "secure"}}
+        open_values = {
+            **values,
+            "federation": {key: value for key, value in values["federation"].items() if key != "secure"},
+        }
         api.run(local_values(open_values, files["all"], {"name": "loop"}), plain)
         config.write_text(yaml.safe_dump(values))
         run = tmp_path / "secure"

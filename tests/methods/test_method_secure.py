@@ -21,9 +21,7 @@ from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.runs.build import Prepared
 
-SUMS = sorted(
-    key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing"
-)
+SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
 STACKS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "stack")
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0, "local_steps": None}
 WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {

@@ -128,9 +128,7 @@ class RemoteFederation(Federation):
         parts = [part for answer in answers.values() for part in answer.parts]
         examples = sum(part.examples for part in parts)
         transfers.sort(key=lambda transfer: (transfer.client, transfer.direction))
-        after = Progress(
-            state=self.method.update(state, reduced), held={**held, **dict.fromkeys(answers, state.round)}
-        )
+        after = Progress(state=self.method.update(state, reduced), held={**held, **dict.fromkeys(answers, state.round)})
         lr = self.engine.settings.lr(state.round, self.settings.rounds)
         loss = sum(part.loss * part.examples for part in parts) / max(1.0, examples)
         return RoundResult(after, tuple(transfers), self.cohort(state.round), lr, loss, tuple(failures))

@@ -32,8 +32,7 @@ def neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> dict[st
     secrets.SystemRandom().shuffle(circle)
     size = len(circle)
     return {
-        id: tuple(sorted(circle[(at + step) % size] for step in range(-half, half + 1)))
-        for at, id in enumerate(circle)
+        id: tuple(sorted(circle[(at + step) % size] for step in range(-half, half + 1))) for at, id in enumerate(circle)
     }
 
 

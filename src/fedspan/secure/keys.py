@@ -132,8 +132,10 @@ def open_sealed(sealing: bytes, public: bytes, sender: str, receiver: str, conte
     Raises:
         ValueError: if it was sealed by or for somebody else, in another session, or changed.
     """
+    lock = _lock(sealing, public, sender, receiver, context)
     try:
-        lock = _lock(sealing, public, sender, receiver, context)
+        if len(sealed) < _NONCE:
+            raise InvalidTag
         return lock.decrypt(sealed[:_NONCE], sealed[_NONCE:], None)
     except InvalidTag as error:
         raise ValueError(f"not what {sender!r} sealed for {receiver!r}") from error
