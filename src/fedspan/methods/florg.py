@@ -141,11 +141,11 @@ class FLoRG(RegisteredMethod):
         return Contribution(sum=sums)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        def aligned(layer: LayerSpec) -> Tensor:
-            before = state.tensors[tensor_name(layer.name, "A")]
-            return self._aligned(self._mean(layer, reduced), before.double()).to(before.dtype)
-
-        tensors = {tensor_name(layer.name, "A"): aligned(layer) for layer in self.spec.layers}
+        tensors: dict[str, Tensor] = {}
+        for layer in self.spec.layers:
+            name = tensor_name(layer.name, "A")
+            dtype = (state if self.gram_sums else reduced.stack[0]).tensors[name].dtype
+            tensors[name] = self._aligned(self._mean(layer, reduced), state.tensors[name].double()).to(dtype)
         return state.next(tensors=tensors, generation=state.generation + 1)
 
     def _mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
