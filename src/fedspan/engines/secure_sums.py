@@ -32,8 +32,10 @@ def begun_with(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
     for name, value in contributed.items():
         dtype = value.dtype if value.is_floating_point() else torch.float64
         start = started.get(name)
-        same = start is not None and start.shape == value.shape
-        made[name] = start.to("cpu", dtype) if same else torch.zeros(value.shape, dtype=dtype)
+        if start is not None and start.shape == value.shape:
+            made[name] = start.to("cpu", dtype)
+        else:
+            made[name] = torch.zeros(value.shape, dtype=dtype)
     return made
 
 

@@ -38,8 +38,8 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     """
     if len(secret) != 2 * _HALF or not 2 <= threshold <= count < 2 ** (8 * _NUMBER):
         raise ValueError(f"{count} shares of {len(secret)} bytes, of which {threshold} suffice")
-    first = Shamir.split(threshold, count, secret[:_HALF])
-    second = Shamir.split(threshold, count, secret[_HALF:])
+    first = Shamir.split(threshold, count, secret[:_HALF], ssss=False)
+    second = Shamir.split(threshold, count, secret[_HALF:], ssss=False)
     return [
         number.to_bytes(_NUMBER, "big") + one + other for (number, one), (_, other) in zip(first, second, strict=True)
     ]
