@@ -57,12 +57,24 @@ def section(title: str, model: type[BaseModel]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def nested(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The sections that may be left out of a section, by field."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in model.model_fields.items():
+        kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
+        optional = len(kinds) == 1 and NoneType in get_args(field.annotation)
+        if optional and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+            found[name] = kinds[0]
+    return found
+
+
 def page(intro: str = INTRO, top: type[BaseModel] = RunConfig) -> str:
     """The whole page of a file: its top level, and a table for each section."""
     parts = [intro, section("Top level", top)]
     for name, field in top.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             parts.append(section(f"`{name}`", field.annotation))
+            parts += [section(f"`{name}.{inner}`", kind) for inner, kind in nested(field.annotation).items()]
     return "\n".join(parts)
 
 

@@ -55,6 +55,12 @@ def _unknown_dataset(world: World) -> None:
     data("sst")
 
 
+def _secure_here(world: World) -> None:
+    from fedspan import api
+
+    api.run({"data": {"train": "train.csv"}, "federation": {"secure": {}}}, world.folder / "run")
+
+
 FILES = [
     Mistake("missing", "The file is not there.", "config", lambda world: load_config("my.yaml")),
     Mistake("not-utf-8", "The file is in Latin-1.", "config", _yaml("# Schlüssel".encode("latin-1")), "YAML file ("),
@@ -174,6 +180,38 @@ FIELDS = [
         "federation.ranks.sed",
         _parse(federation__ranks={"assign": "draw", "of": [4, 8], "sed": 1}),
     ),
+    Mistake(
+        "secure-stack",
+        "Secure aggregation of replies that are kept apart.",
+        "federation.secure",
+        _parse(method__name="flora", federation__secure={}),
+    ),
+    Mistake(
+        "secure-median",
+        "Secure aggregation, and the median of replies.",
+        "federation.secure",
+        _parse(federation={"secure": {}, "reduction": "median"}),
+    ),
+    Mistake(
+        "secure-nothing",
+        "Secure aggregation of nothing.",
+        "federation.secure",
+        _parse(method__name="local-only", federation__secure={}),
+    ),
+    Mistake("secure-bits", "Integers of 16 bits.", "federation.secure.bits", _parse(federation__secure={"bits": 16})),
+    Mistake(
+        "secure-threshold",
+        "Half of a neighbourhood may open its masks.",
+        "federation.secure.threshold",
+        _parse(federation__secure={"threshold": 0.5}),
+    ),
+    Mistake(
+        "secure-field",
+        "A field that secure aggregation lacks.",
+        "federation.secure.cliping",
+        _parse(federation__secure={"cliping": 1}),
+    ),
+    Mistake("secure-here", "Secure aggregation in one process.", "federation.secure", _secure_here),
     Mistake("option", "An option of another method.", "method.tau", _parse(method={"name": "fedit", "tau": 3})),
     Mistake("option-type", "The rank is a word.", "method.r", _parse(method__r="two")),
     Mistake("option-range", "The rank is 0.", "method.r", _parse(method__r=0)),

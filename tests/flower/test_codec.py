@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,18 @@ from hypothesis import strategies as st
 
 from fedspan.core.values import Message
 from fedspan.engines import wire
-from fedspan.engines.parcels import Parcel, open_answer, open_order
+from fedspan.engines.parcels import Masking, Parcel, open_answer, open_order, read_header
+from fedspan.engines.secure_parcels import (
+    KeysAnswer,
+    KeysOrder,
+    PhaseAnswer,
+    PublicKeys,
+    SharesAnswer,
+    SharesOrder,
+    UnmaskAnswer,
+    UnmaskOrder,
+    open_phase,
+)
 from fedspan.runs.meeting import Introduction, Invitation
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
@@ -53,7 +66,11 @@ def test_records_that_are_none_of_ours_are_refused() -> None:
             codec.from_records(records)
 
 
-def fuzzed(seeds: list[str], count: int) -> None:
+def answer_of(kind: type[PhaseAnswer]) -> Callable[[Parcel], PhaseAnswer]:
+    return lambda parcel: read_header(kind, parcel)
+
+
+def fuzzed(seeds: list[str], count: int, openers: Sequence[Callable[[Parcel], Any]]) -> None:
     """Headers with pieces changed, dropped, doubled: a ValueError or a value, and nothing else."""
     rng = random.Random(0)
     alphabet = '{}[]":,0123456789eE.-+truefalsnNaIinity\\u\x00é'
@@ -66,7 +83,7 @@ def fuzzed(seeds: list[str], count: int) -> None:
             else:
                 text.insert(at, rng.choice(alphabet))
         parcel = Parcel("".join(text), bytes(rng.randrange(256) for _ in range(rng.randrange(40))))
-        for opened in (open_order, open_answer):
+        for opened in openers:
             try:
                 made = opened(parcel)
             except ValueError:
@@ -110,7 +127,11 @@ def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() 
 
 
 def test_a_hundred_thousand_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
-    fuzzed(seeds(), 100_000)
+    fuzzed(seeds(), 100_000, (open_order, open_answer))
+
+
+def test_nor_do_those_of_secure_aggregation() -> None:
+    fuzzed(phases(), 20_000, (open_phase, *map(answer_of, (KeysAnswer, SharesAnswer, UnmaskAnswer))))
 
 
 def seeds() -> list[str]:
@@ -120,5 +141,25 @@ def seeds() -> list[str]:
     answer += '"scores":{"test":{"accuracy":0.5,"examples":2.0}},"failed":null,"lost":false}'
     assert open_order(Parcel(order)).client is not None
     assert open_answer(Parcel(answer)).parts
+    masking = Masking(session=7, peers=("a", "b"), clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64)
+    masked = replace(open_order(Parcel(order)), secure=masking)
+    assert open_order(masked.parcel()) == masked
     invitation = Invitation(run="r", version="1", config="{}").parcel().header
-    return [order, answer, invitation, Introduction(id="a", version="1").parcel().header, "[" * 3000]
+    introduction = Introduction(id="a", version="1").parcel().header
+    return [order, answer, invitation, introduction, "[" * 3000, masked.parcel().header]
+
+
+def phases() -> list[str]:
+    session: dict[str, Any] = {"round": 0, "attempt": 0, "to": "a", "session": 7}
+    keys = PublicKeys(sealing=bytes(range(32)), masking=bytes(range(100, 132)))
+    phases = [
+        KeysOrder(**session),
+        SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}),
+        UnmaskOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
+        KeysAnswer(id="a", session=7, keys=keys),
+        SharesAnswer(id="a", session=7, sealed={"b": bytes(range(96))}),
+        UnmaskAnswer(id="a", session=7, shares={"b": bytes(range(34))}),
+    ]
+    for phase in phases:
+        assert read_header(type(phase), phase.parcel()) == phase
+    return [phase.parcel().header for phase in phases]

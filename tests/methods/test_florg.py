@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.alignment import gram_factor
+from fedspan.core.alignment import factor_of_gram, gram_factor
 from fedspan.core.base import materialise
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import LayerSpec
@@ -201,3 +201,36 @@ def test_moments_do_not_outlive_a_rotation() -> None:
         federation.round()
         assert federation.state.generation == expected
         assert federation.job().generation == expected
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("r", [2, 7])
+def test_gram_sums_give_what_stacked_factors_give(alignment: str, r: int) -> None:
+    """To the rounding of squares: three rounds, cohorts that change, non-square layers, also with r > k."""
+    found: dict[bool, Federation] = {}
+    problems = {sums: Problem() for sums in (False, True)}
+    for sums, problem in problems.items():
+        method = made(problem, alignment=alignment, r=r, gram_sums=sums)
+        assert method.declared().reduction == ("sum" if sums else "stack")
+        found[sums] = Federation(with_extras(method), problem, sgd(LR, steps=STEPS))
+        for members in [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]:
+            found[sums].round([problem.client_ids[member] for member in members])
+    for layer in LAYERS:
+        assert close(found[True].weight(layer), found[False].weight(layer), 1e-6)
+        if alignment != "none":  # signs of directions that are all but equal may turn
+            one, other = (found[sums].state.tensors[tensor_name(layer, "A")] for sums in (True, False))
+            assert close(one.double(), other.double(), 1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 1000))
+def test_the_factor_of_a_gram_matrix_is_that_of_its_stack(rows: int, k: int, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    stack = torch.randn(rows, k, generator=rng, dtype=torch.float64)
+    factor = factor_of_gram(stack.T @ stack)
+    assert close(factor.T @ factor, stack.T @ stack)
+    assert len(factor) == min(rows, k)
+    skewed = stack.T @ stack + torch.triu(torch.full((k, k), 1e-3, dtype=torch.float64), 1)
+    symmetric = factor_of_gram((skewed + skewed.T) / 2)
+    assert close(factor_of_gram(skewed).T @ factor_of_gram(skewed), symmetric.T @ symmetric)
+    assert torch.equal(factor_of_gram(torch.zeros(k, k)), torch.zeros(1, k, dtype=torch.float64))

@@ -9,9 +9,10 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from fedspan.config.mistakes import VARIANT
 from fedspan.config.section import Section
 from fedspan.engines.screening import ReplyRules
+from fedspan.engines.settings import SecureSettings
 from fedspan.errors import FedspanError
 
-__all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks"]
+__all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks", "SecureConfig"]
 
 Rank = Annotated[int, Field(ge=1)]
 
@@ -66,6 +67,29 @@ Ranks = Annotated[
     ),
 ]
 """Ranks by client id, dealt out in turn, by shares of the clients, or drawn."""
+
+
+class SecureConfig(Section):
+    """Secure aggregation: the server learns the sum of a round's replies, and no single one."""
+
+    clip: float = Field(
+        default=100.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A client's change of all that it sends is scaled down to this norm, if it has a greater one. "
+        "The smaller, the finer the steps: an entry of the mean is off by about clip times clients over 2^bits.",
+    )
+    bits: Literal[32, 64] = Field(default=32, description="Of the integers that travel up in place of floats.")
+    threshold: float = Field(
+        default=2 / 3,
+        gt=0.5,
+        le=1,
+        description="Share of a client and its neighbours that can open its masks: so many must still be there in the "
+        "end, and no fewer can open them without the client's leave.",
+    )
+    neighbours: int | None = Field(
+        default=None, ge=2, le=1000, description="Clients that each masks with; left out: all, up to 100."
+    )
 
 
 class FederationConfig(Section):
@@ -143,13 +167,25 @@ class FederationConfig(Section):
         description="On Flower: a reply whose change has a norm of more than so many times the round's median is "
         "dropped, from 3 replies on; null: none is.",
     )
+    secure: SecureConfig | None = Field(
+        default=None,
+        description="On Flower: secure aggregation, for methods whose replies sum; needs fedspan[secagg]. {}: with the "
+        "defaults below. max_norm_ratio does not apply then: nobody sees single replies.",
+    )
 
     @model_validator(mode="after")
     def _few_of_many(self) -> Self:
         if self.over_select and self.clients_per_round is None:
             expected = "0, or federation.clients_per_round beside it: without, all clients are asked as it is"
             raise FedspanError("federation.over_select", self.over_select, expected)
+        if self.over_select and self.secure is not None:
+            expected = "0 with federation.secure: who masked with whom must stay to unmask"
+            raise FedspanError("federation.over_select", self.over_select, expected)
         return self
+
+    def secure_settings(self) -> SecureSettings | None:
+        """Secure aggregation as the engines take it."""
+        return None if self.secure is None else SecureSettings(**self.secure.model_dump())
 
     def reply_rules(self) -> ReplyRules:
         """When a round between machines stands."""

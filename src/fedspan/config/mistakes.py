@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, get_args
 
 import pydantic
@@ -44,11 +45,19 @@ def first_mistake(
 def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:
     annotation: Any = model
     for part in location:
+        annotation = _section(annotation)
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             annotation = annotation.model_fields[str(part)].annotation if str(part) in annotation.model_fields else None
         elif str(part).startswith(VARIANT):
             annotation = _tagged(annotation, str(part))
+    annotation = _section(annotation)
     return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _section(annotation: Any) -> Any:
+    """The section itself, of one that may be left out."""
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    return kinds[0] if len(kinds) == 1 and NoneType in get_args(annotation) else annotation
 
 
 def _tagged(annotation: Any, tag: str) -> Any:

@@ -42,6 +42,16 @@ class NodeLimits(Section):
         "local or dp-sgd are refused then. Left out: no end.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Of epsilon.")
+    secure_only: bool = Field(
+        default=False,
+        description="Take part in runs with federation.secure only: no reply leaves this node but under masks.",
+    )
+    secure_clients: int = Field(
+        default=3,
+        ge=2,
+        description="Clients, this one and those that mask with it, without whom it gives nothing that removes masks; "
+        "2 where a sum of two is hidden well enough.",
+    )
     message_mib: int = Field(default=1024, ge=1, le=2048, description="MiB of a message, at most, in and out.")
 
     @property

@@ -93,9 +93,11 @@ class PrivacyConfig(Section):
                 ("weights", federation.weights, "uniform"),
                 ("ranks", federation.ranks, None),
                 ("over_select", federation.over_select, 0),
+                ("clients_per_round", federation.secure and federation.clients_per_round, None),
             ):
                 if value != right:
-                    expected = f"{right or 'left out'} with privacy.mechanism: central"
+                    beside = " and federation.secure" if field == "clients_per_round" else ""
+                    expected = f"{right or 'left out'} with privacy.mechanism: central{beside}"
                     raise FedspanError(f"federation.{field}", value, expected)
 
     def settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:

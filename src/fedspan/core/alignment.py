@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank, fix_signs
 
-__all__ = ["Ajive", "View", "ajive", "gram_factor", "nearest_rotation", "procrustes"]
+__all__ = ["Ajive", "View", "ajive", "factor_of_gram", "gram_factor", "nearest_rotation", "procrustes"]
 
 
 def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
@@ -46,6 +46,19 @@ def gram_factor(stack_QK: Tensor) -> Tensor:
     V_KR = fix_signs(Vt.T, U.T)[0]
     present = int((S[:1] * max(stack_QK.shape) * torch.finfo(S.dtype).eps < S).sum())
     return (S[:, None] * V_KR.T)[: max(1, present)]
+
+
+def factor_of_gram(gram_KK: Tensor) -> Tensor:
+    """``gram_factor`` where only ``stack^T stack`` is known, perhaps with a small error; its symmetric part counts.
+
+    In float64. Eigenvalues below the rounding of the largest one, and negative ones, are taken for 0.
+    """
+    gram = gram_KK.double()
+    eigenvalues, vectors_KR = torch.linalg.eigh((gram + gram.T) / 2)
+    values, V_KR = eigenvalues.flip(0), vectors_KR.flip(1)
+    V_KR = fix_signs(V_KR, V_KR.T)[0]
+    present = int((values[:1].clamp_min(0) * len(gram) * torch.finfo(values.dtype).eps < values).sum())
+    return (values.clamp_min(0).sqrt()[:, None] * V_KR.T)[: max(1, present)]
 
 
 @dataclass(frozen=True)

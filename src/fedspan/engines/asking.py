@@ -11,7 +11,7 @@ from fedspan.engines import wire
 from fedspan.engines.broadcast import the_very_same
 from fedspan.engines.parcels import Answer, Asked, Order, Parcel, open_answer
 
-__all__ = ["Asking", "Forgot", "Transport", "opened"]
+__all__ = ["Asking", "Forgot", "Transport", "opened", "serial"]
 
 
 class Transport(Protocol):
@@ -35,6 +35,11 @@ class Transport(Protocol):
         ...
 
 
+def serial() -> int:
+    """A number that is greater than those before, across restarts of the server, too."""
+    return time.time_ns() // 1000
+
+
 class Asking:
     """Makes the orders of one exchange; messages in a row with the very same tensors are encoded once.
 
@@ -50,8 +55,7 @@ class Asking:
         """An order to a client, newer than all before it."""
         if self._last is None or not the_very_same(message, self._last[0]):
             self._last = (message, wire.encode(message))
-        serial = time.time_ns() // 1000  # across restarts of the server, too
-        return Order(task, round, 0, 0.0, to, client, self._last[1], run=self.run, serial=serial)
+        return Order(task, round, 0, 0.0, to, client, self._last[1], run=self.run, serial=serial())
 
 
 class Forgot(ValueError):

@@ -144,6 +144,10 @@ class Federation:
         """What happened beside the rounds since this was last asked; nothing where all clients are in this process."""
         return Beside()
 
+    def remark(self) -> str | None:
+        """What a user should know of the rounds once one was played; None: nothing."""
+        return None
+
     def begin(self) -> Progress:
         """The progress before the first round."""
         return Progress(self.method.init(self.engine.adapted))

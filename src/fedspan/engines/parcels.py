@@ -22,6 +22,7 @@ __all__ = [
     "ClientFacts",
     "Count",
     "HeaderPart",
+    "Masking",
     "Name",
     "Order",
     "Parcel",
@@ -95,6 +96,28 @@ class Part(HeaderPart):
     examples: Annotated[float, Field(ge=0)]
 
 
+class Masking(HeaderPart):
+    """What a client is told of the secure sum that its reply goes into (``engines.secure_client``).
+
+    Args:
+        session: number of the exchange of keys that came before.
+        peers: itself and the neighbours that are still there, whose masks its own cancel.
+        clients: addends of the sum, at most.
+        clip: norm of a change, at most.
+        bits: of the integers.
+        top: the greatest weight in the sum; weights count as shares of it.
+        layout: digest of the names and shapes of what is summed.
+    """
+
+    session: Count
+    peers: tuple[Name, ...]
+    clients: Annotated[int, Field(ge=2, lt=2**24)]
+    clip: Annotated[float, Field(gt=0)]
+    bits: Literal[32, 64]
+    top: Annotated[float, Field(gt=0)]
+    layout: Annotated[str, Field(min_length=64, max_length=64)]
+
+
 Scores = dict[Name, float]
 """Metrics by name; ``examples`` among them."""
 
@@ -113,6 +136,7 @@ class _OrderHeader(HeaderPart):
     to: Name
     client: ClientFacts | None
     best: Count | None = None
+    secure: Masking | None = None
 
 
 class _AnswerHeader(HeaderPart):
@@ -141,6 +165,7 @@ class Order:
         best: the round that it held when the run was at its best so far; what it kept of that must stay.
         run: which one, where a node may know several.
         serial: grows from order to order of a run; what is not newer than another one was sent before.
+        secure: into which secure sum the reply goes; None: it is sent as it is.
         body: the message, encoded.
     """
 
@@ -154,6 +179,7 @@ class Order:
     best: int | None = None
     run: str = ""
     serial: int = 0
+    secure: Masking | None = None
 
     @property
     def message(self) -> Message:
@@ -177,6 +203,7 @@ class Order:
             best=self.best,
             run=self.run,
             serial=self.serial,
+            secure=self.secure,
         )
         return Parcel(header.model_dump_json(), self.body)
 
@@ -230,17 +257,9 @@ def open_order(parcel: Parcel) -> Order:
     """
     header = read_header(_OrderHeader, parcel)
     client = None if header.client is None else header.client.client()
+    best, run, serial, secure = header.best, header.run, header.serial, header.secure
     return Order(
-        header.task,
-        header.round,
-        header.attempt,
-        header.lr,
-        header.to,
-        client,
-        parcel.body,
-        header.best,
-        header.run,
-        header.serial,
+        header.task, header.round, header.attempt, header.lr, header.to, client, parcel.body, best, run, serial, secure
     )
 
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,13 +22,17 @@ from fedspan.engines import wire
 from fedspan.engines.accounting import Charge
 from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Member, kept_moments
-from fedspan.engines.parcels import Answer, Order, Part, ScoredPart, Scores
+from fedspan.engines.parcels import Answer, Order, Parcel, Part, ScoredPart, Scores
 from fedspan.engines.privacy import order_charges, protected, training_noise
+from fedspan.engines.secure_parcels import Phase, refused_phase
 from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
 
-__all__ = ["Keeper", "Kept", "Lost", "Participant", "refused", "told"]
+if TYPE_CHECKING:
+    from fedspan.engines.secure_client import SecureClient
+
+__all__ = ["Keeper", "Kept", "Lost", "Participant", "declined", "refused", "told"]
 
 
 _SERVER_S = frozenset(
@@ -92,6 +96,7 @@ class Participant:
         keeper: where it keeps what it must remember.
         batch_size: of evaluation.
         export: writes the model of a job, over a base, of a round; None: that is not for this client to do.
+        secure: masks its replies where an order says so; None: the run has no secure sums.
     """
 
     def __init__(
@@ -103,9 +108,24 @@ class Participant:
         keeper: Keeper,
         batch_size: int,
         export: Callable[[Job, BaseUpdate, int], None] | None = None,
+        secure: SecureClient | None = None,
     ) -> None:
         self.method, self.engine, self.member = method, engine, member
         self.examples, self.keeper, self.batch_size, self.export = examples, keeper, batch_size, export
+        self.secure = secure
+
+    def reply(self, asked: Order | Phase) -> Parcel:
+        """Do whatever a server asks.
+
+        Raises:
+            FedspanError: as ``answer`` and ``SecureClient.answer``.
+            ValueError: likewise.
+        """
+        if isinstance(asked, Order):
+            return self.answer(asked).parcel()
+        if self.secure is None:
+            raise FedspanError("federation.secure", asked.task, "left out: the run's config has none")
+        return self.secure.answer(asked).parcel()
 
     def answer(self, order: Order) -> Answer:
         """Do what is asked.
@@ -140,6 +160,7 @@ class Participant:
         client = order.client
         assert client is not None
         id, settings = order.to, self.engine.settings
+        self._require_secure(order)
         job, kept = self._start(order)
         noise = training_noise(settings, self.method, order.message, self._known(client), kept.memory)
         memory, moments = kept.memory, dict(kept.moments)
@@ -169,11 +190,36 @@ class Participant:
             parts.clear()  # a loss is of the raw data
         needed = frozenset(round for round in (client.held, order.best) if round is not None)
         self.keeper.store(id, order.round, Kept(memory, moments, kept.base), needed)
-        return Answer("train", order.round, order.attempt, id, tuple(parts), body=wire.encode(reply))
+        body = self._body(order, reply, job)
+        return Answer("train", order.round, order.attempt, id, tuple(parts), body=body)
 
-    def charges(self, order: Order) -> tuple[Charge, ...]:
+    def _require_secure(self, order: Order) -> None:
+        """Check, before anything is trained, that a reply goes into a secure sum if and only if the run says so.
+
+        Raises:
+            FedspanError: if not.
+        """
+        if order.secure is None:
+            if self.secure is not None:
+                raise FedspanError("federation.secure", None, "a session: in this run replies are sent under masks")
+        elif self.secure is None:
+            raise FedspanError("federation.secure", order.secure.session, "left out: the run's config has none")
+        else:
+            self.secure.require(order, order.secure)
+
+    def _body(self, order: Order, reply: Message, job: Job) -> bytes:
+        """A reply as it travels: as it is, or what it contributes to a secure sum."""
+        encoded = wire.encode(reply)
+        if order.secure is None:
+            return encoded
+        assert self.secure is not None
+        assert order.client is not None
+        contribution = self.method.contribute(wire.decode(encoded), order.client)
+        return wire.encode(self.secure.masked(order, order.secure, contribution, job.tensors))
+
+    def charges(self, order: Order | Phase) -> tuple[Charge, ...]:
         """What an order costs of this client's privacy."""
-        if order.task != "train" or order.client is None:
+        if not isinstance(order, Order) or order.task != "train" or order.client is None:
             return ()
         settings, client = self.engine.settings, self._known(order.client)
         if settings.privacy is None:
@@ -211,6 +257,13 @@ class Participant:
 def refused(order: Order, error: Exception) -> Answer:
     """The answer of a client that could not do what it was asked."""
     return Answer(order.task, order.round, order.attempt, order.to, failed=told(error), lost=isinstance(error, Lost))
+
+
+def declined(asked: Order | Phase, error: Exception) -> Parcel:
+    """``refused``, of whatever was asked."""
+    if isinstance(asked, Order):
+        return refused(asked, error).parcel()
+    return refused_phase(asked, told(error)).parcel()
 
 
 def told(error: Exception) -> str:

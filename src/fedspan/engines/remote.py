@@ -7,24 +7,24 @@ as ``Federation.play`` on one machine where the same clients reply.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedspan.core.method import Method
-from fedspan.core.values import Client, Message, ServerState
+from fedspan.core.values import Client, Message, Reduced, ServerState
 from fedspan.engines import wire
 from fedspan.engines.accounting import Charge
 from fedspan.engines.asking import Asking, Forgot, Transport, opened
 from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Beside, Failure, Federation, Member, Progress, RoundResult, Transfer
-from fedspan.engines.parcels import Answer, Parcel
+from fedspan.engines.parcels import Answer, Order, Parcel
 from fedspan.engines.privacy import order_charges, round_charges
 from fedspan.engines.screening import ReplyRules, Screened, screened, too_far, untrained
 from fedspan.engines.settings import RoundSettings
 from fedspan.errors import FedspanError
 from fedspan.tasks.task import Examples
 
-__all__ = ["RemoteFederation"]
+__all__ = ["RemoteFederation", "too_few"]
 
 
 @dataclass
@@ -111,7 +111,7 @@ class RemoteFederation(Federation):
             if len(everything.good) >= quorum:
                 break
         else:
-            raise _too_few(everything, quorum, state.round, ids)
+            raise too_few(everything.good, everything.failures, quorum, state.round, ids)
         failed = {failure.client for failure in everything.failures if failure.attempt == attempt}
         for id in [id for id in self.drawn(state.round, self.rules.over_select) if id in everything.good][wanted:]:
             del everything.good[id]
@@ -121,17 +121,43 @@ class RemoteFederation(Federation):
         for id in ids:
             reply = everything.good.get(id)
             reducer.add(id, None if reply is None else self.method.contribute(reply.message, asked[id]))
-        parts = [part for id in ids if id in everything.good for part in everything.parts[id].parts]
+        answers = {id: everything.parts[id] for id in ids if id in everything.good}
+        return self._concluded(
+            state, held, reducer.result(), answers, transfers, everything.failures, everything.charges, late
+        )
+
+    def _concluded(
+        self,
+        state: ServerState,
+        held: Mapping[str, int],
+        reduced: Reduced,
+        answers: Mapping[str, Answer],
+        transfers: list[Transfer],
+        failures: Sequence[Failure],
+        charges: Sequence[Charge],
+        late: Sequence[str] = (),
+    ) -> RoundResult:
+        """The end of a round.
+
+        Args:
+            state: before it.
+            held: by all clients, as far as their replies don't count.
+            reduced: the replies that do.
+            answers: what those clients said, in the ids' order.
+            transfers: of the whole round.
+            failures: of those whose replies don't count.
+            charges: of the orders.
+            late: those without whom there were enough.
+        """
+        parts = [part for answer in answers.values() for part in answer.parts]
         examples = sum(part.examples for part in parts)
         transfers.sort(key=lambda transfer: (transfer.client, transfer.direction))
-        after = Progress(
-            state=self.method.update(state, reducer.result()),
-            held={**held, **dict.fromkeys(everything.good, state.round)},
-        )
+        after = Progress(state=self.method.update(state, reduced), held={**held, **dict.fromkeys(answers, state.round)})
+        lr = self.engine.settings.lr(state.round, self.settings.rounds)
         loss = sum(part.loss * part.examples for part in parts) / examples if examples else math.nan
-        charges = (*round_charges(self.settings, len(self.members)), *everything.charges)
-        failures = tuple(everything.failures)
-        return RoundResult(after, tuple(transfers), ids, lr, loss, failures, charges=charges, late=late)
+        charges = (*round_charges(self.settings, len(self.members)), *charges)
+        ids, failed = self.cohort(state.round), tuple(failures)
+        return RoundResult(after, tuple(transfers), ids, lr, loss, failed, tuple(charges), tuple(late))
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """``Federation.conclude``: of a method with personal models, every client exports its own, where it is."""
@@ -167,6 +193,26 @@ class RemoteFederation(Federation):
         self._failures.clear()
         return taken
 
+    def _orders(
+        self,
+        state: ServerState,
+        clients: Mapping[str, Client],
+        lr: float,
+        attempt: int,
+        transfers: list[Transfer],
+        charges: list[Charge],
+    ) -> Iterator[tuple[str, Order]]:
+        """The orders to train, one by one, with what the ledger counts of each and what it costs."""
+        asking = Asking(self.run)
+        for id, client in clients.items():
+            message = self.method.sync(state, client)
+            order = asking.order("train", state.round, id, client, message)
+            transfers.append(Transfer(id, "down", len(order.body), wire.payload_size(message)))
+            fresh = replace(client, held=None)
+            whole = self.method.sync(state, fresh)
+            charges += order_charges(self.settings.privacy, self.engine.settings, self.method, whole, fresh)
+            yield id, replace(order, attempt=attempt, lr=lr, best=self._best.get(id))
+
     def _ask(
         self,
         state: ServerState,
@@ -178,18 +224,9 @@ class RemoteFederation(Federation):
         on_client: Callable[[str, float], None] | None,
         wanted: int,
     ) -> None:
-        asking = Asking(self.run)
         expected: dict[tuple[int, float], Message] = {}
-        parcels: dict[str, Parcel] = {}
-        for id, client in clients.items():
-            message = self.method.sync(state, client)
-            order = asking.order("train", state.round, id, client, message)
-            order = replace(order, attempt=attempt, lr=lr, best=self._best.get(id))
-            parcels[id] = order.parcel()
-            transfers.append(Transfer(id, "down", len(order.body), wire.payload_size(message)))
-            fresh = replace(client, held=None)
-            whole = self.method.sync(state, fresh)
-            found.charges += order_charges(self.settings.privacy, self.engine.settings, self.method, whole, fresh)
+        orders = self._orders(state, clients, lr, attempt, transfers, found.charges)
+        parcels = {id: order.parcel() for id, order in orders}
         budget = self.method.declared().budgets
         for id, back in self.transport.exchange(parcels, self.rules.deadline, patient=attempt > 0):
             client = clients[id]
@@ -213,11 +250,22 @@ class RemoteFederation(Federation):
                 break
 
 
-def _too_few(found: _Asked, quorum: int, round: int, ids: Sequence[str]) -> FedspanError:
-    last = {failure.client: failure.reason for failure in found.failures}
-    told = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in found.good)
+def too_few(
+    good: Collection[str], failures: Sequence[Failure], quorum: int, round: int, ids: Sequence[str]
+) -> FedspanError:
+    """The error of a round that does not stand.
+
+    Args:
+        good: clients whose replies would count.
+        failures: of the others, and why.
+        quorum: clients that it takes.
+        round: number, from 0.
+        ids: of the cohort.
+    """
+    last = {failure.client: failure.reason for failure in failures}
+    told = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in good)
     expected = (
         f"at least {quorum} of {len(ids)} clients in round {round + 1} ({told}); the state before the round is kept: "
         "put it right and resume"
     )
-    return FedspanError("good replies", len(found.good), expected)
+    return FedspanError("good replies", len(good), expected)

@@ -18,7 +18,16 @@ from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
 from fedspan.engines import wire
 from fedspan.engines.parcels import Answer
 
-__all__ = ["ReplyRules", "Screened", "distance", "screened", "too_far", "untrained", "untrained_jobs"]
+__all__ = [
+    "ReplyRules",
+    "Screened",
+    "distance",
+    "require_asked",
+    "screened",
+    "too_far",
+    "untrained",
+    "untrained_jobs",
+]
 
 _ENOUGH = 3
 """Replies from which on one can be told to be far from the others."""
@@ -117,11 +126,7 @@ def screened(answer: Answer, client: Client, round: int, attempt: int, expected:
     Raises:
         ValueError: what is wrong with it.
     """
-    if (answer.task, answer.id, answer.round, answer.attempt) != ("train", client.id, round, attempt):
-        raise ValueError(
-            f"a reply of {answer.id!r} to round {answer.round + 1}, attempt {answer.attempt + 1} "
-            f"({answer.task}); asked was {client.id!r} for round {round + 1}, attempt {attempt + 1}"
-        )
+    require_asked(answer, client.id, round, attempt)
     message = wire.decode(answer.body)
     if message.base is not None:
         raise ValueError("it holds a change of the base, which only the server sends")
@@ -133,6 +138,19 @@ def screened(answer: Answer, client: Client, round: int, attempt: int, expected:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
     return Screened(message, distance(message, expected))
+
+
+def require_asked(answer: Answer, id: str, round: int, attempt: int) -> None:
+    """Check that a reply is the one that was asked for.
+
+    Raises:
+        ValueError: if not.
+    """
+    if (answer.task, answer.id, answer.round, answer.attempt) != ("train", id, round, attempt):
+        raise ValueError(
+            f"a reply of {answer.id!r} to round {answer.round + 1}, attempt {answer.attempt + 1} "
+            f"({answer.task}); asked was {id!r} for round {round + 1}, attempt {attempt + 1}"
+        )
 
 
 def _require_structure(message: Message, expected: Message, budget: bool) -> None:

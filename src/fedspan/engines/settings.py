@@ -11,7 +11,7 @@ from fedspan.core.noise import key_of_seed
 from fedspan.core.values import OptimizerSpec
 from fedspan.engines.accounting import Accounting
 
-__all__ = ["EvaluationSettings", "PrefixSettings", "Privacy", "RoundSettings", "TrainingSettings"]
+__all__ = ["EvaluationSettings", "PrefixSettings", "Privacy", "RoundSettings", "SecureSettings", "TrainingSettings"]
 
 
 @dataclass(frozen=True)
@@ -138,3 +138,20 @@ class RoundSettings:
     trim: float = 0.1
     max_norm: float | None = None
     privacy: Privacy | None = None
+
+
+@dataclass(frozen=True)
+class SecureSettings:
+    """Secure aggregation.
+
+    Args:
+        clip: norm of what a client changes, at most.
+        bits: of the integers that are summed, 32 or 64.
+        threshold: share of a neighbourhood that can open a secret of one of its members.
+        neighbours: of every client; None: all others, up to a number that is enough.
+    """
+
+    clip: float = 100.0
+    bits: Literal[32, 64] = 32
+    threshold: float = 2 / 3
+    neighbours: int | None = None

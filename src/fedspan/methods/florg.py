@@ -16,20 +16,23 @@ rotated towards A_t; ``none`` leaves the rotation out. The paper says no more of
 ``bases: structured`` takes the identity on the shorter side and a seeded cosine transform on the longer one, ``dense``
 two uniformly random matrices. A_1 is not established: Gaussian or orthonormal rows of size ``init_std``; A = 0 is a
 stationary point. ``center`` takes s L A_1^T A_1 R off W0, so that training starts from W0; it is not in the paper.
-One rank for all: rows of zeros, by which a larger client would be served, have no gradient.
+One rank for all: rows of zeros, by which a larger client would be served, have no gradient. ``gram_sums``: what a reply
+contributes is A_i^T A_i (k x k, float64), so that Q is a plain weighted mean and may be summed in secret; the same
+result to rounding, but of the digits of A that squaring loses. Replies are still A_i (r, k) where they are not summed
+in secret.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import gram_factor, procrustes
+from fedspan.core.alignment import factor_of_gram, gram_factor, procrustes
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.bases import dense_bases, mixing_keys
 from fedspan.core.factors import names, reply
@@ -65,6 +68,7 @@ class FLoRG(RegisteredMethod):
         init_A: distribution of A_1; gaussian entries, or orthonormal rows of the same expected length.
         init_std: of A's entries at the start.
         center: take the initial product off the base.
+        gram_sums: contribute Gram matrices, which sum, in place of factors, which do not.
     """
 
     claims: ClassVar[Claims] = Claims(paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack")
@@ -74,6 +78,10 @@ class FLoRG(RegisteredMethod):
     init_A: Literal["gaussian", "orthonormal"] = "gaussian"
     init_std: float = 0.01
     center: bool = False
+    gram_sums: bool = False
+
+    def declared(self) -> Claims:
+        return replace(self.claims, reduction="sum", sends="other") if self.gram_sums else self.claims
 
     def first_A(self, layer: LayerSpec) -> Tensor:
         """A_1 (R, K), float32."""
@@ -124,15 +132,28 @@ class FLoRG(RegisteredMethod):
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:
-        return Contribution(stack=message.tensors)
+        if not self.gram_sums:
+            return Contribution(stack=message.tensors)
+        sums: dict[str, Tensor] = {}
+        for layer in self.spec.layers:
+            A = message.tensors[tensor_name(layer.name, "A")].double()
+            sums[tensor_name(layer.name, "gram")] = A.T @ A
+        return Contribution(sum=sums)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         tensors: dict[str, Tensor] = {}
-        for name in names(self.spec, "A"):
-            stack = torch.cat([math.sqrt(item.weight) * item.tensors[name].double() for item in reduced.stack])
-            aligned = self._aligned(gram_factor(stack), state.tensors[name].double())
-            tensors[name] = aligned.to(reduced.stack[0].tensors[name].dtype)
+        for layer in self.spec.layers:
+            name = tensor_name(layer.name, "A")
+            dtype = (state if self.gram_sums else reduced.stack[0]).tensors[name].dtype
+            tensors[name] = self._aligned(self._mean(layer, reduced), state.tensors[name].double()).to(dtype)
         return state.next(tensors=tensors, generation=state.generation + 1)
+
+    def _mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
+        """A~ of the replies."""
+        if self.gram_sums:
+            return factor_of_gram(reduced.mean[tensor_name(layer.name, "gram")])
+        name = tensor_name(layer.name, "A")
+        return gram_factor(torch.cat([math.sqrt(item.weight) * item.tensors[name].double() for item in reduced.stack]))
 
     def _aligned(self, A_tilde: Tensor, before_RK: Tensor) -> Tensor:
         source = A_tilde if self.alignment == "paper" else A_tilde[: self.r]

@@ -97,10 +97,10 @@ def write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a new file and wait until it is on the disk."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = os.open(path, flags, mode)
     try:
         write_all(descriptor, data)
         os.fsync(descriptor)
@@ -108,11 +108,11 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write or replace a file so that at every moment it holds either all of the old or all of the new."""
     partial = temporary(path)
     try:
-        write_file(partial, data)
+        write_file(partial, data, mode)
         partial.replace(path)
     except BaseException:
         with suppress(OSError):  # the first error is the one to report

@@ -13,15 +13,16 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
-from fedspan.engines.parcels import Order, Parcel, open_order, read_header
-from fedspan.engines.participant import Participant, refused, told
+from fedspan.engines.parcels import Order, Parcel, read_header
+from fedspan.engines.participant import Participant, declined, told
+from fedspan.engines.secure_parcels import Phase, open_asked
 from fedspan.errors import FedspanError
 from fedspan.runs.build import prepare
 from fedspan.runs.exports import write_model
 from fedspan.runs.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs.keeping import DiskKeeper
 from fedspan.runs.meeting import Introduction, Invitation, base_digest, node_values
-from fedspan.runs.remote import method_for
+from fedspan.runs.remote import method_for, secure_client
 from fedspan.runs.spending import Book, has_key, keep_key, kept_key, new_key
 
 __all__ = ["Holder", "kept_invitation", "last_serial"]
@@ -54,23 +55,23 @@ class Holder:
             ValueError: if it is none of ours.
         """
         try:
-            order = open_order(parcel)
+            asked = open_asked(parcel)
         except ValueError:
             return self._introduced(read_header(Invitation, parcel)).parcel()
         try:
             if len(parcel.body) > self.node.limits.message_bytes:
                 raise FedspanError("message", len(parcel.body), f"at most {self.node.limits.message_bytes} bytes here")
-            self._require_new(order)
-            participant = self._participant(order.run)
-            self._book.pay(participant.charges(order), self.node.limits.epsilon)
-            answer = participant.answer(order)
+            self._require_new(asked)
+            participant = self._participant(asked.run)
+            self._book.pay(participant.charges(asked), self.node.limits.epsilon)
+            answer = participant.reply(asked)
             if len(answer.body) > self.node.limits.message_bytes:
                 raise FedspanError("reply", len(answer.body), f"at most {self.node.limits.message_bytes} bytes here")
-            log.info("round %d: %s done", order.round + 1, order.task)
+            log.info("round %d: %s done", asked.round + 1, asked.task)
         except Exception as error:
-            log.exception("round %d: %s failed", order.round + 1, order.task)
-            answer = refused(order, error)
-        return answer.parcel()
+            log.exception("round %d: %s failed", asked.round + 1, asked.task)
+            answer = declined(asked, error)
+        return answer
 
     def _introduced(self, invitation: Invitation) -> Introduction:
         own = Introduction(id=self.node.id, version=__version__)
@@ -106,6 +107,8 @@ class Holder:
             raise FedspanError("limits.epsilon", found, "privacy.mechanism local or dp-sgd, on this node")
         if limits.rounds is not None and config.federation.rounds > limits.rounds:
             raise FedspanError("limits.rounds", config.federation.rounds, f"at most {limits.rounds} on this node")
+        if limits.secure_only and config.federation.secure is None:
+            raise FedspanError("limits.secure_only", None, "a run with federation.secure, or nothing leaves this node")
 
     def _values(self, invitation: Invitation) -> dict[str, object]:
         own = self.node.model_dump(include={"data", "validation", "test", "device", "threads"})
@@ -134,8 +137,9 @@ class Holder:
             write_model(prepared, job, base, place / "adapter", round, self.node.id)
             log.info("round %d: own adapter written to %s", round, place / "adapter")
 
+        secure = secure_client(config, self.node.id, place / "kept", self.node.limits.secure_clients)
         participant = Participant(
-            method, prepared.engine, member, prepared.train, keeper, config.evaluation.batch_size, export
+            method, prepared.engine, member, prepared.train, keeper, config.evaluation.batch_size, export, secure
         )
         return participant, base_digest(prepared.model)
 
@@ -161,7 +165,7 @@ class Holder:
             self._loaded = (run, participant, base)
         return self._loaded[1]
 
-    def _require_new(self, order: Order) -> None:
+    def _require_new(self, order: Order | Phase) -> None:
         """Refuse what was sent before.
 
         Raises:

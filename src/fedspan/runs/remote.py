@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,11 +17,12 @@ from fedspan.core.values import Client, Spec
 from fedspan.engines.asking import Transport
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
-from fedspan.engines.parcels import Parcel, open_order
-from fedspan.engines.participant import Participant, refused
+from fedspan.engines.parcels import Parcel
+from fedspan.engines.participant import Participant, declined
 from fedspan.engines.remote import RemoteFederation
 from fedspan.engines.remote_evaluation import RemoteEvaluator
 from fedspan.engines.screening import ReplyRules
+from fedspan.engines.secure_parcels import open_asked
 from fedspan.runs.build import Prepared, choose_device, max_length, prepare, require_private_model
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.keeping import DiskKeeper
@@ -30,8 +32,12 @@ from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.session import kept_partition
 from fedspan.runs.simulators import make_engine
 from fedspan.runs.spending import kept_key
+from fedspan.secure import require
 
-__all__ = ["answer_as", "connected", "members_of", "method_for", "nodes_folder", "prepare_server"]
+if TYPE_CHECKING:
+    from fedspan.engines.secure_client import SecureClient
+
+__all__ = ["answer_as", "connected", "members_of", "method_for", "nodes_folder", "prepare_server", "secure_client"]
 
 
 def nodes_folder(run: Path) -> Path:
@@ -115,10 +121,13 @@ def connected(
         members: the clients; None: those of the prepared run.
         nodes: where the clients keep what they remember, if that can be seen from here.
         run: its name, for nodes that may know several.
+
+    Raises:
+        FedspanError: if the config asks for secure sums, and the libraries for them are not installed.
     """
     here, config = prepared.federation, prepared.config
     known = here.members if members is None else members
-    federation = RemoteFederation(
+    federation = _federation(config)(
         here.method,
         prepared.engine,
         known,
@@ -141,6 +150,38 @@ def connected(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
+def _federation(config: RunConfig) -> Callable[..., RemoteFederation]:
+    """The kind of federation that a config asks for."""
+    secure = config.federation.secure_settings()
+    if secure is None:
+        return RemoteFederation
+    require()
+    from fedspan.engines.secure_server import SecureFederation  # needs fedspan[secagg]
+
+    return partial(SecureFederation, secure=secure)
+
+
+def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> SecureClient | None:
+    """What masks a client's replies; None: the run has no secure sums.
+
+    Args:
+        config: the run's, as the client was told.
+        id: of the client.
+        folder: where it keeps what it must remember of the run.
+        least: clients without whom it hides in no sum.
+
+    Raises:
+        FedspanError: if the libraries are not installed.
+    """
+    if config.federation.secure is None:
+        return None
+    require()
+    from fedspan.engines.secure_client import SecureClient  # needs fedspan[secagg]
+    from fedspan.runs.vault import DiskVault
+
+    return SecureClient(id, DiskVault(folder), least)
+
+
 def answer_as(run: str, threads: int, number: int, parcel: Parcel) -> Parcel:
     """Answer as a client of a simulated run; the process that is asked first loads model and data, and keeps them.
 
@@ -150,13 +191,13 @@ def answer_as(run: str, threads: int, number: int, parcel: Parcel) -> Parcel:
         number: the client's place among the ids.
         parcel: the server's order.
     """
-    order = open_order(parcel)
+    asked = open_asked(parcel)
     try:
         participant = _participants(run)[number]
         torch.set_num_threads(threads)  # not those that the config gives the whole run
-        return participant.answer(order).parcel()
+        return participant.reply(asked)
     except Exception as error:  # whatever it was, the server is told that there is no reply
-        return refused(order, error).parcel()
+        return declined(asked, error)
 
 
 @lru_cache(maxsize=1)
@@ -164,9 +205,17 @@ def _participants(run: str) -> list[Participant]:
     place = RunFolder(run)
     config = parse_config(parse_text(place.config_text(), str(place.config)))
     prepared = prepare(config, kept_partition(place), kept_key(place.path, config))
-    federation, keeper = prepared.federation, DiskKeeper(nodes_folder(place.path))
-    batch_size = config.evaluation.batch_size
+    federation, folder = prepared.federation, nodes_folder(place.path)
+    keeper, batch_size = DiskKeeper(folder), config.evaluation.batch_size
     return [
-        Participant(federation.method, prepared.engine, member, prepared.train, keeper, batch_size)
-        for member in federation.members.values()
+        Participant(
+            federation.method,
+            prepared.engine,
+            member,
+            prepared.train,
+            keeper,
+            batch_size,
+            secure=secure_client(config, id, folder),
+        )
+        for id, member in federation.members.items()
     ]

@@ -77,6 +77,9 @@ def run(
             return _play(place, stored, listener, resumed=True, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "needed for a new run")
+    if config.federation.secure is not None and host is None:
+        expected = "left out, or engine.name: flower-sim, or a deployment (fedspan submit): here one process sees all"
+        raise FedspanError("federation.secure", config.engine.name, expected)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded for nothing
@@ -151,8 +154,9 @@ class _Session:
 
             result = federation.play(progress, told)
             keep_choice(self.place, engine)
-            if number == first and (note := engine_note(engine)) is not None:
-                self.listener.noted(note)
+            for note in (engine_note(engine), federation.remark()):
+                if number == first and note is not None:
+                    self.listener.noted(note)
             row = self._row(result)
             self.seconds += time.monotonic() - began
             progress = self._commit(result, {**row, "seconds": self.seconds})

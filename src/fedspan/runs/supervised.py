@@ -10,8 +10,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from fedspan.config.node import load_node
-from fedspan.engines.parcels import Parcel, open_order
-from fedspan.engines.participant import refused
+from fedspan.engines.parcels import Parcel
+from fedspan.engines.participant import declined
+from fedspan.engines.secure_parcels import open_asked
 from fedspan.errors import FedspanError
 
 __all__ = ["Supervised"]
@@ -38,7 +39,7 @@ class Supervised:
     def answer(self, parcel: Parcel) -> Parcel:
         """``Holder.answer``."""
         try:
-            order = open_order(parcel)
+            order = open_asked(parcel)
         except ValueError:
             order = None
         line = self._line()
@@ -55,7 +56,7 @@ class Supervised:
         self.close()
         if order is None:
             raise error
-        return refused(order, error).parcel()
+        return declined(order, error)
 
     def close(self) -> None:
         """Kill the process, if there is one."""

@@ -1,0 +1,110 @@
+"""Shamir's shares of a 32-byte secret: any ``threshold`` of them give it, fewer nothing.
+
+PyCryptodome shares 16 bytes at a time (over GF(2^128)), so a secret is shared as two halves. A share travels as two
+bytes of its number and the two halves' shares. Shares are put together here and not by PyCryptodome, which takes tens
+of milliseconds for each secret: the coefficients of the interpolation depend on the shares' numbers alone, and a server
+opens many secrets with the shares of the same clients. It learns the secrets anyway, so nothing here need hide them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from Crypto.Protocol.SecretSharing import Shamir
+
+__all__ = ["SHARE", "combine", "split"]
+
+_HALF = 16
+_NUMBER = 2
+SHARE = _NUMBER + 2 * _HALF
+"""Bytes of a share."""
+
+_TOP = 1 << 128
+_POLYNOMIAL = _TOP | 0x87
+"""x^128 + x^7 + x^2 + x + 1, PyCryptodome's field."""
+
+
+def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
+    """Shares of a secret.
+
+    Args:
+        secret: 32 bytes.
+        threshold: shares that give it, at least 2.
+        count: shares to make.
+
+    Raises:
+        ValueError: for another length, or a threshold that is out of range.
+    """
+    if len(secret) != 2 * _HALF or not 2 <= threshold <= count < 2 ** (8 * _NUMBER):
+        raise ValueError(f"{count} shares of {len(secret)} bytes, of which {threshold} suffice")
+    first = Shamir.split(threshold, count, secret[:_HALF], ssss=False)
+    second = Shamir.split(threshold, count, secret[_HALF:], ssss=False)
+    return [
+        number.to_bytes(_NUMBER, "big") + one + other for (number, one), (_, other) in zip(first, second, strict=True)
+    ]
+
+
+def combine(shares: Sequence[bytes], threshold: int) -> bytes:
+    """The secret of some shares; if one of them is wrong, something else.
+
+    Raises:
+        ValueError: if there are too few different ones, or one is no share.
+    """
+    if any(len(share) != SHARE for share in shares):
+        raise ValueError(f"a share has {SHARE} bytes")
+    numbered = {int.from_bytes(share[:_NUMBER], "big"): share[_NUMBER:] for share in shares}
+    if len(numbered) < threshold or 0 in numbered:
+        raise ValueError(f"{len(numbered)} shares; it takes {threshold}")
+    used = tuple(sorted(numbered)[:threshold])
+    halves = [0, 0]
+    for number, coefficient in zip(used, _coefficients(used), strict=True):
+        for at in range(2):
+            share = int.from_bytes(numbered[number][_HALF * at : _HALF * (at + 1)], "big")
+            halves[at] ^= _times(coefficient, share)
+    return b"".join(half.to_bytes(_HALF, "big") for half in halves)
+
+
+@lru_cache(maxsize=256)
+def _coefficients(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Lagrange's at 0: prod_{m != j} x_m / (x_j + x_m) for every share's number x_j."""
+    whole, below = 1, list[int]()
+    for number in numbers:
+        whole = _times(whole, number)
+        product = number
+        for other in numbers:
+            if other != number:
+                product = _times(product, number ^ other)
+        below.append(product)
+    return tuple(_times(whole, inverse) for inverse in _inverses(below))
+
+
+def _inverses(values: Sequence[int]) -> list[int]:
+    """Of elements that are not 0, by one inversion."""
+    products = [1]
+    for value in values:
+        products.append(_times(products[-1], value))
+    inverse, base = 1, products[-1]
+    for _ in range(127):  # to the power of 2^128 - 2
+        base = _times(base, base)
+        inverse = _times(inverse, base)
+    found: list[int] = []
+    for value, product in zip(reversed(values), reversed(products[:-1]), strict=True):
+        found.append(_times(inverse, product))
+        inverse = _times(inverse, value)
+    return found[::-1]
+
+
+def _times(one: int, other: int) -> int:
+    """The product of two elements of the field."""
+    if other > one:
+        one, other = other, one
+    product = 0
+    while other:
+        if other & 1:
+            product ^= one
+        other >>= 1
+        one <<= 1
+        if one & _TOP:
+            one ^= _POLYNOMIAL
+    return product

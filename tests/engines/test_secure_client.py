@@ -1,0 +1,330 @@
+"""A client's half of secure aggregation: phases go forward only, and nobody is told both shares of a client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+from fedspan.core.values import Client, Contribution
+from fedspan.engines.changes import change_of, clipped
+from fedspan.engines.parcels import Masking, Order
+from fedspan.engines.secure_client import MASKED, MemoryVault, SecureClient, Vault, context_of
+from fedspan.engines.secure_parcels import (
+    KeysAnswer,
+    KeysOrder,
+    PublicKeys,
+    SharesAnswer,
+    SharesOrder,
+    UnmaskAnswer,
+    UnmaskOrder,
+)
+from fedspan.engines.secure_sums import begun_with, layout_of, parted
+from fedspan.engines.unmasking import Masked, unmask
+from fedspan.errors import FedspanError
+from fedspan.runs.vault import DiskVault
+from fedspan.secure.graph import neighbourhoods, threshold_of
+from fedspan.secure.ring import Ring
+
+IDS = ("a", "b", "c", "d")
+START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}
+
+
+class Sums:
+    """A session, played by hand.
+
+    Args:
+        vault: of all clients.
+        weights: of the clients, by id.
+        start: what they begin with.
+        options: clip, bits and neighbours.
+    """
+
+    def __init__(
+        self, vault: Vault, weights: Mapping[str, float], start: Mapping[str, Tensor], session: int = 1, **options: Any
+    ) -> None:
+        self.vault, self.weights, self.start, self.session = vault, weights, start, session
+        self.clip, self.bits = options.get("clip", 10.0), options.get("bits", 32)
+        self.neighbours = options.get("neighbours")
+        self.keys: dict[str, PublicKeys] = {}
+        self.sealed: dict[str, Mapping[str, bytes]] = {}
+        self.around: dict[str, tuple[str, ...]] = {}
+
+    def client(self, id: str, least: int = 2) -> SecureClient:
+        return SecureClient(id, self.vault, least)
+
+    def common(self, id: str) -> dict[str, Any]:
+        return {"run": "run", "serial": 1, "round": 0, "attempt": 0, "to": id, "session": self.session}
+
+    def give_keys(self, *ids: str) -> None:
+        for id in ids:
+            answer = self.client(id).answer(KeysOrder(**self.common(id)))
+            assert isinstance(answer, KeysAnswer)
+            assert answer.keys is not None
+            self.keys[id] = answer.keys
+        self.around = neighbourhoods(sorted(self.keys), self.neighbours)
+
+    def shares_order(self, id: str, **changes: Any) -> SharesOrder:
+        peers = {peer: self.keys[peer] for peer in self.around[id]}
+        given = {"threshold": self.threshold(id), "peers": peers, **changes}
+        return SharesOrder(**self.common(id), **given)
+
+    def threshold(self, id: str) -> int:
+        return threshold_of(len(self.around[id]), 2 / 3)
+
+    def give_shares(self, *ids: str) -> None:
+        for id in ids:
+            answer = self.client(id).answer(self.shares_order(id))
+            assert isinstance(answer, SharesAnswer)
+            self.sealed[id] = answer.sealed
+
+    def present(self, id: str) -> tuple[str, ...]:
+        return tuple(peer for peer in self.around[id] if peer in self.sealed)
+
+    def order(self, id: str, **changes: Any) -> tuple[Order, Masking]:
+        given: dict[str, Any] = {
+            "session": self.session,
+            "peers": self.present(id),
+            "clients": len(self.sealed),
+            "clip": self.clip,
+            "bits": self.bits,
+            "top": max(self.weights[id] for id in self.sealed),
+            "layout": layout_of(begun_with(self.start, self.start)),
+        }
+        masking = Masking(**{**given, **changes})
+        client = Client(id, 2, 1.0, 1, self.weights[id], None)
+        return Order("train", 0, 0, 0.1, id, client, b"", run="run", secure=masking), masking
+
+    def vector(self, id: str, values: Mapping[str, Tensor], **changes: Any) -> np.ndarray[Any, Any]:
+        order, masking = self.order(id, **changes)
+        message = self.client(id).masked(order, masking, Contribution(sum=values), self.start)
+        return message.tensors[MASKED].numpy()
+
+    def unmask_order(self, id: str, stayed: Any, **changes: Any) -> UnmaskOrder:
+        present = self.present(id)
+        given: dict[str, Any] = {
+            "survivors": tuple(peer for peer in present if peer in stayed),
+            "dropped": tuple(peer for peer in present if peer not in stayed),
+            "sealed": {peer: self.sealed[peer][id] for peer in present},
+        }
+        return UnmaskOrder(**self.common(id), **{**given, **changes})
+
+    def opened(self, id: str, survivors: Any) -> Mapping[str, bytes]:
+        answer = self.client(id).answer(self.unmask_order(id, survivors))
+        assert isinstance(answer, UnmaskAnswer)
+        return answer.shares
+
+    def mean(self, vectors: Mapping[str, np.ndarray[Any, Any]], opening: Any) -> tuple[dict[str, Tensor], float]:
+        """The mean of the changes, and what an entry may be off by."""
+        ring = Ring(self.bits, self.clip, len(self.sealed))
+        total = np.zeros(sum(value.numel() for value in self.start.values()), ring.dtype)
+        for vector in vectors.values():
+            total += vector.view(ring.dtype)
+        given = {id: self.opened(id, set(vectors)) for id in opening}
+        present = {id: self.present(id) for id in self.sealed}
+        needed = {id: self.threshold(id) for id in self.around}
+        unmask(total, Masked(context_of("run", self.session), present, needed, self.keys, set(vectors)), given)
+        top = max(self.weights[id] for id in self.sealed)
+        share = sum(self.weights[id] / top for id in vectors)
+        return parted(ring.decode(total) / share, self.start), ring.error(len(vectors)) / share
+
+
+def sums(vault: Vault | None = None, **options: Any) -> Sums:
+    return Sums(vault or MemoryVault(), dict.fromkeys(IDS, 1.0), START, **options)
+
+
+shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes,
+    st.integers(3, 9),
+    st.sampled_from([None, 2, 4]),
+    st.sampled_from([32, 64]),
+    st.floats(0.01, 1000.0),
+    st.integers(0, 2**32),
+)
+def test_the_mean_is_that_of_the_survivors_within_the_bound(
+    layout: list[list[int]], clients: int, neighbours: int | None, bits: int, clip: float, seed: int
+) -> None:
+    """Any shapes and weights, any neighbours; some are gone before the shares, some after, some in the end."""
+    rng = np.random.default_rng(seed)
+    torch_rng = torch.Generator().manual_seed(seed)
+    start = {f"layer-{n}/A": torch.randn(shape, generator=torch_rng) for n, shape in enumerate(layout)}
+    ids = tuple(f"client-{number}" for number in range(clients))
+    weights = {id: float(weight) for id, weight in zip(ids, rng.choice([0.5, 1, 3, 100], clients), strict=True)}
+    made = Sums(MemoryVault(), weights, start, clip=clip, bits=bits, neighbours=neighbours)
+    made.give_keys(*ids)
+    spare = min(len(members) - made.threshold(id) for id, members in made.around.items())
+    gone = list(rng.permutation(ids))[: rng.integers(0, spare + 1)]
+    early, middle, late = (set(gone[at::3]) for at in range(3))
+    made.give_shares(*(id for id in ids if id not in early))
+    present = [id for id in ids if id not in early]
+    values = {
+        id: {name: one + clip * torch.randn(one.shape, generator=torch_rng) for name, one in start.items()}
+        for id in ids
+    }
+    vectors = {id: made.vector(id, values[id]) for id in present if id not in middle}
+    mean, error = made.mean(vectors, [id for id in vectors if id not in late])
+    total = sum(weights[id] for id in vectors)
+    for name in start:
+        exact = torch.zeros_like(start[name], dtype=torch.float64)
+        for id in vectors:
+            own = clipped(change_of(Contribution(sum=values[id]), start), clip)
+            exact += own[name] * (weights[id] / total)
+        assert float((mean[name] - exact).abs().max()) <= error * (1 + 1e-9)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def vault(request: pytest.FixtureRequest, tmp_path: Path) -> Vault:
+    return MemoryVault() if request.param == "memory" else DiskVault(tmp_path)
+
+
+def require_refused(what: str, call: Any, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(FedspanError, match=what):
+        call(*arguments, **options)
+
+
+def test_phases_come_in_their_order_each_once(vault: Vault) -> None:
+    made = sums(vault)
+    made.give_keys(*IDS)
+    require_refused("more than 1: sessions are new ones", made.client("a").answer, KeysOrder(**made.common("a")))
+    for id in IDS:
+        made.sealed[id] = dict.fromkeys(IDS, bytes(28))
+    require_refused("phases come in their order", made.client("a").require, *made.order("a"))
+    require_refused("phases come in their order", made.client("a").answer, made.unmask_order("a", IDS))
+    made.give_shares(*IDS)
+    require_refused("phases come in their order", made.client("a").answer, made.shares_order("a"))
+    require_refused("phases come in their order", made.client("a").answer, made.unmask_order("a", IDS))
+    vectors = {id: made.vector(id, START) for id in IDS}
+    require_refused("phases come in their order", made.vector, "a", START)
+    mean, _ = made.mean(vectors, IDS)
+    assert all(float(value.abs().max()) < 1e-6 for value in mean.values())
+    for survivors in (IDS, IDS[:3]):  # again, and with another set of survivors
+        require_refused("phases come in their order", made.client("a").answer, made.unmask_order("a", survivors))
+    require_refused("more than 1", made.client("a").answer, KeysOrder(**made.common("a")))
+
+
+def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(vault: Vault) -> None:
+    made = sums(vault)
+    made.give_keys(*IDS)
+    made.give_shares(*IDS)
+    made.vector("a", START)
+    later = sums(vault, session=2)
+    later.give_keys(*IDS)
+    assert later.keys["a"] != made.keys["a"]
+    require_refused("the session that this client began last", made.client("a").answer, made.unmask_order("a", IDS))
+    require_refused("more than 2", made.client("a").answer, KeysOrder(**made.common("a")))
+    unknown = sums(vault, session=3)
+    unknown.keys, unknown.around = later.keys, later.around
+    require_refused("the session that", unknown.client("a").answer, unknown.shares_order("a"))
+
+
+def test_neighbours_that_are_not_what_they_seem_are_refused() -> None:
+    made = sums()
+    made.give_keys(*IDS)
+    others = {id: made.keys[id] for id in IDS[1:]}
+    client = made.client("a")
+    require_refused("this client's own keys", client.answer, made.shares_order("a", peers=others))
+    swapped = {**made.keys, "a": made.keys["b"]}
+    require_refused("this client's own keys", client.answer, made.shares_order("a", peers=swapped))
+    doubled = {**made.keys, "c": made.keys["b"]}
+    require_refused("different keys", client.answer, made.shares_order("a", peers=doubled))
+    for threshold in (2, 5):
+        require_refused("more than half", client.answer, made.shares_order("a", threshold=threshold))
+    require_refused(r"limits\.secure_clients: 4; at least 5", made.client("a", 5).answer, made.shares_order("a"))
+    with pytest.raises(ValueError, match="an order to 'b'"):
+        client.answer(made.shares_order("b"))
+    made.give_shares(*IDS)  # none of that counts as the phase
+
+
+def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() -> None:
+    made = sums()
+    made.give_keys(*IDS)
+    made.give_shares(*IDS)
+    client = made.client("a")
+    for peers in (("b", "c", "d"), (*IDS, "e"), ("a", "a", "b", "c")):
+        require_refused("this client, and others", client.require, *made.order("a", peers=peers))
+    require_refused(r"limits\.secure_clients: 2; at least 2 of them in a sum here, and 3", client.require,
+                    *made.order("a", peers=("a", "b")))  # fmt: skip
+    require_refused("at least this client's weight", client.require, *made.order("a", top=0.5))
+    client.require(*made.order("a"))
+    client.require(*made.order("a"))  # asking is no phase
+
+
+def test_nobody_is_told_both_shares_of_a_client() -> None:
+    made = sums()
+    made.give_keys(*IDS)
+    made.give_shares(*IDS)
+    for id in IDS:
+        made.vector(id, START)
+    client = made.client("a")
+    wrong: list[tuple[Any, Any]] = [
+        (IDS, ("d",)),  # both
+        (("a", "b"), ("c",)),  # of d neither
+        (("b", "c", "d"), ("a",)),  # itself as dropped
+        ((*IDS, "e"), ()),
+    ]
+    for survivors, dropped in wrong:
+        order = made.unmask_order("a", IDS, survivors=survivors, dropped=dropped)
+        require_refused(r"message\.survivors", client.answer, order)
+    order = made.unmask_order("a", IDS[:2])
+    require_refused(r"limits\.secure_clients: 2", client.answer, order)
+    shares = made.opened("a", IDS[:3])
+    assert set(shares) == set(IDS)
+    own = made.sealed
+    assert len({share for share in shares.values()}) == 4
+    assert all(len(sealed) == 4 for sealed in own.values())
+
+
+def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
+    """One neighbour sealed noise, another for somebody else: three of four shares are still there."""
+    made = sums()
+    made.give_keys(*IDS)
+    made.give_shares(*IDS)
+    vectors = {id: made.vector(id, START) for id in IDS}
+    sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "b": bytes(40), "c": made.sealed["c"]["d"]}
+    answer = made.client("a").answer(made.unmask_order("a", IDS, sealed=sealed))
+    assert isinstance(answer, UnmaskAnswer)
+    assert set(answer.shares) == {"a", "d"}
+    assert set(vectors) == set(IDS)
+
+
+def test_too_few_shares_open_nothing() -> None:
+    made = sums()
+    made.give_keys(*IDS)
+    made.give_shares(*IDS)
+    vectors = {id: made.vector(id, START) for id in IDS}
+    with pytest.raises(ValueError, match="of 'a': 2 shares; it takes 3"):
+        made.mean(vectors, IDS[:2])
+
+
+def test_a_session_is_on_the_disk_before_its_answer_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    made = sums(DiskVault(tmp_path))
+    made.give_keys(*IDS)
+    files = sorted(tmp_path.rglob("session.json"))
+    assert len(files) == 4
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    kept = [path.read_bytes() for path in files]
+    made.give_shares(*IDS)
+    vectors = {id: made.vector(id, START) for id in IDS}
+    made.mean(vectors, IDS)
+    last = DiskVault(tmp_path).load("a")
+    assert last is not None
+    assert (last.phase, last.secret, last.peers) == ("unmasked", b"", {})
+    assert all(path.read_bytes() not in kept for path in files)
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(FedspanError, match="damaged"):
+        DiskVault(tmp_path).load("a")

@@ -1,0 +1,357 @@
+"""Rounds under secure aggregation: what the server learns, who may be missing when, and what it takes to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+import securing
+import tiny
+from fedspan.core.values import Client, Contribution, Message
+from fedspan.engines import wire
+from fedspan.engines.federation import Federation
+from fedspan.engines.parcels import Order, Parcel, open_answer
+from fedspan.engines.secure_client import MASKED
+from fedspan.engines.secure_parcels import Phase, UnmaskAnswer
+from fedspan.engines.settings import SecureSettings
+from fedspan.errors import FedspanError
+from fedspan.runs.build import Prepared
+from fedspan.secure.ring import Ring
+from fedspan.wrappers.wrapper import Wrapper
+
+ALL = tuple(sorted(tiny.SITES))
+OTHERS = tuple(id for id in ALL if id != "south")
+PHASES = ("keys", "shares", "train")
+
+
+@pytest.fixture
+def built(prepared: Prepared, tiny_folder: Path) -> Prepared:
+    config = tiny.config(tiny_folder, federation={"clients_per_round": None})
+    return tiny.variant(prepared, config, watch=lambda method: securing.Noted(inner=method))
+
+
+def reduced(federation: Federation) -> Any:
+    method = federation.method
+    assert isinstance(method, securing.Noted)
+    return method.reduced[-1]
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("neighbours", [None, 2])
+def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbours: int | None, built: Prepared, tmp_path: Path) -> None:
+    settings = SecureSettings(bits=bits, neighbours=neighbours)
+    federation, stage = securing.secured(built, tmp_path, settings=settings)
+    begin = federation.begin()
+    result = federation.play(begin)
+    hidden = reduced(federation)
+    plain = securing.among(built.federation, *ALL).play(begin)
+    assert not result.failures
+    securing.require_same_round(result, plain)
+    assert hidden.count == reduced(federation).count == 4
+    limit = securing.bound(federation, ALL, ALL)
+    worst = securing.require_close(hidden.mean, reduced(federation).mean, limit)
+    assert worst > 0 or bits == 64
+    assert [task for task, _, _ in stage.asked] == [phase for phase in (*PHASES, "unmask") for _ in ALL]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built: Prepared, tmp_path: Path) -> None:
+    federation, _ = securing.secured(built, tmp_path, lose=securing.gone_at(phase, "south"))
+    begin = federation.begin()
+    result = federation.play(begin)
+    hidden = reduced(federation)
+    (failure,) = result.failures
+    assert (failure.client, failure.attempt) == ("south", 0)
+    assert securing.GONE in failure.reason
+    plain = securing.among(built.federation, *OTHERS).play(begin)
+    securing.require_same_round(result, plain)
+    assert hidden.count == 3
+    asked = ALL if phase == "train" else OTHERS
+    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, asked, OTHERS))
+
+
+def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp_path: Path) -> None:
+    federation, _ = securing.secured(built, tmp_path, lose=securing.gone_at("unmask", "south"))
+    begin = federation.begin()
+    result = federation.play(begin)
+    hidden = reduced(federation)
+    assert not result.failures
+    plain = securing.among(built.federation, *ALL).play(begin)
+    securing.require_same_round(result, plain)
+    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, ALL))
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "unmask"])
+def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared, tmp_path: Path) -> None:
+    """Two of four are too few for the quorum, or for the shares, of which it takes three."""
+    lose = securing.gone_at(phase, "south", "west")
+    federation, stage = securing.secured(built, tmp_path, lose=lose, retries=1)
+    begin = federation.begin()
+    before = wire.encode_state(begin.state)
+    with pytest.raises(FedspanError, match=r"at least 3 of 4 clients in round 1 \(.*south: ") as stopped:
+        federation.play(begin)
+    assert "west" in str(stopped.value)
+    assert wire.encode_state(begin.state) == before
+    assert {attempt for _, attempt, _ in stage.asked} == {0, 1}
+    sessions = {asked.session for asked, _ in stage.sent if not isinstance(asked, Order)}
+    assert len(sessions) == 2
+    stage.lose = securing.nobody
+    again = federation.play(begin)
+    assert set(again.progress.held) == set(ALL)
+    plain = securing.among(built.federation, *ALL).play(begin)
+    assert again.loss == pytest.approx(plain.loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "unmask"])
+def test_an_attempt_that_failed_is_followed_by_one_that_does_not(phase: str, built: Prepared, tmp_path: Path) -> None:
+    federation, stage = securing.secured(built, tmp_path, lose=securing.gone_at(phase, "south", "west", attempts=1))
+    begin = federation.begin()
+    result = federation.play(begin)
+    hidden = reduced(federation)
+    assert {failure.attempt for failure in result.failures} == {0}
+    assert {"south", "west"} <= {failure.client for failure in result.failures}
+    plain = securing.among(built.federation, *ALL).play(begin)
+    securing.require_same_round(result, plain)
+    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, ALL))
+    stage.lose = securing.nobody
+    assert not federation.play(result.progress).failures  # what was left on the clients' disks is not in the way
+
+
+def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared, tmp_path: Path) -> None:
+    federation, stage = securing.secured(built, tmp_path)
+    federation.play(federation.begin())
+    federation.play(federation.begin())
+    vectors = [
+        wire.decode(open_answer(back).body).tensors[MASKED].numpy()
+        for asked, back in stage.came
+        if isinstance(asked, Order)
+    ]
+    assert len(vectors) == 8
+    for vector in vectors:
+        counts = np.bincount(vector.view(np.uint8), minlength=256)
+        spread = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+        assert abs(spread - 255) < 5 * (2 * 255) ** 0.5
+    for number, one in enumerate(vectors):  # the same round twice: the same changes, under other masks
+        for other in vectors[:number]:
+            counts = np.bincount((one - other).view(np.uint8), minlength=256)
+            spread = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+            assert abs(spread - 255) < 5 * (2 * 255) ** 0.5
+
+
+def test_every_byte_that_travels_is_counted(built: Prepared, tmp_path: Path) -> None:
+    federation, stage = securing.secured(built, tmp_path)
+    result = federation.play(federation.begin())
+    for direction, parcels in (("down", stage.sent), ("up", stage.came)):
+        for id in ALL:
+            own = [(asked, parcel) for asked, parcel in parcels if asked.to == id]
+            sizes = [
+                len(parcel.body) + (0 if isinstance(asked, Order) else len(parcel.header)) for asked, parcel in own
+            ]
+            counted = [one.bytes for one in result.transfers if (one.client, one.direction) == (id, direction)]
+            assert sorted(counted) == sorted(sizes)
+            assert len(counted) == 4
+    elements = sum(value.numel() for value in reduced(federation).mean.values())
+    assert {one.payload for one in result.transfers if one.direction == "up"} == {0, 4 * elements}
+    assert f"{elements} masked integers of 32 bits" in (federation.remark() or "")
+
+
+def changed(change: Any) -> securing.Spoil:
+    """South's vector changed."""
+
+    def spoil(asked: Order | Phase, back: Parcel) -> Parcel:
+        if not isinstance(asked, Order) or asked.to != "south":
+            return back
+        answer = open_answer(back)
+        return replace(answer, body=wire.encode(change(wire.decode(answer.body)))).parcel()
+
+    return spoil
+
+
+def vector_of(message: Message) -> torch.Tensor:
+    return message.tensors[MASKED]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda message: Message({MASKED: vector_of(message)[:-1]}), "a masked vector ["),
+        (lambda message: Message({MASKED: vector_of(message).long()}), "of torch.int64, not ["),
+        (lambda message: Message({MASKED: vector_of(message)[None]}), "a masked vector [1, "),
+        (lambda message: Message({"other": vector_of(message)}), "not of one masked vector"),
+        (lambda message: Message({**message.tensors, "more": torch.zeros(1)}), "not of one masked vector"),
+        (lambda message: Message(message.tensors, {"more": 1}), "not of one masked vector"),
+    ],
+)
+def test_a_vector_that_does_not_fit_is_left_out(change: Any, why: str, built: Prepared, tmp_path: Path) -> None:
+    federation, _ = securing.secured(built, tmp_path, spoil=changed(change))
+    begin = federation.begin()
+    result = federation.play(begin)
+    hidden = reduced(federation)
+    (failure,) = result.failures
+    assert failure.client == "south"
+    assert why in failure.reason
+    securing.among(built.federation, *OTHERS).play(begin)
+    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, OTHERS))
+
+
+def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> None:
+    """One client adds to its vector what no change within the clip can be; whose fault it is, nobody can say."""
+    spoil = changed(lambda message: Message({MASKED: vector_of(message) + 2**29}))
+    federation, stage = securing.secured(built, tmp_path, spoil=spoil, retries=0)
+    begin = federation.begin()
+    with pytest.raises(FedspanError, match=r"a mean with a norm of .*, above federation\.secure\.clip"):
+        federation.play(begin)
+    stage.spoil = securing.good
+    assert not federation.play(begin).failures
+
+
+def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path) -> None:
+    """Of a client who dropped out: what they give is not its key."""
+
+    def spoil(asked: Order | Phase, back: Parcel) -> Parcel:
+        if asked.task != "unmask" or asked.attempt:
+            return back
+        answer = UnmaskAnswer.model_validate_json(back.header)
+        wrong = {id: share[:2] + bytes(32) for id, share in answer.shares.items()}
+        return answer.model_copy(update={"shares": wrong}).parcel()
+
+    lose = securing.gone_at("train", "south", attempts=1)
+    federation, _ = securing.secured(built, tmp_path, lose=lose, spoil=spoil)
+    result = federation.play(federation.begin())
+    assert any("not of its key" in one.reason or "a norm of" in one.reason for one in result.failures)
+    assert set(result.progress.held) == set(ALL)
+
+
+def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path) -> None:
+    """Far below what training changes: every client's change comes down to that norm, and their mean is no longer."""
+    clip = 1e-3
+    federation, _ = securing.secured(built, tmp_path, settings=SecureSettings(clip=clip))
+    begin = federation.begin()
+    federation.play(begin)
+    mean = reduced(federation).mean
+    moved = torch.cat([(value.double() - begin.state.tensors[name].double()).flatten() for name, value in mean.items()])
+    assert clip / 5 < float(moved.norm()) <= clip * 1.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoilt(Wrapper):
+    """A method one of whose clients contributes something else."""
+
+    change: Any
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        contribution = self.inner.contribute(message, client)
+        return self.change(contribution) if client.id == "south" else contribution
+
+
+def without_first(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(list(tensors.items())[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda one: replace(one, sum={name: value * float("nan") for name, value in one.sum.items()}), "not finite"),
+        (lambda one: replace(one, sum=without_first(one.sum)), "names and shapes of all other"),
+        (lambda one: replace(one, weight=3.0), "the client's own weight"),
+        (lambda one: replace(one, stack={"more": torch.zeros(1)}), "that sums"),
+    ],
+)
+def test_a_client_whose_reply_has_no_place_in_the_sum_says_so_and_drops_out(
+    change: Any, why: str, built: Prepared, tmp_path: Path
+) -> None:
+    spoilt = Spoilt(inner=built.federation.method, change=change)
+    federation, _ = securing.secured(built, tmp_path, method=spoilt)
+    begin = federation.begin()
+    result = federation.play(begin)
+    hidden = reduced(federation)
+    (failure,) = result.failures
+    assert failure.client == "south"
+    assert why in failure.reason
+    securing.among(built.federation, *OTHERS).play(begin)
+    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, OTHERS))
+
+
+def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Prepared, tmp_path: Path) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Counting(Wrapper):
+        def contribute(self, message: Message, client: Client) -> Contribution:
+            return replace(self.inner.contribute(message, client), stack={"count": torch.zeros(1)})
+
+    method = Counting(inner=built.federation.method)
+    federation, stage = securing.secured(
+        replace(built, federation=Federation(
+            method, built.engine, built.federation.members, built.federation.examples, built.federation.settings
+        )), tmp_path
+    )  # fmt: skip
+    with pytest.raises(FedspanError, match=r"federation\.secure: .*do not sum.*model\.extras"):
+        federation.play(federation.begin())
+    assert not stage.asked
+
+
+def test_two_clients_are_too_few_to_hide_among(prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
+    made = tiny.variant(prepared, tiny.config(tiny_folder, federation={"clients_per_round": 2}))
+    federation, stage = securing.secured(made, tmp_path)
+    with pytest.raises(FedspanError, match="at least 3 clients in a round"):
+        federation.play(federation.begin())
+    assert not stage.asked
+
+
+def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> None:
+    """Three left of four are not enough for clients who want four: they give nothing away, and the run stops."""
+    lose = securing.gone_at("train", "south")
+    federation, stage = securing.secured(built, tmp_path, lose=lose, least=4, retries=0)
+    with pytest.raises(FedspanError, match=r"limits\.secure_clients: 3; at least 4"):
+        federation.play(federation.begin())
+    given = [
+        UnmaskAnswer.model_validate_json(back.header).shares for asked, back in stage.came if asked.task == "unmask"
+    ]
+    assert given == [{}, {}, {}]
+
+
+def test_a_client_that_lost_what_it_kept_is_sent_everything(
+    prepared: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
+    federation, _ = securing.secured(tiny.variant(prepared, config), tmp_path)
+    progress = federation.play(federation.begin()).progress
+    damaged = next(path for path in tmp_path.rglob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    result = federation.play(progress)
+    (failure,) = result.failures
+    assert "client memory" in failure.reason
+    assert failure.client not in result.progress.held
+    after = federation.play(result.progress)
+    assert not after.failures
+    assert set(after.progress.held.values()) == {2}
+
+
+def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewhere(
+    built: Prepared, tmp_path: Path
+) -> None:
+    federation, stage = securing.secured(built, tmp_path)
+    progress = federation.play(federation.begin()).progress
+    order = next(asked for asked, _ in stage.sent if isinstance(asked, Order))
+    participant = stage.make(order.to)
+    with pytest.raises(FedspanError, match=r"federation\.secure: None; a session"):
+        participant.answer(replace(order, secure=None))
+    participant.secure = None
+    with pytest.raises(FedspanError, match=r"the run's config has none"):
+        participant.answer(order)
+    with pytest.raises(FedspanError, match=r"the run's config has none"):
+        participant.reply(next(asked for asked, _ in stage.sent if not isinstance(asked, Order)))
+    assert progress.state.round == 1
+
+
+def test_a_ring_of_many_clients_has_room_for_them(built: Prepared) -> None:
+    assert Ring(32, 100.0, 1000).error(1000) / 1000 == pytest.approx(100 * 1000 / 2**32, rel=1e-3)
+    assert built.federation.members

@@ -1,0 +1,112 @@
+"""Secure aggregation through Flower: its simulation, and three nodes with TLS and keys, one of which is killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+from sites import SITES, local_values, run_values, site_files
+from stage import Deployment
+from test_deployment import finish, rounds, submitted, wait_for_round
+
+from fedspan import api
+from fedspan.errors import FedspanError
+
+pytestmark = pytest.mark.slow
+SECURE = {"secure": {"bits": 64, "clip": 10.0}}
+
+
+def adapter(run: Path) -> dict[str, Any]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def require_close(one: Path, other: Path, relative: float = 1e-6) -> None:
+    mine, theirs = adapter(one), adapter(other)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert float((value - theirs[name]).norm()) <= relative * float(value.norm()), name
+
+
+@pytest.fixture
+def files(tiny_folder: Path, tmp_path: Path) -> dict[str, Path]:
+    return site_files(tiny_folder / "corpus.csv", tmp_path)
+
+
+@pytest.mark.parametrize("method", ["rolora", "fedsa-lora", "florg"])
+def test_flower_s_simulation_gives_the_plain_adapter(
+    method: str, files: dict[str, Path], tiny_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
+    options = {"name": method, "r": 2, **({"gram_sums": True} if method == "florg" else {})}
+    found: dict[str, Path] = {}
+    for kind, engine, federation in (("plain", "loop", {}), ("secure", "flower-sim", SECURE)):
+        values = run_values(tiny_folder, options, federation=federation)
+        found[kind] = tmp_path / kind
+        api.run(local_values(values, files["all"], {"name": engine}), found[kind])
+    for path in sorted((found["plain"] / "adapter").rglob("*.safetensors")):
+        mine, theirs = load_file(path), load_file(found["secure"] / path.relative_to(found["plain"]))
+        limit = 1e-3 if method == "florg" else 1e-6  # of a Gram matrix' root
+        assert all(float((value - theirs[name]).norm()) <= limit * float(value.norm()) for name, value in mine.items())
+    ledger = [json.loads(line) for line in (found["secure"] / "ledger.jsonl").read_text().splitlines()]
+    assert len(ledger) == 2 * 3 * 8  # two rounds, three clients, four exchanges both ways
+    assert not any("failures" in row for row in rounds(found["secure"]))
+
+
+def test_one_process_that_sees_all_is_refused(files: dict[str, Path], tiny_folder: Path, tmp_path: Path) -> None:
+    values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation=SECURE)
+    with pytest.raises(FedspanError, match=r"federation\.secure: 'loop'; left out, or engine\.name: flower-sim"):
+        api.run(local_values(values, files["all"], {"name": "loop"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no_round(
+    files: dict[str, Path], tiny_folder: Path, tmp_path: Path
+) -> None:
+    with Deployment(tmp_path / "deployment") as made:
+        for site in SITES:
+            limits = {"secure_only": True, "secure_clients": 2}
+            made.join(site, made.node_file(site, files[site], limits=limits))
+        values = run_values(
+            tiny_folder, {"name": "fedit", "r": 2}, federation={**SECURE, "deadline": 120.0, "rounds": 3}
+        )
+        config = tmp_path / "config.yaml"
+
+        plain = tmp_path / "plain"
+        open_values = {
+            **values,
+            "federation": {key: value for key, value in values["federation"].items() if key != "secure"},
+        }
+        api.run(local_values(open_values, files["all"], {"name": "loop"}), plain)
+        config.write_text(yaml.safe_dump(values))
+        run = tmp_path / "secure"
+        finish(submitted(made, config, run), made)
+        require_close(plain, run)
+
+        # In the open, these nodes take no part.
+        config.write_text(yaml.safe_dump(open_values))
+        done = made.submit(config, tmp_path / "open", "--wait", "20", check=False)
+        assert done.returncode == 2
+        assert "limits.secure_only" in done.stdout + done.stderr
+
+        # Between the shares and the vector: while it trains, a node goes, and comes back for the next round.
+        values["training"] = {**values["training"], "local_steps": 150}
+        config.write_text(yaml.safe_dump(values))
+        run = tmp_path / "killed"
+        process = submitted(made, config, run)
+        wait_for_round(run, 1, process)
+        time.sleep(1.5)
+        made.end(SITES[0])
+        made.join(SITES[0], made.folder / f"{SITES[0]}.yaml")
+        finish(process, made)
+        assert [row["round"] for row in rounds(run)] == [1, 2, 3]
+        failures = [one for row in rounds(run) for one in row.get("failures", [])]
+        assert {one["client"] for one in failures} == {SITES[0]}

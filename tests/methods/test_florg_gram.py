@@ -1,0 +1,49 @@
+"""FLoRG with Gram sums under the tests of what every method declares of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import test_method_claims as claims
+import test_method_messages as messages
+from watching import Play, Played
+
+KEY = "florg"
+
+
+@pytest.fixture
+def gram(played: Play) -> Play:
+    """``played`` with the option set."""
+
+    def get(key: str, **changes: Mapping[str, Any]) -> Played:
+        return played(key, **{**changes, "method": {"gram_sums": True, **changes.get("method", {})}})
+
+    return get
+
+
+def test_it_declares_what_it_does(gram: Play) -> None:
+    run = gram(KEY)
+    assert run.federation.method.declared().reduction == "sum"
+    assert claims.sends(run) == run.federation.method.declared().sends == "other"
+    for round in run.rounds:
+        assert not any(call.result.stack for call in round.of("contribute"))
+
+
+def test_claims(gram: Play) -> None:
+    claims.test_aggregation_is_exact_where_claimed_and_measurably_not_elsewhere(KEY, gram)
+    claims.test_the_order_of_replies_does_not_matter(KEY, gram)
+    claims.test_nobody_writes_to_what_it_is_given(KEY, gram)
+    claims.test_moments_do_not_outlive_the_factors_that_they_belong_to(KEY, gram)
+    claims.test_frozen_tensors_never_move(KEY, {}, gram)
+
+
+@pytest.mark.parametrize("policy", messages.POLICIES)
+def test_messages(policy: str, gram: Play) -> None:
+    messages.test_bytes_counted_are_bytes_sent_and_bytes_declared(KEY, policy, gram)
+    messages.test_extras_follow_their_policy(KEY, policy, gram)
+
+
+def test_a_client_that_was_away(gram: Play) -> None:
+    messages.test_a_client_that_was_away_catches_up_exactly(KEY, gram)

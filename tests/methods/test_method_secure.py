@@ -1,0 +1,118 @@
+"""Every method whose replies sum, under secure aggregation: the plain round's mean, within the integers' bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watching import method_config
+
+pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+import securing
+import tiny
+from fedspan.config import parse_config
+from fedspan.engines.settings import SecureSettings
+from fedspan.errors import FedspanError
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared
+
+SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
+STACKS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "stack")
+SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0, "local_steps": None}
+WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
+    **{key: ({"name": key}, {"local_steps": None}) for key in SUMS},
+    "florg, Gram sums": ({"name": "florg", "gram_sums": True}, {"local_steps": None}),
+    "fedadam": ({"name": "fedit", "wrappers": ["fedadam"]}, {"local_steps": None}),
+    "fedprox": ({"name": "rolora", "wrappers": ["fedprox"]}, {"local_steps": None}),
+    "fedpaq": ({"name": "fedit", "wrappers": ["fedpaq"]}, {"local_steps": None}),
+    "scaffold II": ({"name": "fedit", "wrappers": ["scaffold"]}, SGD),
+    "scaffold I": ({"name": "rolora", "wrappers": [{"name": "scaffold", "variate": "option-I"}]},
+                   {**SGD, "max_grad_norm": 0}),
+}  # fmt: skip
+
+
+def played(
+    kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path, **changes: Any
+) -> tuple[Prepared, securing.SecureFederation, securing.Stage]:
+    method, training = WRAPPED[kind]
+    name = method["name"]
+    rest = {key: value for key, value in method.items() if key != "name"}
+    federation = {"clients_per_round": 3, "rounds": 3, **changes.pop("federation", {})}
+    config = method_config(tiny_folder, name, method=rest, training=training, federation=federation)
+    here = tiny.variant(prepared, config, watch=lambda one: securing.Noted(inner=one))
+    # In 64 bits with a wide clip: that of a method's first change from nothing may be long.
+    settings = SecureSettings(clip=1e4, bits=64)
+    there, stage = securing.secured(here, tmp_path, settings=settings, **changes)
+    return here, there, stage
+
+
+@pytest.mark.parametrize("kind", list(WRAPPED))
+def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
+    """Round after round from the same progress, cohorts of three of four: what clients hold and keep differs."""
+    here, there, _ = played(kind, prepared, tiny_folder, tmp_path)
+    notes = here.federation.method
+    assert isinstance(notes, securing.Noted)
+    progress = here.federation.begin()
+    for _ in range(here.federation.settings.rounds):
+        result = there.play(replace(progress, memories={}, optimizers={}))
+        hidden = notes.reduced[-1]
+        plain = here.federation.play(progress)
+        assert not result.failures
+        assert result.cohort == plain.cohort
+        assert result.progress.held == plain.progress.held
+        assert result.loss == pytest.approx(plain.loss, rel=1e-9)
+        open_mean = notes.reduced[-1]
+        assert hidden.count == open_mean.count
+        assert not open_mean.stack
+        securing.require_close(hidden.mean, open_mean.mean, securing.bound(there, result.cohort, result.cohort))
+        elements = sum(value.numel() for value in hidden.mean.values())
+        assert {one.payload for one in result.transfers if one.direction == "up"} == {0, 8 * elements}
+        progress = plain.progress
+
+
+@pytest.mark.parametrize("kind", list(WRAPPED))
+@pytest.mark.parametrize("phase", ["train", "unmask"])
+def test_a_round_without_one_client_is_that_of_the_others(
+    kind: str, phase: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    all = tuple(sorted(tiny.SITES))
+    lose = securing.gone_at(phase, "south")
+    federation = {"clients_per_round": None, "rounds": 1}
+    here, there, _ = played(kind, prepared, tiny_folder, tmp_path, federation=federation, lose=lose)
+    notes = here.federation.method
+    assert isinstance(notes, securing.Noted)
+    begin = there.begin()
+    result = there.play(begin)
+    hidden = notes.reduced[-1]
+    left = all if phase == "unmask" else tuple(id for id in all if id != "south")
+    plain = securing.among(here.federation, *left).play(begin)
+    securing.require_same_round(result, plain)
+    securing.require_close(hidden.mean, notes.reduced[-1].mean, securing.bound(there, all, left))
+
+
+@pytest.mark.parametrize("key", STACKS)
+def test_methods_that_see_single_replies_are_refused_with_the_reason(key: str) -> None:
+    with pytest.raises(FedspanError, match="computes something else of single replies") as refused:
+        parse_config({"data": {"train": "x.csv"}, "method": {"name": key}, "federation": {"secure": {}}})
+    assert (refused.value.field, refused.value.value) == ("federation.secure", key)
+
+
+def test_what_has_no_secure_sum_is_refused_with_the_reason() -> None:
+    def given(**changes: Any) -> dict[str, Any]:
+        return {"data": {"train": "x.csv"}, "federation": {"secure": {}}, **changes}
+
+    for values, why in (
+        (given(method={"name": "local-only"}), "sends nothing"),
+        (given(federation={"secure": {}, "reduction": "median"}), "compares single replies"),
+        (given(method={"name": "federa", "aggregation": "product_svd"}), "computes something else"),
+    ):
+        with pytest.raises(FedspanError, match=why):
+            parse_config(values)
+    for name in SUMS:
+        parse_config(given(method={"name": name}))
+    parse_config(given(method={"name": "florg", "gram_sums": True}))

@@ -1,0 +1,151 @@
+"""Data holders under secure aggregation: what their limits are worth, and that any process can go on for another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+import tiny
+from fedspan import __version__
+from fedspan.config.node import NodeConfig
+from fedspan.engines.parcels import Order, Parcel, open_answer, read_header
+from fedspan.engines.secure_parcels import KeysAnswer, UnmaskAnswer, open_asked
+from fedspan.errors import FedspanError
+from fedspan.runs.build import Prepared
+from fedspan.runs.holder import Holder
+from fedspan.runs.meeting import Introduction, Invitation, server_config
+from fedspan.runs.remote import connected, members_of, prepare_server
+
+CLINICS = ("clinic-a", "clinic-b", "clinic-c")
+
+
+def values(tiny_folder: Path, **federation: Any) -> dict[str, Any]:
+    made = tiny.settings(tiny_folder, method={"name": "fedsa-lora"})
+    made["data"] = {"labels": list(tiny.LABELS)}
+    made["partition"] = {"partitioner": "iid", "clients": 3, "validation": 0.1, "test": 0.1}
+    made["federation"] = {"rounds": 3, "retries": 0, **federation}
+    return made
+
+
+def node(id: str, tiny_folder: Path, folder: Path, **limits: Any) -> NodeConfig:
+    given = {"id": id, "server": "localhost:1", "data": {"train": str(tiny_folder / "corpus.csv")}}
+    return NodeConfig.model_validate({"folder": str(folder / id), "limits": limits, **given})
+
+
+class Direct:
+    """A transport to holders, each a new one for every parcel, as if its process had been killed in between."""
+
+    def __init__(self, make: Callable[[str], Holder], lost: Callable[[Any], bool]) -> None:
+        self.make, self.lost = make, lost
+        self.sent: list[Parcel] = []
+        self.came: list[Parcel] = []
+
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
+        for id, parcel in parcels.items():
+            self.sent.append(parcel)
+            if self.lost(open_asked(parcel)):
+                yield id, "its node is not online"
+                continue
+            self.came.append(self.make(id).answer(parcel))
+            yield id, self.came[-1]
+
+
+def served(
+    tiny_folder: Path, folder: Path, lost: Callable[[Any], bool] = lambda asked: False, **limits: Any
+) -> tuple[Prepared, Direct]:
+    given = values(tiny_folder, secure={})
+    prepared = prepare_server(server_config(given))
+
+    def make(id: str) -> Holder:
+        return Holder(node(id, tiny_folder, folder, **limits))
+
+    invitation = Invitation(run="run", version=__version__, config=json.dumps(given)).parcel()
+    told = {id: read_header(Introduction, make(id).answer(invitation)) for id in CLINICS}
+    assert [one.refused for one in told.values()] == [None] * 3
+    members = members_of(prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()})
+    transport = Direct(make, lost)
+    rules = prepared.config.federation.reply_rules()
+    return connected(prepared, transport, rules, members=members, run="run"), transport
+
+
+def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
+    run, transport = served(tiny_folder, tmp_path, secure_only=True)
+    first = run.federation.play(run.federation.begin())
+    assert not first.failures
+    second = run.federation.play(first.progress)
+    assert not second.failures
+    assert second.progress.held == dict.fromkeys(CLINICS, 1)
+    assert len(transport.sent) == 2 * 4 * 3
+    sessions = sorted(tmp_path.rglob("session.json"))
+    assert len(sessions) == 3
+    assert {path.stat().st_mode & 0o777 for path in sessions} == {0o600}
+    validation, test = run.evaluator.clients(second.progress)
+    assert validation is not None
+    assert test is not None
+    assert set(test.by_client) == set(CLINICS)
+
+
+def test_every_parcel_that_comes_again_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    run, transport = served(tiny_folder, tmp_path)
+    run.federation.play(run.federation.begin())
+    for parcel in transport.sent:
+        asked = open_asked(parcel)
+        back = transport.make(asked.to).answer(parcel)
+        kind = KeysAnswer if asked.task == "keys" else UnmaskAnswer if asked.task == "unmask" else None
+        if isinstance(asked, Order):
+            assert "was here before" in (open_answer(back).failed or "")
+        elif kind is not None:
+            assert "was here before" in (read_header(kind, back).failed or "")
+        newer = asked.serial + 10**9 + len(transport.came)
+        if not isinstance(asked, Order):  # newer by its serial: the session still knows
+            again = transport.make(asked.to).answer(asked.model_copy(update={"serial": newer}).parcel())
+            assert '"failed":"message.session' in again.header
+
+
+def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_folder: Path, tmp_path: Path) -> None:
+    holder = Holder(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
+    invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
+    told = read_header(Introduction, holder.answer(invitation.parcel()))
+    assert "limits.secure_only: None; a run with federation.secure" in (told.refused or "")
+    assert not list(tmp_path.rglob("invitation.json"))
+
+
+def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: Path) -> None:
+    run, transport = served(tiny_folder, tmp_path, secure_only=True)
+    run.federation.play(run.federation.begin())
+    order = next(asked for asked in map(open_asked, transport.sent) if isinstance(asked, Order))
+    answer = open_answer(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).parcel()))
+    assert "in this run replies are sent under masks" in (answer.failed or "")
+    assert not answer.body
+
+
+@pytest.mark.parametrize(("least", "stands"), [(3, False), (2, True)])
+def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_folder: Path, tmp_path: Path) -> None:
+    """One of three is gone before its vector came: the other two give what removes the masks only if they agree."""
+    run, transport = served(
+        tiny_folder, tmp_path, lambda asked: asked.to == "clinic-c" and asked.task == "train", secure_clients=least
+    )
+    begin = run.federation.begin()
+    if stands:
+        result = run.federation.play(begin)
+        assert set(result.progress.held) == set(CLINICS[:2])
+        return
+    with pytest.raises(FedspanError, match=r"limits\.secure_clients: 2; at least 3"):
+        run.federation.play(begin)
+    answers = [one for one in transport.came if '"task":"unmask"' in one.header]
+    assert len(answers) == 2
+    assert all(not read_header(UnmaskAnswer, one).shares for one in answers)
+
+
+def test_the_default_is_three() -> None:
+    assert NodeConfig.model_validate({"id": "a", "server": "h:1", "data": {}}).limits.secure_clients == 3

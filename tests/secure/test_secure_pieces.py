@@ -1,0 +1,254 @@
+"""The pieces of secure aggregation: shares, keys, masks, the ring, who masks with whom."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+from Crypto.Cipher import AES
+from Crypto.Protocol.SecretSharing import Shamir
+
+from fedspan.secure.graph import neighbourhoods, threshold_of
+from fedspan.secure.keys import Keys, mask_key_of, new_secret, open_sealed, pair_seed, seal
+from fedspan.secure.masks import add_mask, mask
+from fedspan.secure.ring import Ring
+from fedspan.secure.shares import SHARE, combine, split
+
+U32, U64 = np.dtype("<u4"), np.dtype("<u8")
+SEED = bytes(range(32))
+both = pytest.mark.parametrize("dtype", [U32, U64], ids=["32", "64"])
+
+
+def chi_square(counts: np.ndarray[Any, Any]) -> float:
+    """Distance from a uniform distribution, in standard deviations of what chance makes of it."""
+    expected, free = counts.sum() / len(counts), len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - free) / (2 * free) ** 0.5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.binary(min_size=32, max_size=32), st.integers(2, 8), st.integers(0, 6), st.randoms(use_true_random=False))
+def test_any_threshold_of_shares_give_the_secret(secret: bytes, threshold: int, more: int, rng: random.Random) -> None:
+    shares = split(secret, threshold, threshold + more)
+    assert len(set(shares)) == threshold + more
+    assert {len(share) for share in shares} == {SHARE}
+    rng.shuffle(shares)
+    assert combine(shares[:threshold], threshold) == secret
+    assert combine(shares, threshold) == secret
+    with pytest.raises(ValueError, match="it takes"):
+        combine(shares[: threshold - 1], threshold)
+    with pytest.raises(ValueError, match="it takes"):
+        combine([shares[0]] * threshold, threshold)
+    last = bytearray(shares[threshold - 1])
+    last[-1] ^= 1
+    assert combine([*shares[: threshold - 1], bytes(last)], threshold) != secret
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.binary(min_size=32, max_size=32), st.integers(2, 12), st.integers(0, 100), st.randoms(use_true_random=False))
+def test_shares_are_put_together_as_by_the_library(
+    secret: bytes, threshold: int, more: int, rng: random.Random
+) -> None:
+    used = rng.sample(split(secret, threshold, threshold + more), threshold)
+    halves = ([(int.from_bytes(one[:2], "big"), one[at : at + 16]) for one in used] for at in (2, 18))
+    assert combine(used, threshold) == b"".join(Shamir.combine(half) for half in halves) == secret
+
+
+def test_fewer_shares_than_the_threshold_are_noise() -> None:
+    """One of two shares, over many divisions of one secret: every byte of it takes all values alike."""
+    drawn = b"".join(split(SEED, 2, 3)[0][2:] for _ in range(2000))
+    assert abs(chi_square(np.bincount(np.frombuffer(drawn, np.uint8), minlength=256))) < 5
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    for secret, threshold, count in ((SEED[:16], 2, 3), (SEED, 1, 3), (SEED, 4, 3)):
+        with pytest.raises(ValueError, match="shares of"):
+            split(secret, threshold, count)
+    with pytest.raises(ValueError, match="a share has 34 bytes"):
+        combine([b"short"] * 2, 2)
+
+
+def test_two_clients_agree_on_a_seed_that_is_theirs_and_the_session_s() -> None:
+    one, other, third = (Keys.of(new_secret(), "run/1") for _ in range(3))
+    seed = pair_seed(one.masking, other.masking_public, "run/1")
+    assert seed == pair_seed(other.masking, one.masking_public, "run/1")
+    assert len({seed, pair_seed(one.masking, third.masking_public, "run/1"), one.own, other.own, one.masking}) == 5
+    assert seed != pair_seed(one.masking, other.masking_public, "run/2")
+    assert mask_key_of(one.masking) == one.masking_public
+    with pytest.raises(
+        ValueError, match="shared key"
+    ):  # a point of low order: everybody would agree with it on the same
+        pair_seed(one.masking, bytes(32), "run/1")
+
+
+def test_all_keys_of_a_session_follow_from_its_secret_and_differ() -> None:
+    secret = new_secret()
+    keys, again, later = Keys.of(secret, "run/1"), Keys.of(secret, "run/1"), Keys.of(secret, "run/2")
+    assert keys == again
+    every = [key for one in (keys, later) for key in (one.sealing, one.masking, one.own)]
+    assert len({secret, *every}) == 7
+
+
+def test_only_the_receiver_opens_what_was_sealed_and_only_as_it_was_sealed() -> None:
+    one, other, third = (Keys.of(new_secret(), "run/1") for _ in range(3))
+    sealed = seal(one.sealing, other.sealing_public, "one", "other", "run/1", b"shares")
+    assert b"shares" not in sealed
+    assert open_sealed(other.sealing, one.sealing_public, "one", "other", "run/1", sealed) == b"shares"
+    wrong: list[tuple[Any, ...]] = [
+        (third.sealing, one.sealing_public, "one", "other", "run/1", sealed),
+        (other.sealing, third.sealing_public, "one", "other", "run/1", sealed),
+        (other.sealing, one.sealing_public, "other", "one", "run/1", sealed),
+        (other.sealing, one.sealing_public, "one", "other", "run/2", sealed),
+        *((other.sealing, one.sealing_public, "one", "other", "run/1", changed) for changed in (
+            sealed[:-1], b"", sealed[:-1] + bytes([sealed[-1] ^ 1]), bytes([sealed[0] ^ 1]) + sealed[1:])),
+    ]  # fmt: skip
+    for arguments in wrong:
+        with pytest.raises(ValueError, match="not what"):
+            open_sealed(*arguments)
+
+
+@both
+def test_every_bit_of_the_seed_counts_and_every_value_is_drawn(dtype: np.dtype[Any]) -> None:
+    """The keystream of AES-256 as another library makes it; no folding of the seed, no value left out."""
+    drawn = mask(SEED, 3 << 18, dtype)
+    counters = b"".join(number.to_bytes(16, "big") for number in range(drawn.nbytes // 16))
+    assert drawn.tobytes() == AES.new(SEED, AES.MODE_ECB).encrypt(counters)
+    seen = {drawn[:8].tobytes()}
+    for place in range(256):
+        flipped = bytearray(SEED)
+        flipped[place // 8] ^= 1 << place % 8
+        seen.add(mask(bytes(flipped), 8, dtype).tobytes())
+    for one, other in itertools.combinations(range(8), 2):  # pairs of words whose changes cancel under xor
+        words = bytearray(SEED)
+        words[4 * one] ^= 0x5A
+        words[4 * other] ^= 0x5A
+        seen.add(mask(bytes(words), 8, dtype).tobytes())
+    assert len(seen) == 1 + 256 + 28
+    halves = np.bincount(drawn.view(np.uint16), minlength=1 << 16)
+    assert halves.min() > 0
+    assert abs(chi_square(halves)) < 5
+
+
+def test_flower_s_generator_folds_its_seed_and_leaves_a_value_out() -> None:
+    """Why it is not used: 2^32 masks are all there are."""
+    utils = pytest.importorskip("flwr.common.secure_aggregation.secaggplus_utils")
+    folded = bytearray(SEED)
+    folded[0] ^= 0x5A
+    folded[4] ^= 0x5A
+    (one,), (other,) = (utils.pseudo_rand_gen(seed, 1 << 22, [(1000,)]) for seed in (SEED, bytes(folded)))
+    assert (one == other).all()
+    (bits,) = utils.pseudo_rand_gen(SEED, 2, [(1000,)])
+    assert set(bits.tolist()) == {0}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 3000), st.sampled_from([U32, U64]), st.integers(0, 2**32))
+def test_masks_cancel(clients: int, length: int, dtype: np.dtype[Any], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    values = [rng.integers(0, 2 ** (8 * dtype.itemsize), length, np.uint64).astype(dtype) for _ in range(clients)]
+    keys = [Keys.of(new_secret(), "run/1") for _ in range(clients)]
+    total = np.zeros(length, dtype)
+    for i, value in enumerate(values):
+        masked = value.copy()
+        add_mask(masked, keys[i].own)
+        for j, key in enumerate(keys):
+            if i != j:
+                add_mask(masked, pair_seed(keys[i].masking, key.masking_public, "run/1"), 1 if i < j else -1)
+        assert length < 8 or not np.array_equal(masked, value)
+        total += masked
+    for key in keys:
+        add_mask(total, key.own, -1)
+    assert np.array_equal(total, sum(values, np.zeros(length, dtype)))
+
+
+@both
+def test_a_vector_longer_than_a_chunk_is_masked_as_a_whole(dtype: np.dtype[Any]) -> None:
+    """The mask of a longer vector begins with that of a shorter one, and does not repeat."""
+    longer = mask(SEED, (3 << 20) // dtype.itemsize + 5, dtype)
+    assert np.array_equal(longer[:1000], mask(SEED, 1000, dtype))
+    step = (1 << 20) // dtype.itemsize
+    assert not np.array_equal(longer[:step], longer[step : 2 * step])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([32, 64]),
+    st.floats(1e-3, 1e6),
+    st.integers(2, 300),
+    st.integers(0, 2**32),
+    st.sampled_from(["any", "greatest", "least"]),
+)
+def test_a_sum_of_encodings_is_off_by_no_more_than_the_bound(
+    bits: int, clip: float, addends: int, seed: int, which: str
+) -> None:
+    """Also where all addends are as large as they may be: the sum is never taken for its negative."""
+    ring, rng = Ring(bits, clip, addends), np.random.default_rng(seed)
+    values = {
+        "any": rng.uniform(-clip, clip, (addends, 7)),
+        "greatest": np.full((addends, 7), clip),
+        "least": np.full((addends, 7), -clip),
+    }[which]
+    total = np.zeros(7, ring.dtype)
+    for value in values:
+        total += ring.encode(value)
+    exact = np.array([float(sum(map(np.longdouble, column))) for column in values.T])
+    assert np.abs(ring.decode(total) - exact).max() <= ring.error(addends)
+
+
+def test_the_bound_is_no_larger_than_it_must_be() -> None:
+    ring, rng = Ring(32, 100.0, 20), np.random.default_rng(0)
+    values = rng.uniform(-100, 100, (20, 20000))
+    off = np.abs(
+        ring.decode(sum((ring.encode(value) for value in values), np.zeros(20000, ring.dtype))) - values.sum(0)
+    )
+    assert ring.error(20) / 6 < off.max() <= ring.error(20)
+    assert ring.error(1) == pytest.approx(100 * 20 / 2**32, rel=1e-4)
+
+
+def test_a_ring_without_room_is_refused() -> None:
+    for bits, addends in ((32, 2**31), (32, 1), (16, 4)):
+        with pytest.raises(ValueError, match="no ring"):
+            _ = Ring(bits, 1.0, addends).levels
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 90), st.one_of(st.none(), st.integers(2, 20)))
+def test_neighbours_are_mutual_alike_in_number_and_all_are_connected(clients: int, neighbours: int | None) -> None:
+    ids = [f"client-{number:03d}" for number in range(clients)]
+    around = neighbourhoods(ids, neighbours)
+    assert set(around) == set(ids)
+    for id, members in around.items():
+        assert id in members
+        assert list(members) == sorted(set(members))
+        assert all(id in around[other] for other in members)
+    assert len({len(members) for members in around.values()}) == 1
+    size = len(around[ids[0]])
+    assert size == (clients if neighbours is None else min(clients, 1 + neighbours + neighbours % 2))
+    reached, edge = {ids[0]}, [ids[0]]
+    while edge:
+        new = set(around[edge.pop()]) - reached
+        reached |= new
+        edge += new
+    assert reached == set(ids)
+
+
+def test_nobody_can_foresee_who_is_whose_neighbour() -> None:
+    ids = [f"client-{number:03d}" for number in range(200)]
+    assert neighbourhoods(ids, 6) != neighbourhoods(ids, 6)
+    assert {len(members) for members in neighbourhoods(ids).values()} == {101}
+
+
+@given(st.integers(2, 400), st.floats(0.5, 1.0, exclude_min=True))
+def test_no_two_groups_without_a_common_member_can_open_a_secret(size: int, share: float) -> None:
+    threshold = threshold_of(size, share)
+    assert size < 2 * threshold
+    assert share * size - 1e-6 <= threshold <= size
+    assert [threshold_of(size, 2 / 3) for size in (2, 3, 4, 6, 9, 21)] == [2, 2, 3, 4, 6, 14]

@@ -1,0 +1,175 @@
+"""Federations under secure aggregation in one process, with clients that come and go between the phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedspan.core.values import Reduced, ServerState
+from fedspan.engines.federation import Federation, Progress, RoundResult
+from fedspan.engines.loop import LoopEngine
+from fedspan.engines.parcels import Order, Parcel
+from fedspan.engines.participant import Participant, declined
+from fedspan.engines.screening import ReplyRules
+from fedspan.engines.secure_client import SecureClient
+from fedspan.engines.secure_parcels import Phase, open_asked
+from fedspan.engines.secure_server import SecureFederation
+from fedspan.engines.settings import SecureSettings
+from fedspan.runs.build import Prepared
+from fedspan.runs.keeping import DiskKeeper
+from fedspan.runs.vault import DiskVault
+from fedspan.secure.ring import Ring
+from fedspan.wrappers.wrapper import Wrapper
+
+Lose = Callable[[Order | Phase], bool]
+Spoil = Callable[[Order | Phase, Parcel], Parcel | str]
+GONE = "its node is not online"
+
+
+def nobody(_: Order | Phase) -> bool:
+    return False
+
+
+def good(_: Order | Phase, back: Parcel) -> Parcel:
+    return back
+
+
+def gone_at(phase: str, *ids: str, attempts: int = 99) -> Lose:
+    """Clients that do not answer a phase, nor what comes after it, in the first attempts."""
+    order = ("keys", "shares", "train", "unmask")
+
+    def lose(asked: Order | Phase) -> bool:
+        return asked.to in ids and asked.attempt < attempts and order.index(asked.task) >= order.index(phase)
+
+    return lose
+
+
+class Stage:
+    """A transport to participants, each made anew from its disk for every parcel, as after a restart.
+
+    Args:
+        make: a participant by its id.
+        lose: who does not answer what.
+        spoil: what becomes of an answer.
+    """
+
+    def __init__(self, make: Callable[[str], Participant], lose: Lose, spoil: Spoil) -> None:
+        self.make, self.lose, self.spoil = make, lose, spoil
+        self.asked: list[tuple[str, int, str]] = []
+        self.sent: list[tuple[Order | Phase, Parcel]] = []
+        self.came: list[tuple[Order | Phase, Parcel]] = []
+
+    def exchange(
+        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
+    ) -> Iterator[tuple[str, Parcel | str]]:
+        for id in sorted(parcels, reverse=True):
+            asked = open_asked(parcels[id])
+            self.asked.append((asked.task, asked.attempt, id))
+            self.sent.append((asked, parcels[id]))
+            if self.lose(asked):
+                yield id, GONE
+                continue
+            try:
+                back = self.make(id).reply(asked)
+            except Exception as error:
+                back = declined(asked, error)
+            self.came.append((asked, back))
+            yield id, self.spoil(asked, back)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Wrapper):
+    """A method that keeps what its updates were given."""
+
+    reduced: list[Reduced] = field(default_factory=list)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        self.reduced.append(reduced)
+        return self.inner.update(state, reduced)
+
+
+def secured(
+    prepared: Prepared,
+    folder: Path,
+    *,
+    lose: Lose = nobody,
+    spoil: Spoil = good,
+    settings: SecureSettings | None = None,
+    least: int = 2,
+    method: Any = None,
+    **rules: Any,
+) -> tuple[SecureFederation, Stage]:
+    """A prepared run's federation, with its clients behind a transport and its replies under masks.
+
+    Args:
+        prepared: with the clients.
+        folder: where the clients keep what they must remember.
+        lose: who does not answer what.
+        spoil: what becomes of an answer.
+        settings: of secure aggregation.
+        least: clients without whom a client hides in no sum.
+        method: the clients'; None: the server's.
+        rules: when a round stands.
+    """
+    here, engine = prepared.federation, prepared.engine
+    loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
+    keeper = DiskKeeper(folder)
+
+    def make(id: str) -> Participant:
+        secure = SecureClient(id, DiskVault(folder), least)
+        known = method or here.method
+        return Participant(known, loop, here.members[id], here.examples, keeper, 32, secure=secure)
+
+    stage = Stage(make, lose, spoil)
+    federation = SecureFederation(
+        here.method,
+        engine,
+        here.members,
+        here.examples,
+        here.settings,
+        stage,
+        ReplyRules(**rules),
+        secure=settings or SecureSettings(),
+    )
+    return federation, stage
+
+
+def among(federation: Federation, *ids: str) -> Federation:
+    """The federation in one process, of some clients alone."""
+    members = [federation.members[id] for id in ids]
+    return Federation(federation.method, federation.engine, members, federation.examples, federation.settings)
+
+
+def bound(federation: SecureFederation, asked: Collection[str], survivors: Collection[str]) -> float:
+    """What an entry of a mean may be off by, of clients who were asked to train and of those who did."""
+    weights = {id: federation.members[id].client.weight for id in asked}
+    ring = Ring(federation.secure.bits, federation.secure.clip, len(weights))
+    return ring.error(len(survivors)) * max(weights.values()) / sum(weights[id] for id in survivors)
+
+
+def require_close(one: Mapping[str, Tensor], other: Mapping[str, Tensor], limit: float) -> float:
+    """Check that means differ by no more than a bound and two roundings of their format; gives by how much."""
+    assert one.keys() == other.keys()
+    worst = 0.0
+    for name, value in one.items():
+        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
+        apart = (value.double() - other[name].double()).abs()
+        rounding = 2 * torch.finfo(value.dtype).eps * other[name].double().abs()
+        assert bool((apart <= limit + rounding).all()), (name, float(apart.max()), limit)
+        worst = max(worst, float(apart.max())) if value.numel() else worst
+    return worst
+
+
+def require_same_round(secure: RoundResult, plain: RoundResult) -> None:
+    """Check that two rounds have the same clients and losses."""
+    assert secure.loss == plain.loss or abs(secure.loss - plain.loss) < 1e-9 * abs(plain.loss)
+    assert set(plain.cohort) == {id for id, round in secure.progress.held.items() if round == last(secure.progress)}
+
+
+def last(progress: Progress) -> int:
+    return progress.state.round - 1
