@@ -17,7 +17,7 @@ NODE_INTRO = """# A node's file
 
 What a data holder writes for `fedspan join` ([deployment.md](deployment.md)): who it is, where its data are, and what
 it allows. Paths are as seen from the file's folder. A server never sees this file; what it asks for beyond the
-limits is refused. This page is written by `python docs/generate_config.py` from the descriptions in `fedspan.config.node`.
+limits is refused. Written by `python docs/generate_config.py` from the descriptions in `fedspan.config.node`.
 """
 INTRO = """# Configuration
 
@@ -75,6 +75,7 @@ def page(intro: str = INTRO, top: type[BaseModel] = RunConfig) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             parts.append(section(f"`{name}`", field.annotation))
             parts += [section(f"`{name}.{inner}`", kind) for inner, kind in nested(field.annotation).items()]
+    parts += [section(f"`{name}`", kind) for name, kind in nested(top).items()]
     return "\n".join(parts)
 
 
