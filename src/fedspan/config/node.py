@@ -83,7 +83,7 @@ def load_node(path: str | Path) -> NodeConfig:
         raise first_mistake(error, root=NodeConfig) from None
 
     def here(name: str | None) -> str | None:
-        # Path's own raises for a name that is too long, or holds a zero byte; whoever opens the file says what is wrong.
+        # Path's own raises for a name that is too long or holds a zero byte; whoever opens the file says what is wrong.
         return None if name is None else os.path.abspath(os.path.join(path.parent, os.path.expanduser(name)))
 
     data = dict(node.data)
