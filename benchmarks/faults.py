@@ -648,7 +648,7 @@ Command: `python benchmarks/faults.py{given}`
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, flwr 1.41.0.
 
 {table}
-
+{missing}
 What is seen is the line as it stands in the terminal of `fedspan submit`, or of the process that is concerned. Seconds
 are those of the whole fault: starting `fedspan submit`, all rounds, the export.
 """
@@ -687,6 +687,7 @@ def main() -> None:
 
 
 def page(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
+    missing = [name for name in FAULTS if name not in found]
     return PAGE.format(
         rounds=ROUNDS,
         steps=STEPS,
@@ -696,6 +697,7 @@ def page(found: Mapping[str, tuple[Outcome, float]], folder: Path) -> str:
         cores=os.cpu_count(),
         torch=torch.__version__,
         table=table(found, folder),
+        missing="" if not missing else f"\nNot done in this run: {', '.join(missing)}.\n",
     )
 
 

@@ -51,6 +51,7 @@ def answering(ready: str, authority: str, address: str, keys: list[str], most: i
 def register(home: Path, address: str, authority: Path, keys: list[Path]) -> list[int]:
     """Admit keys by one process (``fedspan admit`` is a process for each): Flower's node ids."""
     from flwr.cli.flower_config import read_superlink_connection
+    from flwr.cli.supernode.register import try_load_public_key
     from flwr.cli.utils import init_http_client_from_connection
     from flwr.proto.control_pb2 import RegisterNodeRequest
 
@@ -60,7 +61,8 @@ def register(home: Path, address: str, authority: Path, keys: list[Path]) -> lis
     client = init_http_client_from_connection(read_superlink_connection("load"))
     try:
         return [
-            client.RegisterNode(RegisterNodeRequest(public_key=key.read_bytes(), name=key.stem)).node_id for key in keys
+            client.RegisterNode(RegisterNodeRequest(public_key=try_load_public_key(key), name=key.stem)).node_id
+            for key in keys
         ]
     finally:
         client.close()
