@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import report
-import torch
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score, roc_curve
 from verdict import paired, standard_error
@@ -185,7 +184,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
-    torch.set_num_threads(2)
     with (args.data / "train.csv").open(newline="", encoding="utf-8") as file:
         args.labels = sorted({row.get("label") or row["category"] for row in csv.DictReader(file)})
     settings = {"none": None, **{f"{budget:g}": budget for budget in args.budgets}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from fedspan.config import RunConfig, load_config, override, parse_config
+from fedspan.core.noise import key_of_seed
 from fedspan.core.values import LayerSpec, OptimizerSpec, Spec
-from fedspan.engines.settings import EvaluationSettings, RoundSettings, TrainingSettings
+from fedspan.engines.settings import EvaluationSettings, Privacy, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.extras import WithExtras
@@ -72,14 +74,19 @@ def test_settings_carry_every_field_of_the_config() -> None:
         **{"local_epochs": 4, "local_steps": 7, "max_grad_norm": 0.5, "optimizer_state": "keep", "lora_dropout": 0.1},
         "group_by_length": False,
     }
-    config = parse_config({**VALID, "training": training})
+    privacy = {"mechanism": "dp-sgd", "clip": 0.5, "noise": 2.0, "epsilon": 3.0, "delta": 1e-6, "accountant": "prv"}
+    federation = {**VALID["federation"], "trim": 0.2, "max_norm": 3.0}
+    config = parse_config({**VALID, "training": training, "privacy": privacy, "federation": federation})
     assert set(training) == set(type(config.training).model_fields)
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
-    expected = TrainingSettings(optimizer, "cosine", 2, 5, 3, 4, 7, 0.5, True, 0.1, False)
+    private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, key_of_seed(3))
+    expected = TrainingSettings(optimizer, "cosine", 2, 5, 3, 4, 7, 0.5, True, 0.1, False, private)
     default = TrainingSettings(OptimizerSpec())
     assert config.training_settings() == expected
     assert all(getattr(expected, name) != getattr(default, name) for name in TrainingSettings.__dataclass_fields__)
-    assert config.round_settings() == RoundSettings(6, 2, 3)
+    assert config.round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 3.0, private)
+    secret = config.round_settings(bytes(32)).privacy
+    assert secret == replace(private, key=bytes(32), secret=True) == config.training_settings(bytes(32)).privacy
     assert config.evaluation_settings() == EvaluationSettings(2, 8)
 
 

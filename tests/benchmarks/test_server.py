@@ -16,7 +16,8 @@ WITHOUT_A_ROW = {"fed-sb", "fedavg", "fedhm", "pfedlora", "slora"}
 
 
 def test_every_method_is_measured_or_left_out_for_a_reason(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # other tests run beside it
     sizes = ["--layers", "2", "--size", "24", "--rank", "2", "--clients", "3", "--threads", "1"]
     command = [sys.executable, str(SCRIPT), *sizes, "--page", str(tmp_path / "page.md")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

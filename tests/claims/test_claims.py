@@ -37,7 +37,8 @@ SMOKE = {
 
 
 def run(script: str, *words: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # other tests run beside it
     command = [sys.executable, str(CLAIMS / f"{script}.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,8 @@ class Spend:
     """
 
     def __init__(self, delta: float, accounting: Accounting) -> None:
-        self.delta, self.accounting = delta, accounting
+        self.delta = delta
+        self.accounting: Accounting = accounting
         self._counts: dict[str, dict[Mechanism, int]] = {}
 
     def charge(self, charges: tuple[Charge, ...]) -> None:
