@@ -48,7 +48,7 @@ def test_the_figure_of_the_first_paper() -> None:
 
 
 @given(st.floats(0.01, 1.0), st.floats(0.6, 8.0), st.integers(1, 500))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_rdp_is_opacus_own_or_tighter(rate: float, noise: float, count: int) -> None:
     accountant = RDPAccountant()
     accountant.history = [(noise, rate, count)]
