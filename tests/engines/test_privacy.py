@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.noise import key_of_seed
+from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.engines.changes import change_of, clipped, norm_of, restored
+from fedspan.engines.changes import change_of, clipped, restored
 from fedspan.engines.privacy import (
     client_noise,
     poisson_cohort,

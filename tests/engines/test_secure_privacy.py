@@ -14,8 +14,8 @@ pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installe
 import securing
 import tiny
 from fedspan.config import parse_config
+from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Reduced
-from fedspan.engines.changes import norm_of
 from fedspan.engines.settings import SecureSettings
 from fedspan.errors import FedspanError
 from fedspan.runs.build import Prepared

@@ -159,8 +159,8 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
 ) -> None:
     if not fits(key, "local"):
         pytest.skip("refused, as the other test measures")
+    from fedspan.core.tensors import norm as norm_of
     from fedspan.engines import federation
-    from fedspan.engines.changes import norm_of
 
     found: list[tuple[float, float]] = []
     genuine = federation.protected

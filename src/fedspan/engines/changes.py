@@ -6,18 +6,17 @@ a sum. Both sides can compute that one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fedspan.core.method import Method
-from fedspan.core.tensors import Tensors
+from fedspan.core.tensors import Tensors, norm
 from fedspan.core.values import Client, Contribution, Message
 from fedspan.engines.screening import untrained
 
-__all__ = ["change_of", "clipped", "norm_of", "origin_of", "restored"]
+__all__ = ["change_of", "clipped", "origin_of", "restored"]
 
 
 def origin_of(method: Method, sent: Message, client: Client) -> Tensors:
@@ -67,12 +66,7 @@ def restored(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> dict
     return {name: (start.double() + change[name]).to(start.dtype) for name, start in origin.items()}
 
 
-def norm_of(change: Mapping[str, Tensor]) -> float:
-    """The L2 norm of all tensors together."""
-    return math.sqrt(sum(float(value.double().square().sum()) for value in change.values()))
-
-
 def clipped(change: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """A change, scaled down as a whole so that its norm is at most ``limit``."""
-    norm = norm_of(change)
-    return {name: value * (limit / norm) if norm > limit else value for name, value in change.items()}
+    found = norm(change)
+    return {name: value * (limit / found) if found > limit else value for name, value in change.items()}

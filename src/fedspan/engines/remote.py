@@ -208,9 +208,10 @@ class RemoteFederation(Federation):
             message = self.method.sync(state, client)
             order = asking.order("train", state.round, id, client, message)
             transfers.append(Transfer(id, "down", len(order.body), wire.payload_size(message)))
-            fresh = replace(client, held=None)
-            whole = self.method.sync(state, fresh)
-            charges += order_charges(self.settings.privacy, self.engine.settings, self.method, whole, fresh)
+            if self.settings.privacy is not None:
+                fresh = replace(client, held=None)
+                whole = self.method.sync(state, fresh)
+                charges += order_charges(self.settings.privacy, self.engine.settings, self.method, whole, fresh)
             yield id, replace(order, attempt=attempt, lr=lr, best=self._best.get(id))
 
     def _ask(

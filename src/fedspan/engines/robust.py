@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import Tensors
+from fedspan.core.tensors import Tensors, norm
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.engines.changes import change_of, clipped, norm_of, restored
+from fedspan.engines.changes import change_of, clipped, restored
 from fedspan.engines.reduction import Reducer
 
 __all__ = ["ClippedReducer", "RobustReducer"]
@@ -88,7 +88,7 @@ class ClippedReducer(RobustReducer):
     def result(self) -> Reduced:
         self._require_all()
         changes = [change_of(one, self._origin) for one in self._held]
-        limit = statistics.median(map(norm_of, changes)) if self._max_norm is None else self._max_norm
+        limit = statistics.median(map(norm, changes)) if self._max_norm is None else self._max_norm
         plain = Reducer([Client(f"{number:09}", 0, 0.0, 0, share) for number, share in enumerate(self._shares)])
         for number, change in enumerate(changes):
             plain.add(f"{number:09}", Contribution(sum=clipped(change, limit)))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Method
-from fedspan.core.tensors import Tensors
+from fedspan.core.tensors import Tensors, norm
 from fedspan.core.values import Client, Reduced, ServerState
 from fedspan.engines import wire
 from fedspan.engines.accounting import Charge
 from fedspan.engines.asking import Forgot, Transport, opened
-from fedspan.engines.changes import norm_of, origin_of, restored
+from fedspan.engines.changes import origin_of, restored
 from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Failure, Member, Progress, RoundResult, Transfer
 from fedspan.engines.parcels import Answer, Masking
@@ -182,8 +182,8 @@ class SecureFederation(RemoteFederation):
             f"entry of their mean is off by at most {error:.2g}"
         )
         change = parted(mean, origin)
-        if norm_of(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
-            why = f"the sum has a mean with a norm of {norm_of(change):.3g}, above federation.secure.clip"
+        if norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
+            why = f"the sum has a mean with a norm of {norm(change):.3g}, above federation.secure.clip"
             for id in sorted(answers):  # one of them, and nobody can say which
                 session.fail(id, why)
             raise TooFew
