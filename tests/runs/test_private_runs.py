@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_holder import CLIENT, introduced, node, served, values
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
@@ -170,6 +171,24 @@ def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> No
     assert open_answer(transport.holder.answer(lie.parcel())).failed is None
     ((_, noise, _),) = json.loads((tmp_path / "privacy.json").read_text())[""]
     assert noise == honest
+
+
+@pytest.mark.parametrize("mechanism", ["dp-sgd", "local"])
+def test_a_round_that_is_played_again_tells_nothing_new(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """The same order gets the same bits, before and after a restart: so a failed round is not paid for twice."""
+    privacy = {"mechanism": mechanism, "epsilon": 3.0, "randomness": "secret"}
+    run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), privacy=privacy)
+    before = run.federation.begin()
+    first = run.federation.play(before)
+    assert not first.failures
+    transport.holder = Holder(node(tiny_folder, tmp_path))
+    again = run.federation.play(before)
+    assert not again.failures
+    for name, tensor in first.progress.state.tensors.items():
+        assert torch.equal(again.progress.state.tensors[name], tensor), name
+    assert any(
+        not torch.equal(tensor, before.state.tensors[name]) for name, tensor in first.progress.state.tensors.items()
+    )
 
 
 def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from fedspan.config.mistakes import VARIANT
 from fedspan.config.section import Section
+from fedspan.core.method import Claims
 from fedspan.engines.screening import ReplyRules
 from fedspan.engines.settings import SecureSettings
 from fedspan.errors import FedspanError
@@ -182,6 +183,29 @@ class FederationConfig(Section):
             expected = "0 with federation.secure: who masked with whom must stay to unmask"
             raise FedspanError("federation.over_select", self.over_select, expected)
         return self
+
+    def require_secure_fit(self, method: str, title: str, claims: Claims) -> None:
+        """Check that replies can be summed without being seen, if they are to be.
+
+        Args:
+            method: its registry key.
+            title: of it with its wrappers.
+            claims: its own.
+
+        Raises:
+            FedspanError: if they can't, with the reason.
+        """
+        if self.secure is None:
+            return
+        reasons = {
+            f"{method} computes something else of single replies than their mean, and so must see them": (
+                claims.reduction != "sum"
+            ),
+            f"{method} sends nothing": claims.sends == "nothing",
+            f"federation.reduction {self.reduction} compares single replies": self.reduction != "mean",
+        }
+        if why := next((why for why, holds in reasons.items() if holds), None):
+            raise FedspanError("federation.secure", title, f"left out: {why}")
 
     def secure_settings(self) -> SecureSettings | None:
         """Secure aggregation as the engines take it."""

@@ -16,7 +16,7 @@ from fedspan.config.method import MethodConfig
 from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.section import Section
 from fedspan.core.factors import require_rank
-from fedspan.core.method import Claims, Method, RegisteredMethod
+from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig, PartitionConfig
@@ -192,29 +192,12 @@ class RunConfig(Section):
             raise FedspanError("federation.reduction", self.federation.reduction, expected)
         if self.privacy is not None:
             self.privacy.require_fit(self.method.title, method.declared(), self.federation)
-        if self.federation.secure is not None:
-            self._require_secure(method.declared())
+        self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"one that {self.task} measures: {', '.join(metrics)}"
             raise FedspanError("evaluation.metric", self.evaluation.metric, expected)
         return self
-
-    def _require_secure(self, claims: Claims) -> None:
-        """Check that replies can be summed without being seen.
-
-        Raises:
-            FedspanError: if not.
-        """
-        why = None
-        if claims.reduction != "sum":
-            why = f"{self.method.name} computes something else of single replies than their mean, and so must see them"
-        elif claims.sends == "nothing":
-            why = f"{self.method.name} sends nothing"
-        elif self.federation.reduction != "mean":
-            why = f"federation.reduction {self.federation.reduction} compares single replies"
-        if why is not None:
-            raise FedspanError("federation.secure", self.method.title, f"left out: {why}")
 
     @property
     def data_seed(self) -> int:
