@@ -43,6 +43,8 @@ NORTH, SOUTH, WEST = SITES
 ROUNDS = 3
 STEPS = 60
 """Of a client's round, so that there is time to do something in it."""
+BUSY = 0.2
+"""Seconds of a processor after which a client is taken to be in the middle of its training."""
 WAIT = 240.0
 AREA, OUTSIDE, INSIDE = "fedspan-faults", "10.213.77.1", "10.213.77.2"
 """A network namespace, and the addresses of the pair of interfaces to it."""
@@ -114,10 +116,18 @@ class Submitted:
             require(time.monotonic() < end, f"no round {round} after {seconds:g} s{self.stage.made.logs()}")
             time.sleep(0.02)
 
-    def in_the_middle(self) -> list[str]:
-        """Wait for the middle of the second round; the lines of the rounds that are finished."""
+    def in_the_middle(self, site: str = "") -> list[str]:
+        """Wait for the middle of the second round, in which a client trains; the lines of the finished rounds.
+
+        Args:
+            site: the client; left out: the last one.
+        """
         self.until(1)
-        time.sleep(0.2)
+        worker = child(self.stage.made.processes[site or WEST].pid)
+        idle, end = processor_seconds(worker), time.monotonic() + WAIT
+        while processor_seconds(worker) < idle + BUSY:
+            require(time.monotonic() < end, f"{site or WEST} does nothing{self.stage.made.logs()}")
+            time.sleep(0.02)
         return self.rows()
 
     def said(self) -> str:
@@ -159,6 +169,7 @@ class Stage:
         self.kind = folder / "kind"
         self._references: dict[str, Model] = {}
         self._count = 0
+        self._last: Submitted | None = None
 
     def node(self, id: str, like: str = "", **changes: Any) -> Path:
         """A node's file, with the data of another one, if told so."""
@@ -190,10 +201,24 @@ class Stage:
         values["training"] = {**values["training"], "local_steps": STEPS}
         path = place.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(values))
-        return Submitted(self, place.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
+        return self._begun(place.with_suffix(".log"), out, str(path), "--out", str(out), "--wait", "120")
 
     def resume(self, run: Submitted) -> Submitted:
-        return Submitted(self, run.log.with_suffix(".resumed.log"), run.out, "--resume", str(run.out))
+        return self._begun(run.log.with_suffix(".resumed.log"), run.out, "--resume", str(run.out))
+
+    def _begun(self, log: Path, out: Path, *arguments: str) -> Submitted:
+        self._last = Submitted(self, log, out, *arguments)
+        return self._last
+
+    def restore(self) -> None:
+        """Put everything in order after a fault that had consequences, so that the next one is judged by itself."""
+        if self._last is not None and self._last.process.poll() is None:
+            self._last.kill()
+        self.kind.write_text("")
+        for name in [name for name in self.made.processes if name != "server"]:
+            self.made.end(name)
+        for site in SITES:
+            self.join(site, self.node(site))
 
     def finished(self, run: Submitted, before: list[str]) -> Model:
         """The model of a run that came to its end.
@@ -256,6 +281,12 @@ def child(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
 
 
+def processor_seconds(pid: int) -> float:
+    """What a process has used of the processors so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def line(text: str, words: str) -> str:
     """The line that holds some words."""
     found = next((one for one in text.splitlines() if words in one), None)
@@ -314,7 +345,7 @@ for _kind, (_done, _words) in _REPLIES.items():
 def node_killed(stage: Stage) -> Outcome:
     wanted = stage.clean_personal()
     run = stage.submit("node-killed", {"name": "fedsa-lora", "r": 2})
-    before = run.in_the_middle()
+    before = run.in_the_middle(NORTH)
     stage.made.end(NORTH)
     stage.join(NORTH)
     said = run.end()
@@ -327,7 +358,7 @@ def node_killed(stage: Stage) -> Outcome:
 def worker_killed(stage: Stage) -> Outcome:
     wanted = stage.clean()
     run = stage.submit("worker-killed")
-    before = run.in_the_middle()
+    before = run.in_the_middle(SOUTH)
     os.kill(child(stage.made.processes[SOUTH].pid), signal.SIGKILL)
     said = run.end()
     stage.finished(run, before).require_same(wanted)
@@ -341,7 +372,7 @@ def training_hangs(stage: Stage) -> Outcome:
     stage.join(SOUTH, stage.node(SOUTH, limits={"round_seconds": 15.0}))
     try:
         run = stage.submit("training-hangs")
-        before = run.in_the_middle()
+        before = run.in_the_middle(SOUTH)
         os.kill(child(stage.made.processes[SOUTH].pid), signal.SIGSTOP)
         said = run.end()
     finally:
@@ -429,7 +460,7 @@ def network_cut(stage: Stage) -> Outcome:
         stage.join(NORTH, stage.node(NORTH, server=f"{OUTSIDE}:{port}"), ("ip", "netns", "exec", AREA))
         try:
             run = stage.submit("network-cut")
-            before = run.in_the_middle()
+            before = run.in_the_middle(NORTH)
             ip("link", "set", f"{AREA[:12]}0", "down")
             time.sleep(30)
             ip("link", "set", f"{AREA[:12]}0", "up")
@@ -676,6 +707,7 @@ def main() -> None:
                 except Failed as error:
                     failed[name] = str(error)
                     print(f"FAILED {name}: {error}", flush=True)
+                    stage.restore()
                     continue
                 found[name] = (outcome, time.monotonic() - began)
                 print(f"{found[name][1]:4.0f} s  {name}: {redacted(outcome.seen, stage.folder)}", flush=True)

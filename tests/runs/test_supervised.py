@@ -32,10 +32,17 @@ def supervised(path: Path) -> Iterator[Supervised]:
 
 
 def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(path: Path) -> None:
-    made = Supervised(path, 0.05)  # less than the process takes to start
-    answer = open_answer(made.answer(ORDER))
-    assert "limits.round_seconds" in (answer.failed or "")
+    made = Supervised(path, 5.0)
+    assert "invited" in (open_answer(made.answer(ORDER)).failed or "")
+    process = made._process
+    assert process is not None
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    assert "limits.round_seconds" in (open_answer(made.answer(ORDER)).failed or "")
     assert made._process is None
+    assert not process.is_alive()
+    assert "invited" in (open_answer(made.answer(ORDER)).failed or "")
+    made.close()
 
 
 def test_a_process_that_dies_is_told_of_and_replaced(supervised: Supervised) -> None:

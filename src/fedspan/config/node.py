@@ -32,7 +32,8 @@ class NodeLimits(Section):
         default=3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds that an order may take; then the process that trains is killed and started anew.",
+        description="Seconds that an order may take, beside the loading of the model after a restart; then the process "
+        "that trains is killed and started anew.",
     )
     epsilon: float | None = Field(
         default=None,

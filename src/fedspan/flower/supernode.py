@@ -26,10 +26,13 @@ from flwr.supercore.inflatable.inflatable_object import (
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
     inflate_object_from_contents,
     pull_objects,
     push_object_contents_from_iterable,
 )
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import fleet_http_connection
 
@@ -47,6 +50,10 @@ _REFUSED = 150.0
 """Seconds after which a SuperLink that lets us not in does so for good: it notices within 60 s that a node is gone."""
 _FAILED = 1000
 """Code of an error reply whose reason is fedspan's."""
+
+_OVER = RunNotRunningException, ObjectPullError, ObjectPushError
+"""What Flower raises for a message of a run that has ended meanwhile (the first is no ``Exception``), as when who
+submitted it was killed."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -145,26 +152,36 @@ def _connected(link: Link) -> Generator[tuple[Any, ...]]:
 
 
 def _answer(connection: tuple[Any, ...], most: int, answering: Callable[[Parcel], Parcel], stop: Event) -> None:
-    node_id, receive, send, _, _, pull_object, push_object, confirm = connection
-    pause = _POLL[0]
+    receive, pause = connection[1], _POLL[0]
     while not stop.is_set():
-        received = receive()
-        if received is None:
-            stop.wait(pause)
-            pause = min(1.5 * pause, _POLL[1])
-            continue
-        pause = _POLL[0]
-        message, tree = received
-        run = message.metadata.run_id
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run, node_id
-        began = time.monotonic()
-        contents = _pulled(tree, partial(pull_object, run), most)
-        confirm(run, message.metadata.message_id)
-        reply = _reply(message, contents, answering)
         try:
-            _push(reply, time.monotonic() - began, send, partial(push_object, run))
-        except httpx.HTTPStatusError as error:  # the run is over, say; `receive` tells whether we still belong here
-            log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
+            received = receive()
+            if received is not None:
+                _answer_one(connection, *received, most, answering)
+        except _OVER as error:
+            log.warning("a message is left unanswered, as its run is over (%s)", type(error).__name__)
+            received = None
+        if received is not None:
+            pause = _POLL[0]
+            continue
+        stop.wait(pause)
+        pause = min(1.5 * pause, _POLL[1])
+
+
+def _answer_one(
+    connection: tuple[Any, ...], message: Message, tree: Any, most: int, answering: Callable[[Parcel], Parcel]
+) -> None:
+    node_id, _, send, _, _, pull_object, push_object, confirm = connection
+    run = message.metadata.run_id
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run, node_id
+    began = time.monotonic()
+    contents = _pulled(tree, partial(pull_object, run), most)
+    confirm(run, message.metadata.message_id)
+    reply = _reply(message, contents, answering)
+    try:
+        _push(reply, time.monotonic() - began, send, partial(push_object, run))
+    except httpx.HTTPStatusError as error:  # `receive` tells whether we still belong here
+        log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 
 
 def _pulled(tree: Any, pull: Callable[[str], bytes], most: int) -> dict[str, bytes] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,11 @@ class Holder:
         self.folder = Path(node.folder)
         self._book = Book(self.folder, node.limits.delta)
         self._loaded: tuple[str, Participant, str] | None = None
+
+    def load(self, parcel: Parcel) -> None:
+        """Load the model of the run that a parcel belongs to, if it can be; if not, ``answer`` says why."""
+        with suppress(Exception):
+            self._participant(open_asked(parcel).run)
 
     def answer(self, parcel: Parcel) -> Parcel:
         """Do what a parcel asks, or say why not.

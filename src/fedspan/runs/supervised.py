@@ -18,7 +18,7 @@ from fedspan.errors import FedspanError
 __all__ = ["Supervised"]
 
 _LOADING = 3600.0
-"""Seconds that an invitation may take: a model may have to be fetched."""
+"""Seconds that an invitation, and the loading of a run's model, may take: it may have to be fetched."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -28,11 +28,13 @@ class Supervised:
 
     Args:
         path: the node's file.
-        seconds: that an order may take.
+        seconds: that an order may take once its run's model is loaded.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path, self.seconds = path, seconds
+        self._loaded: str | None = None
+        """The run whose model the process has for certain."""
         self._process: SpawnProcess | None = None
         self._ours: Connection | None = None
 
@@ -45,10 +47,14 @@ class Supervised:
         line = self._line()
         line.send_bytes(parcel.header.encode())
         line.send_bytes(parcel.body)
-        limit = _LOADING if order is None else self.seconds
+        limit = self.seconds if order is not None and order.run == self._loaded else _LOADING
         try:
             if line.poll(limit):
-                return Parcel(line.recv_bytes().decode(), line.recv_bytes())
+                line.recv_bytes()
+                self._loaded = None if order is None else order.run
+                limit = _LOADING if order is None else self.seconds
+                if line.poll(limit):
+                    return Parcel(line.recv_bytes().decode(), line.recv_bytes())
             error = FedspanError("limits.round_seconds", limit, "more: the order took longer and was given up")
         except (EOFError, OSError):
             error = FedspanError("node", "its process ended", "a node with enough memory; see its log")
@@ -65,7 +71,7 @@ class Supervised:
             self._process.join()
         if self._ours is not None:
             self._ours.close()
-        self._process = self._ours = None
+        self._process = self._ours = self._loaded = None
 
     def _line(self) -> Connection:
         if self._ours is None or self._process is None or not self._process.is_alive():
@@ -91,6 +97,8 @@ def _hold(path: str, line: Connection) -> None:
             parcel = Parcel(line.recv_bytes().decode(), line.recv_bytes())
         except EOFError:
             return
+        holder.load(parcel)
+        line.send_bytes(b"loaded")
         try:
             back = holder.answer(parcel)
         except ValueError:  # of no kind that we know: nothing is said of it but that

@@ -1,0 +1,81 @@
+"""A node's loop over messages: what comes of those that it can't fetch any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+import pytest
+
+from fedspan.engines.parcels import Parcel
+
+supernode = pytest.importorskip("fedspan.flower.supernode", reason="the extra fedspan[flower] is not installed")
+
+from flwr.app import Message
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.run import RunNotRunningException
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedspan.flower.codec import to_records
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower makes messages only where it knows of which task they are."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def gone() -> BaseException:
+    return RunNotRunningException()
+
+
+def lost() -> BaseException:
+    return ObjectPullError("id", "timeout")
+
+
+@pytest.mark.parametrize("where", ["pull", "confirm", "send", "receive"])
+@pytest.mark.parametrize("error", [gone, lost])
+def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], BaseException]) -> None:
+    stop, answered, sent = Event(), list[Parcel](), list[Any]()
+    failing = {where}
+
+    def at(place: str) -> None:
+        if place in failing:
+            failing.clear()
+            raise error()
+
+    messages: list[tuple[Message, Any]] = []
+    contents: dict[str, bytes] = {}
+    for header in ("first", "second"):
+        message = Message(to_records(Parcel(header)), dst_node_id=1, message_type="train")
+        message.metadata.__dict__["_message_id"] = message.object_id
+        messages.append((message, get_object_tree(message)))
+        contents |= {id: one.deflate() for id, one in get_all_nested_objects(message).items()}
+
+    def receive() -> tuple[Message, Any] | None:
+        at("receive")
+        return messages.pop(0) if messages else None
+
+    def pull(run: int, id: str) -> bytes:
+        at("pull")
+        return contents[id]
+
+    def send(reply: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
+        at("send")
+        sent.append(reply)
+        return set(), "session"
+
+    def answering(parcel: Parcel) -> Parcel:
+        answered.append(parcel)
+        if parcel.header == "second":
+            stop.set()
+        return parcel
+
+    connection = (1, receive, send, None, None, pull, lambda *_: None, lambda *_: at("confirm"))
+    supernode._answer(connection, 2**20, answering, stop)
+    taken = [parcel.header for parcel in answered]
+    assert taken == (["second"] if where in ("pull", "confirm") else ["first", "second"])
+    assert len(sent) == (2 if where == "receive" else 1)
