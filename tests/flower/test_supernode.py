@@ -10,7 +10,7 @@ import pytest
 
 from fedspan.engines.parcels import Parcel
 
-supernode = pytest.importorskip("fedspan.flower.supernode", reason="the extra fedspan[flower] is not installed")
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
@@ -18,6 +18,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedspan.flower import supernode
 from fedspan.flower.codec import to_records
 
 

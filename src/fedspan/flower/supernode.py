@@ -157,7 +157,8 @@ def _answer(connection: tuple[Any, ...], most: int, answering: Callable[[Parcel]
         try:
             received = receive()
             if received is not None:
-                _answer_one(connection, *received, most, answering)
+                message, tree = received
+                _answer_one(connection, message, tree, most, answering)
         except _OVER as error:
             log.warning("a message is left unanswered, as its run is over (%s)", type(error).__name__)
             received = None
