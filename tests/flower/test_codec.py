@@ -31,6 +31,8 @@ from fedspan.runs.meeting import Introduction, Invitation
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
 codec = pytest.importorskip("fedspan.flower.codec")
+objects = pytest.importorskip("fedspan.flower.objects")
+inflatable = pytest.importorskip("flwr.supercore.inflatable.inflatable_object")
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 
@@ -163,3 +165,50 @@ def phases() -> list[str]:
     for phase in phases:
         assert read_header(type(phase), phase.parcel()) == phase
     return [phase.parcel().header for phase in phases]
+
+
+def _objects(parcel: Parcel) -> tuple[str, dict[str, bytes]]:
+    """A Flower message's id and objects, as they travel."""
+    message = app.Message(codec.to_records(parcel), dst_node_id=1, message_type="train")
+    return message.object_id, {id: one.deflate() for id, one in inflatable.get_all_nested_objects(message).items()}
+
+
+@pytest.mark.usefixtures("identity")
+def test_a_message_is_as_large_as_its_array_however_little_travelled() -> None:
+    """Equal pieces travel once: without care a thousandth would pass for the whole."""
+    body = bytes(50 * 2**20)
+    id, contents = _objects(Parcel("{}", body))
+    assert sum(map(len, contents.values())) < 12 * 2**20
+    assert objects.whole_bytes(contents) >= len(body)
+    with pytest.raises(ValueError, match="more than 20 MiB"):
+        objects.opened(id, dict(contents), 20 * 2**20)
+    assert codec.from_records(objects.opened(id, contents, 51 * 2**20).content).body == body
+
+
+@pytest.mark.usefixtures("identity")
+def test_twenty_thousand_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error() -> None:
+    draw = random.Random(0)
+    id, good = _objects(Parcel('{"a": 1}', bytes(range(200))))
+    names, refused = sorted(good), 0
+    for _ in range(20_000):
+        contents = dict(good)
+        for _ in range(draw.randint(1, 3)):
+            name = draw.choice(names)
+            data = bytearray(contents.get(name, b""))
+            match draw.randrange(5):
+                case 0:
+                    contents.pop(name, None)
+                case 1:
+                    contents[name] = contents.get(draw.choice(names), b"")
+                case 2:
+                    contents[name] = bytes(data[: draw.randint(0, len(data))])
+                case _:
+                    for _ in range(draw.randint(1, 4)):
+                        if data:
+                            data[draw.randrange(len(data))] = draw.randrange(256)
+                    contents[name] = bytes(data)
+        try:
+            codec.from_records(objects.opened(id, contents, 2**20).content)
+        except ValueError:
+            refused += 1
+    assert refused > 10_000

@@ -16,17 +16,11 @@ from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.run import RunNotRunningException
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedspan.flower import supernode
 from fedspan.flower.codec import to_records
 
-
-@pytest.fixture(autouse=True)
-def identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower makes messages only where it knows of which task they are."""
-    for name in ("_task_id", "_run_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
+pytestmark = pytest.mark.usefixtures("identity")
 
 
 def gone() -> BaseException:

@@ -14,6 +14,9 @@ transport = pytest.importorskip("fedspan.flower.transport", reason="the extra fe
 codec = pytest.importorskip("fedspan.flower.codec")
 
 
+pytestmark = pytest.mark.usefixtures("identity")
+
+
 class Grid:
     """Nodes that answer with what they are sent, after some looks for it.
 
@@ -54,15 +57,6 @@ class Reply:
 
     def has_error(self) -> bool:
         return False
-
-
-@pytest.fixture(autouse=True)
-def identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower makes messages only where it knows of which task they are."""
-    from flwr.supercore.task_identity import TaskIdentity
-
-    for name in ("_task_id", "_run_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 PARCELS = {id: Parcel(id) for id in "abc"}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,7 @@ def attached(link: ServerLink, most: int) -> Generator[Grid]:
     )
     grid.most = most
     client = grid._runtime_client  # pyright: ignore[reportPrivateUsage]
-    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heartbeat = HeartbeatSender(_beat(client))
     heartbeat.start()
     status = "failed"
     try:
@@ -151,6 +151,19 @@ def attached(link: ServerLink, most: int) -> Generator[Grid]:
             client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
         heartbeat.stop()
         grid.close()
+
+
+def _beat(client: RuntimeHttpClient) -> Callable[[], bool]:
+    """A sign of life. Where the SuperLink does not know the run any more it keeps still: the next message tells."""
+    beat = make_task_heartbeat_fn_http(client)
+
+    def quiet() -> bool:
+        try:
+            return beat()
+        except httpx.HTTPStatusError:
+            return True
+
+    return quiet
 
 
 def _token(link: ServerLink, run_id: int) -> str:

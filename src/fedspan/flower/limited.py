@@ -13,8 +13,10 @@ from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_objects
 from flwr.superlink.grid import HttpGrid
+
+from fedspan.flower.objects import opened
 
 __all__ = ["LimitedGrid", "counted"]
 
@@ -30,6 +32,7 @@ class LimitedGrid(HttpGrid):
         client, run = self._runtime_client, self.run.run_id
         found = client.PullMessages(PullAppMessagesRequest(message_ids=list(message_ids)))
         messages: list[Message] = []
+        why = ""
         for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
             id, asked = message.metadata.message_id, message.metadata.reply_to_message_id
             pull = make_pull_object_fn_protobuf(client.PullObject, self.node, run)
@@ -37,16 +40,14 @@ class LimitedGrid(HttpGrid):
             try:
                 contents = pull_objects(objects, pull_object_fn=counted(pull, self.most))
             except ObjectPullError as error:
-                messages.append(self._failed(run, asked, str(error).partition("': ")[2]))  # without the object's id
-                contents = None
+                contents, why = None, str(error).partition("': ")[2]  # without the object's id
             client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=id)
             )
-            if contents is not None:
-                whole = inflate_object_from_contents(id, contents)
-                assert isinstance(whole, Message)
-                whole.metadata.__dict__["_message_id"] = id
-                messages.append(whole)
+            try:
+                messages.append(self._failed(run, asked, why) if contents is None else opened(id, contents, self.most))
+            except ValueError as error:
+                messages.append(self._failed(run, asked, f"the reply: {error}"))
         return messages
 
     def _failed(self, run: int, asked: str, why: str) -> Message:

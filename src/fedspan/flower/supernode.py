@@ -28,7 +28,6 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
-    inflate_object_from_contents,
     pull_objects,
     push_object_contents_from_iterable,
 )
@@ -39,6 +38,7 @@ from flwr.supernode import fleet_http_connection
 from fedspan.engines.parcels import Parcel
 from fedspan.errors import FedspanError
 from fedspan.flower.codec import from_records, to_records
+from fedspan.flower.objects import opened
 
 __all__ = ["Link", "serve"]
 
@@ -57,6 +57,7 @@ submitted it was killed."""
 
 log = logging.getLogger("fedspan.node")
 
+Answering = Callable[[Parcel], Parcel]
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
 
@@ -86,7 +87,7 @@ class Link:
         self.address, self.authority, self.keys, self.most = address, authority, keys, most
 
 
-def serve(link: Link, answering: Callable[[Parcel], Parcel], stop: Event) -> None:
+def serve(link: Link, answering: Answering, stop: Event) -> None:
     """Answer messages until told to stop; a connection that breaks is made anew.
 
     Args:
@@ -151,7 +152,7 @@ def _connected(link: Link) -> Generator[tuple[Any, ...]]:
         raise inside[0]
 
 
-def _answer(connection: tuple[Any, ...], most: int, answering: Callable[[Parcel], Parcel], stop: Event) -> None:
+def _answer(connection: tuple[Any, ...], most: int, answering: Answering, stop: Event) -> None:
     receive, pause = connection[1], _POLL[0]
     while not stop.is_set():
         try:
@@ -169,16 +170,14 @@ def _answer(connection: tuple[Any, ...], most: int, answering: Callable[[Parcel]
         pause = min(1.5 * pause, _POLL[1])
 
 
-def _answer_one(
-    connection: tuple[Any, ...], message: Message, tree: Any, most: int, answering: Callable[[Parcel], Parcel]
-) -> None:
+def _answer_one(connection: tuple[Any, ...], message: Message, tree: Any, most: int, answering: Answering) -> None:
     node_id, _, send, _, _, pull_object, push_object, confirm = connection
     run = message.metadata.run_id
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run, node_id
     began = time.monotonic()
     contents = _pulled(tree, partial(pull_object, run), most)
     confirm(run, message.metadata.message_id)
-    reply = _reply(message, contents, answering)
+    reply = _reply(message, contents, most, answering)
     try:
         _push(reply, time.monotonic() - began, send, partial(push_object, run))
     except httpx.HTTPStatusError as error:  # `receive` tells whether we still belong here
@@ -202,15 +201,11 @@ def _pulled(tree: Any, pull: Callable[[str], bytes], most: int) -> dict[str, byt
     return None if taken > most else contents
 
 
-def _reply(message: Message, contents: dict[str, bytes] | None, answering: Callable[[Parcel], Parcel]) -> Message:
-    id = message.metadata.message_id
+def _reply(message: Message, contents: dict[str, bytes] | None, most: int, answering: Answering) -> Message:
     if contents is None:
         return Message(Error(_FAILED, "the message is larger than this node takes"), reply_to=message)
     try:
-        whole = inflate_object_from_contents(id, contents)
-        if not isinstance(whole, Message):
-            raise ValueError("not a message")
-        whole.metadata.__dict__["_message_id"] = id
+        whole = opened(message.metadata.message_id, contents, most)
         return Message(to_records(answering(from_records(whole.content))), reply_to=whole)
     except Exception as error:  # whatever it was: the node goes on, and the server learns that there is no reply
         log.exception("a message could not be answered")
