@@ -176,13 +176,18 @@ class Stage:
         limits = {"round_seconds": 60.0, **changes.pop("limits", {})}
         return self.made.node_file(id, self.files[like or id], limits=limits, **changes)
 
-    def join(self, id: str, path: Path | None = None, before: tuple[str, ...] = ()) -> None:
+    def join(
+        self, id: str, path: Path | None = None, before: tuple[str, ...] = (), *, until: str = "connected to"
+    ) -> None:
+        """Start a node, and wait until it says something."""
         path = path or self.made.folder / f"{id}.yaml"
         if id == WEST:
             given = [sys.executable, str(HERE / "spoilt_node.py"), str(path), str(self.kind)]
         else:
             given = command("join", str(path))
+        (self.made.folder / f"{id}.log").unlink(missing_ok=True)
         self.made.start(id, given=[*before, *given])
+        self.made.wait_for(id, until, WAIT)
 
     def leave(self, id: str) -> None:
         self.made.end(id, signal.SIGTERM)
@@ -563,9 +568,8 @@ def same_key(stage: Stage) -> Outcome:
     known = yaml.safe_load((stage.made.folder / f"{NORTH}.yaml").read_text())
     path = stage.made.folder / "double.yaml"
     path.write_text(yaml.safe_dump({**known, "id": "double", "folder": str(stage.folder / "double-state")}))
-    stage.join("double", path)
+    stage.join("double", path, until="lets us not in")
     try:
-        stage.made.wait_for("double", "lets us not in")
         run = stage.submit("same-key")
         before = run.in_the_middle()
         run.end()
@@ -583,7 +587,6 @@ def same_id(stage: Stage) -> Outcome:
     stage.leave(NORTH)  # so that it is asked, whoever would be first
     stage.join("twin", path)
     try:
-        stage.made.wait_for("twin", "connected to")
         run = stage.submit("same-id")
         end = time.monotonic() + WAIT
         while "was admitted as" not in run.said():
@@ -604,11 +607,8 @@ def wrong_authority(stage: Stage) -> Outcome:
 
     make_authority(stage.folder / "other", [])
     path = stage.node("misled", NORTH, authority=str(stage.folder / "other" / "ca.crt"))
-    stage.join("misled", path)
-    try:
-        stage.made.wait_for("misled", "no connection")
-    finally:
-        stage.leave("misled")
+    stage.join("misled", path, until="no connection")
+    stage.leave("misled")
     return Outcome(line(stage.made.log("misled"), "no connection"), "no run is touched", "that node")
 
 
@@ -618,7 +618,6 @@ def _not_taking_part(stage: Stage, name: str, words: str, join: Callable[[], Non
     stage.leave(WEST)
     join()
     try:
-        stage.made.wait_for(WEST, "connected to")
         run = stage.submit(name)
         end = time.monotonic() + WAIT
         while words not in run.said():
@@ -704,7 +703,7 @@ def main() -> None:
                 began = time.monotonic()
                 try:
                     outcome = FAULTS[name][1](stage)
-                except Failed as error:
+                except AssertionError as error:  # also of who waits for a process in vain
                     failed[name] = str(error)
                     print(f"FAILED {name}: {error}", flush=True)
                     stage.restore()
