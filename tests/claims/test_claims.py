@@ -25,6 +25,7 @@ SMOKE = {
     ],
     "fedgalore_ajive_time": ["--sizes", "24", "32", "--views", "1", "2", "--rank", "4", "--seeds", "0", "1"],
     "fedgalore_trap": ["--seeds", "4", "--calibration", "8", "--settings", "2", "--drawn", "1", "--steps", "20"],
+    "fedloru_theory": ["--sizes", "30", "40", "--clients", "2", "--most", "6", "--seeds", "0", "1"],
     "membership_inference": [
         *("--examples", "40", "--rounds", "2", "--budgets", "8", "--layers", "1", "--seeds", "0", "1"),
     ],
