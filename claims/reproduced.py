@@ -1,0 +1,112 @@
+"""A paper's table or figure at the small scale, played by ``fedspan reproduce``, as a page with its verdicts.
+
+``python claims/reproduced.py rolora-table1 --data PATH`` (a folder with the data sets). Stopped, the same command goes
+on: the runs are in ``--runs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import report
+from matplotlib.figure import Figure
+
+from fedspan.api.reproducing import Reproduction, reproduce
+from fedspan.runs.judging import CellScore, Judged
+from fedspan.runs.presets import Preset, preset_of
+from fedspan.runs.tables import markdown
+
+POINTS = 100.0
+"""Of a metric's unit: they are shares."""
+
+
+def finding(judged: Judged) -> report.Finding:
+    """A verdict as a row."""
+    statement = f"{judged.says}: {judged.better} against {judged.worse}"
+    if judged.overall is None:
+        return report.Finding(statement, judged.why or "", judged.verdict)
+    mean, error = judged.overall.mean, judged.overall.error
+    if judged.metric.startswith("bytes"):
+        return report.Finding(statement, f"{mean / 1e6:+.2f} MB fewer in a run", judged.verdict)
+    spread = "" if error is None else f" ± {POINTS * error:.1f}"
+    return report.Finding(statement, f"by {POINTS * mean:+.1f}{spread} points of {judged.metric}", judged.verdict)
+
+
+def by_cell(verdicts: Sequence[Judged]) -> str:
+    """The same, cell by cell, where there are several."""
+    rows = [
+        [judged.says, judged.better, judged.worse, cell.cell, f"{POINTS * cell.mean:+.1f}", cell.verdict]
+        for judged in verdicts
+        if len(judged.cells) > 1 and not judged.metric.startswith("bytes")
+        for cell in judged.cells
+    ]
+    if not rows:
+        return ""
+    return "Cell by cell, in points:\n\n" + report.table(
+        ("statement", "better", "worse", "cell", "by", "verdict"), rows
+    )
+
+
+def draw(scores: Sequence[CellScore]) -> Figure:
+    """Every cell's scores, a group of bars each."""
+    cells = list(dict.fromkeys(score.cell for score in scores))
+    labels = list(dict.fromkeys(score.method for score in scores))
+    figure = Figure(figsize=(max(6.0, 1.2 * len(cells) * len(labels) / 2), 4))
+    axes = figure.subplots()
+    width = 0.8 / len(labels)
+    for at, label in enumerate(labels):
+        shown = [
+            (cells.index(score.cell), score) for score in scores if score.method == label and score.mean is not None
+        ]
+        axes.bar(
+            [place + (at - (len(labels) - 1) / 2) * width for place, _ in shown],
+            [POINTS * (score.mean or 0.0) for _, score in shown],
+            width,
+            yerr=[POINTS * (score.deviation or 0.0) for _, score in shown],
+            label=label,
+            hatch=("", "//", "..", "xx", "\\\\", "++", "oo", "--")[at % 8],
+            edgecolor="black",
+            linewidth=0.5,
+        )
+    axes.set_xticks(range(len(cells)), [cell.replace(" / ", "\n") for cell in cells], fontsize="small")
+    axes.set_ylabel("held-out, % (mean ± deviation over seeds)")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def page(found: Reproduction, preset: Preset, folder: Path) -> None:
+    """Write it."""
+    shown = report.save_figure(draw(found.scores), folder, found.id, f"{preset.item}, small scale")
+    notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
+    sections = [
+        f"At the small scale, seeds {', '.join(map(str, found.seeds))}; at the paper's: `fedspan reproduce {found.id} "
+        "--scale full --out FOLDER`.",
+        "\n".join(markdown(found.table())),
+        shown,
+        by_cell(found.verdicts),
+        f"## Setting\n\n{notes}",
+    ]
+    title = f"{preset.paper.split(':')[0].split(' (')[0]}, {preset.item}: {preset.title}"
+    findings = [finding(judged) for judged in found.verdicts]
+    report.write(folder, found.id, title, preset.paper, findings, [part for part in sections if part])
+
+
+def main() -> None:
+    """Play, or go on; page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("id", help="a preset of fedspan reproduce")
+    parser.add_argument("--data", type=Path, help="folder with data sets")
+    parser.add_argument("--model", type=Path, help="folder with a model, where the preset asks for one")
+    parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
+    parser.add_argument("--set", dest="overrides", nargs="*", default=[], help="section.field=value")
+    parser.add_argument("--out", type=Path, default=report.FOLDER)
+    args = parser.parse_args()
+    found = reproduce(args.id, args.runs / args.id, data=args.data, model=args.model, overrides=args.overrides)
+    args.out.mkdir(parents=True, exist_ok=True)
+    page(found, preset_of(args.id), args.out)
+
+
+if __name__ == "__main__":
+    main()
