@@ -4,6 +4,7 @@ from fedspan.api.comparing import compare, resume_compare
 from fedspan.api.evaluating import evaluate
 from fedspan.api.exporting import export
 from fedspan.api.notes import read_notes
+from fedspan.api.planning import plan
 from fedspan.api.reports import read_report
 from fedspan.api.serving import predict
 from fedspan.api.sweeping import resume_sweep, sweep
@@ -15,6 +16,7 @@ __all__ = [
     "evaluate",
     "export",
     "load_config",
+    "plan",
     "predict",
     "read_notes",
     "read_report",
