@@ -203,6 +203,7 @@ def _partitioner_seed(seed: int) -> int:
 
 
 def numbered(clients: int) -> list[str]:
+    """The ids of so many clients that have no names, in order: ``client-00`` and so on."""
     width = max(2, len(str(clients - 1)))
     return [f"client-{number:0{width}d}" for number in range(clients)]
 
