@@ -91,27 +91,28 @@ def _plan(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
 def _show_plan(found: tuple[PlannedCell, ...]) -> None:
     from fedspan.cli.text import console, plain_table, size
 
-    table = plain_table()
-    for title in ("cell", "method"):
-        table.add_column(title, overflow="fold")
-    for title in ("runs", "rounds", "steps", "trains", "down", "up", "client", "server"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for each in found:
-        plan = each.plan
-        table.add_row(
-            each.cell,
-            each.method,
-            str(each.runs),
-            str(plan.rounds),
-            "-" if plan.all_steps is None else f"{plan.all_steps:,}",
-            f"{plan.trainable:,}",
-            ("" if plan.exact else "~") + size(plan.bytes_down),
-            ("" if plan.exact else "~") + size(plan.bytes_up),
-            size(plan.client.total),
-            size(plan.server.total),
-        )
     out = console()
-    out.print(table)
+    for cell in dict.fromkeys(each.cell for each in found):
+        table = plain_table()
+        table.add_column("method", overflow="fold")
+        for title in ("runs", "rounds", "steps", "trains", "down", "up", "client", "server"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for each in found:
+            plan = each.plan
+            if each.cell == cell:
+                table.add_row(
+                    each.method,
+                    str(each.runs),
+                    str(plan.rounds),
+                    "-" if plan.all_steps is None else f"{plan.all_steps:,}",
+                    f"{plan.trainable:,}",
+                    ("" if plan.exact else "~") + size(plan.bytes_down),
+                    ("" if plan.exact else "~") + size(plan.bytes_up),
+                    size(plan.client.total),
+                    size(plan.server.total),
+                )
+        out.print(cell, style="bold")
+        out.print(table)
     notes = (
         "Of one run: rounds; optimizer steps of all clients; numbers that a client trains; bytes of tensor data down "
         "and up in all (~: clients that come back may be sent more); memory of a client and of the server at the most. "

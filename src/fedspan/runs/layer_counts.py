@@ -80,9 +80,9 @@ def _count(
 
     # Below twice the rank, pairs of factors outgrow the matrix that they stand for, and turn into it.
     least = math.ceil((2 * rank + 1) / min(sides))
-    points, check = (least, least + 1, least + 2), min(largest - 1, 4 * least)
+    points, check = (least, least + 1, least + 2), 4 * least
     counts = None
-    if check > points[-1]:
+    if check < largest:  # else four small layers are no less work than the layer itself
         found = [counted(at) for at in points]
         if _extrapolated(points, found, check) == counted(check):
             counts = _extrapolated(points, found, largest)
