@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,12 @@ def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -
 def test_a_preset_that_there_is_none_of() -> None:
     with pytest.raises(FedspanError, match=r"^ID: 'rolora-table99'; no such preset; the nearest are rolora-table"):
         preset_of("rolora-table99")
+
+
+def test_the_page_lists_all_presets() -> None:
+    """Written by ``python docs/generate_presets.py``."""
+    path = Path(__file__).resolve().parents[2] / "docs" / "reproducing.md"
+    text = path.read_text(encoding="utf-8")
+    for preset in list_presets():
+        assert f"| `{preset.id}` | {preset.item} | {preset.title} | {', '.join(preset.methods)} |" in text
+    assert text.count("\n| `") == len(list_presets())

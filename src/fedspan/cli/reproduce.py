@@ -173,5 +173,10 @@ def _play(
     from fedspan.runs.judging import verdict_table
 
     print_table(screen, report.table())
-    print_table(screen, verdict_table(report.verdicts))
+    verdicts = verdict_table(report.verdicts)
+    for says, rows, by, _, verdict in verdicts.rows:  # sentences, which a narrow terminal's columns would break
+        screen.print(f"{says} ({rows}, by {by}): ", end="")
+        screen.print(verdict, style="bold")
+    for note in verdicts.notes:
+        screen.print(note, style="dim")
     typer.echo(f"table {folder / 'table.md'}, {folder / 'table.json'}")
