@@ -104,14 +104,14 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rolora-tabel1", "--dry-run"], "error: ID: 'rolora-tabel1'; no such preset; the nearest are rolora-table1"),
-        (["rolora-table1", "--dry-run", "--scale", "tiny"], "error: --scale: 'tiny'; one of full, small"),
-        (["rolora-table1"], "error: --out: None; a folder for the runs and the tables, or --dry-run"),
-        (["rolora-table1", "--out", "x"], "error: --data: None; a folder with local data sets"),
-        (["rolora-table2", "--data", ".", "--out", "x"], "error: --model: None; a folder with a causal language model"),
-        (["rolora-table1", "--resume", "x"], "error: ID: 'rolora-table1'; nothing beside --resume"),
-        (["--out", "x"], "error: ID: None; a preset beside --out"),
-        (["--resume", "x"], "error: folder: 'x'; no reproduce.yaml in it"),
+        (["rolora-tabel1", "--dry-run"], "ID: 'rolora-tabel1'; no such preset; the nearest are rolora-table1"),
+        (["rolora-table1", "--dry-run", "--scale", "tiny"], "--scale: 'tiny'; one of full, small"),
+        (["rolora-table1"], "--out: None; a folder for the runs and the tables, or --dry-run"),
+        (["rolora-table1", "--out", "x"], "--data: None; a folder with local data sets"),
+        (["rolora-table2", "--data", ".", "--out", "x"], "--model: None; a folder with a causal language model"),
+        (["rolora-table1", "--resume", "x"], "ID: 'rolora-table1'; nothing beside --resume"),
+        (["--out", "x"], "ID: None; a preset beside --out"),
+        (["--resume", "x"], "folder: 'x'; no reproduce.yaml in it"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
