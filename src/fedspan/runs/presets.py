@@ -236,7 +236,7 @@ def _values(name: str) -> Values:
     if base is None:
         return values
     below = _values(base)
-    both = {**merged(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
+    both: Values = {**merged(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
     for part in (both, both.get("small", {})):  # a null takes an axis, one of its values or a row away again
         if "axes" in part:
             kept = {axis: each for axis, each in part["axes"].items() if each is not None}
