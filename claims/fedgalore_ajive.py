@@ -15,9 +15,9 @@ import report
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from verdict import Within, paired
 
 from fedspan.analysis.ajive import second_moments
+from fedspan.analysis.verdict import Within, paired
 from fedspan.core.alignment import ajive
 
 RANK, SQUARED = 5, 15  # of G*, and of its square: 5 * 6 / 2

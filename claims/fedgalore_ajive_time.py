@@ -15,9 +15,9 @@ import report
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from verdict import near, paired, standard_error
 
 from fedspan.analysis.ajive import planted, shortest
+from fedspan.analysis.verdict import near, paired, standard_error
 from fedspan.core.alignment import Ajive, ajive
 
 PAPER = (

@@ -17,8 +17,8 @@ import report
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from verdict import paired
 
+from fedspan.analysis.verdict import paired
 from fedspan.core.parametrization import Dense, LoRA, Parametrization, Projected
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh

@@ -21,8 +21,8 @@ import numpy as np
 import report
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score, roc_curve
-from verdict import paired, standard_error
 
+from fedspan.analysis.verdict import paired, standard_error
 from fedspan.config import parse_config
 from fedspan.engines.accounting import Spend
 from fedspan.runs.build import Prepared, prepare

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from verdict import Verdict
 
 matplotlib.use("svg")
 from matplotlib.figure import Figure
+
+from fedspan.analysis.verdict import Verdict
 
 __all__ = ["FOLDER", "Finding", "command_line", "save_figure", "table", "write"]
 
@@ -32,7 +33,7 @@ class Finding:
     Args:
         statement: what the paper says.
         measured: the number that speaks for or against it.
-        verdict: by the rule of ``verdict.py``, or exact where nothing is random.
+        verdict: by the rule of ``fedspan.analysis.verdict``, or exact where nothing is random.
     """
 
     statement: str

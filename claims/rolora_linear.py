@@ -16,7 +16,6 @@ import report
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from verdict import Verdict
 
 from fedspan.analysis.linear import (
     LinearFederation,
@@ -31,6 +30,7 @@ from fedspan.analysis.linear import (
     population,
     rolora_round,
 )
+from fedspan.analysis.verdict import Verdict
 from fedspan.core.tensors import generator
 
 D, CLIENTS, DELTA = 20, 5, 0.9

@@ -21,8 +21,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
-from verdict import near, paired, standard_error
 
+from fedspan.analysis.verdict import near, paired, standard_error
 from fedspan.core.method import scaling_of
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, OptimizerSpec

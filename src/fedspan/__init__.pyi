@@ -3,6 +3,7 @@
 from fedspan.api import compare as compare
 from fedspan.api import evaluate as evaluate
 from fedspan.api import export as export
+from fedspan.api import plan as plan
 from fedspan.api import predict as predict
 from fedspan.api import resume as resume
 from fedspan.api import resume_compare as resume_compare
@@ -16,6 +17,7 @@ from fedspan.errors import FedspanError as FedspanError
 from fedspan.methods.describe import list_methods as list_methods
 from fedspan.runs.comparing import CompareReport as CompareReport
 from fedspan.runs.listener import Listener as Listener
+from fedspan.runs.plans import Plan as Plan
 from fedspan.runs.series import Watcher as Watcher
 from fedspan.runs.session import RunReport as RunReport
 from fedspan.runs.sweeping import SweepReport as SweepReport

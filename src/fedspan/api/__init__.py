@@ -4,7 +4,9 @@ from fedspan.api.comparing import compare, resume_compare
 from fedspan.api.evaluating import evaluate
 from fedspan.api.exporting import export
 from fedspan.api.notes import read_notes
+from fedspan.api.planning import plan
 from fedspan.api.reports import read_report
+from fedspan.api.reproducing import dry_run, reproduce, resume_reproduction
 from fedspan.api.serving import predict
 from fedspan.api.sweeping import resume_sweep, sweep
 from fedspan.api.training import resume, run
@@ -12,14 +14,18 @@ from fedspan.config import load_config
 
 __all__ = [
     "compare",
+    "dry_run",
     "evaluate",
     "export",
     "load_config",
+    "plan",
     "predict",
     "read_notes",
     "read_report",
+    "reproduce",
     "resume",
     "resume_compare",
+    "resume_reproduction",
     "resume_sweep",
     "run",
     "sweep",

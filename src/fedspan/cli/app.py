@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import fedspan
-from fedspan.cli import compare, data, deploy, show, status, train, use
+from fedspan.cli import compare, data, deploy, reproduce, show, status, train, use
 from fedspan.errors import FedspanError
 
 __all__ = ["app"]
@@ -91,6 +91,14 @@ app.command(
         "fedspan sweep --resume runs/search",
     ),
 )(compare.sweep)
+app.command(
+    "reproduce",
+    epilog=_examples(
+        "fedspan reproduce",
+        "fedspan reproduce rolora-table1 --scale full --dry-run",
+        "fedspan reproduce rolora-table1 --data ~/data --out runs/table1",
+    ),
+)(reproduce.reproduce)
 app.command(
     "methods",
     epilog=_examples(

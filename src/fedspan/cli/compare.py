@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedspan.runs.sweeping import SweepReport
     from fedspan.runs.tables import Table
 
-__all__ = ["compare", "sweep"]
+__all__ = ["compare", "print_table", "sweep"]
 
 Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file that all runs share.")]
 Out = Annotated[
@@ -238,10 +238,11 @@ def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> N
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
     else:
-        _print(console(), table)
+        print_table(console(), table)
 
 
-def _print(out: Console, table: Table) -> None:
+def print_table(out: Console, table: Table) -> None:
+    """A table with its notes, the best row in bold."""
     from fedspan.cli.text import plain_table
 
     shown = plain_table()

@@ -50,7 +50,7 @@ class SeriesView(Watcher):
         self._live.stop()
 
     def series_started(self, steps: Sequence[Step]) -> None:
-        self.runs = len(steps)
+        self.done, self.runs = 0, len(steps)
         self._print(Text(f"{self.runs} runs in {self._folder}", "dim"))
 
     def run_started(self, step: Step) -> None:

@@ -26,7 +26,7 @@ from fedspan.errors import FedspanError
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["Shares", "assign"]
+__all__ = ["Shares", "assign", "numbered"]
 
 _ROW, _BY = "row", "by"
 _DRAWS = 11
@@ -87,7 +87,7 @@ def assign(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field:
 
 
 def _at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
-    ids = _numbered(config.clients)
+    ids = numbered(config.clients)
     if config.partitioner == "iid":
         sizes = np.full(config.clients, len(dataset) // config.clients)
         sizes[: len(dataset) % config.clients] += 1
@@ -125,7 +125,7 @@ def _dirichlet(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fi
             holders[order[rows]] = np.repeat(np.arange(config.clients), taken)
             sizes += taken
         if sizes.min() >= config.min_examples:
-            return Shares.of(_numbered(config.clients), holders)
+            return Shares.of(numbered(config.clients), holders)
     expected = (
         f"a larger alpha, fewer clients or a smaller {field}.min_examples: no draw gave each of "
         f"{config.clients} clients {config.min_examples} of the {len(dataset)} examples"
@@ -161,7 +161,7 @@ def _pathological(dataset: datasets.Dataset, config: PartitionConfig, seed: int,
     try:
         order = _order(dataset, seed)
         rows = datasets.Dataset.from_dict({_ROW: order, _BY: bundles[order]})
-        return _divide(partitioner, _numbered(config.clients), rows)
+        return _divide(partitioner, numbered(config.clients), rows)
     except ValueError as error:  # a label shared by more clients than it has examples
         expected = f"fewer clients or fewer {option}: more clients would share a label than it has examples"
         raise FedspanError(f"{field}.clients", config.clients, expected) from error
@@ -202,7 +202,8 @@ def _partitioner_seed(seed: int) -> int:
     return int(generator(seed, "partition", "shares").integers(2**32))
 
 
-def _numbered(clients: int) -> list[str]:
+def numbered(clients: int) -> list[str]:
+    """The ids of so many clients that have no names, in order: ``client-00`` and so on."""
     width = max(2, len(str(clients - 1)))
     return [f"client-{number:0{width}d}" for number in range(clients)]
 

@@ -86,6 +86,7 @@ class DatasetEntry(_Record):
         columns: on the hub.
         files: its original files; None if there are none that can be read.
         labels: in the order of the classifier's outputs, where the alphabet's would turn F1 to the wrong one.
+        classes: how many labels there are; None where there are none, or nobody counted.
         prompt: what a language model is given: a template, or the name of one.
         answer_pattern: what counts of an answer.
         max_new_tokens: of a generated answer.
@@ -105,6 +106,7 @@ class DatasetEntry(_Record):
     columns: Columns
     files: Files | None = None
     labels: list[str] | None = None
+    classes: int | None = Field(default=None, ge=2)
     prompt: str | None = None
     answer_pattern: str | None = None
     max_new_tokens: int | None = Field(default=None, ge=1)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import Tensors, generator
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Job, OptimizerState, ServerState, Trained
 from fedspan.engines.accounting import Charge
 from fedspan.engines.broadcast import Broadcast, travel
@@ -31,6 +30,7 @@ from fedspan.engines.privacy import (
     training_noise,
 )
 from fedspan.engines.reduction import Reducer
+from fedspan.engines.sampling import cohort_of
 from fedspan.engines.settings import RoundSettings
 from fedspan.engines.work import Assignment
 from fedspan.tasks.task import Examples
@@ -181,10 +181,7 @@ class Federation:
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
             return [ids[at] for at in poisson_cohort(privacy, self.settings, len(ids), round)]
-        if size is None or size >= len(ids):
-            return ids
-        rng = generator(self.settings.seed, "cohort", round)
-        return [ids[index] for index in torch.randperm(len(ids), generator=rng)[: size + more].tolist()]
+        return [ids[at] for at in cohort_of(self.settings.seed, round, len(ids), size, more)]
 
     def play(self, progress: Progress, on_client: Callable[[str, float], None] | None = None) -> RoundResult:
         """One round.

@@ -1,4 +1,4 @@
-"""DP-SGD's Poisson samples: how many, with what rate, and what their noise must be for a budget."""
+"""Who and what is drawn: a round's clients, and DP-SGD's Poisson samples with the noise that a budget asks for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job
@@ -13,7 +14,22 @@ from fedspan.engines.accounting import Mechanism, calibrated, require_opacus
 from fedspan.engines.settings import Privacy, TrainingSettings
 from fedspan.engines.work import Assignment
 
-__all__ = ["expected_batch", "noise_for", "poisson_batches", "private_steps", "release_of"]
+__all__ = ["cohort_of", "expected_batch", "noise_for", "poisson_batches", "private_steps", "release_of"]
+
+
+def cohort_of(seed: int, round: int, clients: int, size: int | None, more: int = 0) -> list[int]:
+    """Positions of a round's clients and so many more, in the order in which they are drawn; all, in order, if all.
+
+    Args:
+        seed: the run's.
+        round: number, from 0.
+        clients: of the federation.
+        size: of the cohort; None: all.
+        more: clients to be asked beyond that.
+    """
+    if size is None or size >= clients:
+        return list(range(clients))
+    return torch.randperm(clients, generator=generator(seed, "cohort", round))[: size + more].tolist()
 
 
 def expected_batch(settings: TrainingSettings, count: int) -> int:

@@ -30,7 +30,7 @@ from fedspan.models.names import architecture_of, resolve
 from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
 from fedspan.models.resnet import SmallResNetConfig
 
-__all__ = ["Head", "Loaded", "Processor", "load_pretrained", "load_scratch", "source_of"]
+__all__ = ["CLASSES", "Head", "Loaded", "Processor", "load_pretrained", "load_scratch", "prepare_config", "source_of"]
 
 Processor = Any
 """What turns rows into tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
@@ -52,7 +52,7 @@ class Loaded:
 
 
 Head = Literal["classification", "regression", "language-model", "image-classification"]
-_CLASSES: Mapping[Head, Any] = {
+CLASSES: Mapping[Head, Any] = {
     "classification": AutoModelForSequenceClassification,
     "regression": AutoModelForSequenceClassification,
     "language-model": AutoModelForCausalLM,
@@ -101,11 +101,11 @@ def load_pretrained(
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(source, revision=revision)
-            _prepare_config(config, head, labels)
+            prepare_config(config, head, labels)
             processor = _processor(source, head, revision, image_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
-                model, info = _CLASSES[head].from_pretrained(
+                model, info = CLASSES[head].from_pretrained(
                     source,
                     config=config,
                     revision=revision,
@@ -180,7 +180,7 @@ def load_scratch(
                 if shape
                 else AutoConfig.from_pretrained(source, revision=revision)
             )
-            _prepare_config(config, head, labels)
+            prepare_config(config, head, labels)
             if head == "image-classification":
                 size = image_size or getattr(config, "image_size", None) or 224
                 height, width = (size, size) if isinstance(size, int) else size
@@ -191,7 +191,7 @@ def load_scratch(
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 options = {} if attention is None else {"attn_implementation": attention}
-                model = _CLASSES[head].from_config(config, dtype=dtype, **options)
+                model = CLASSES[head].from_config(config, dtype=dtype, **options)
         except Exception as error:
             expected = f"a model whose architecture has the head that the task needs ({_reason(error)})"
             raise FedspanError("model.name", name, expected) from error
@@ -254,7 +254,8 @@ def _quiet() -> Generator[None]:
         transformers_logging.enable_progress_bar()
 
 
-def _prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
+def prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
+    """Give a Transformers config the task's head, and take all dropout from it."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)

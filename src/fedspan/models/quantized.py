@@ -14,10 +14,15 @@ from transformers import BitsAndBytesConfig
 
 from fedspan.errors import FedspanError
 
-__all__ = ["Quantization", "dequantized", "is_quantized", "keep_layout", "quantized_loading"]
+__all__ = ["Quantization", "dequantized", "is_quantized", "keep_layout", "left_out", "quantized_loading"]
 
 Quantization = Literal["nf4", "int8"]
 _HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # what trains, or is tied to the embeddings; regexes
+
+
+def left_out(keep: Sequence[str]) -> list[str]:
+    """Regexes of the paths of modules that are not quantised: heads, and what is to be kept."""
+    return [*_HEADS, *(rf"(?:.*\.)?{re.escape(name)}" for name in keep)]
 
 
 def quantized_loading(
@@ -37,7 +42,7 @@ def quantized_loading(
     if importlib.util.find_spec("bitsandbytes") is None:
         expected = "null, or install bitsandbytes: pip install 'fedspan[quantization]'"
         raise FedspanError("model.quantization", quantization, expected)
-    skipped = [*_HEADS, *(rf"(?:.*\.)?{re.escape(name)}" for name in keep)]
+    skipped = left_out(keep)
     config = (
         BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
         if quantization == "int8"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -15,13 +16,14 @@ from fedspan.config import RunConfig
 from fedspan.core.lowrank import LowRank
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.empty import load_empty
 from fedspan.models.export import read_adapter
 from fedspan.models.loading import Loaded, Processor, load_pretrained, load_scratch
 from fedspan.models.names import published_name
 from fedspan.models.targets import find_buffers, find_extras, find_rest, find_targets
 from fedspan.runs.problems import PROBLEMS, require_packing
 
-__all__ = ["RunModel", "build_model"]
+__all__ = ["RunModel", "build_model", "empty_model"]
 
 _HEAD_NAMES = ("classifier", "score")  # what PEFT saves of a sequence classifier without being asked
 
@@ -50,9 +52,44 @@ def build_model(config: RunConfig, labels: tuple[str, ...], device: torch.device
         FedspanError: a model, layers or an adapter that are not there or do not fit each other.
     """
     loaded = _load(config, labels, device)
-    model = loaded.model
-    require_packing(config, model, device)
-    saved = [] if config.model.scratch else _saved(config, loaded)
+    require_packing(config, loaded.model, device)
+    adapted, peft_config = _with_targets(config, loaded.model, loaded.new_modules)
+    return RunModel(adapted, loaded.processor, peft_config, _adopt(config, adapted, labels))
+
+
+def empty_model(config: RunConfig, labels: tuple[str, ...], architecture: Mapping[str, Any] | None) -> AdaptedModel:
+    """The model of a run without its weights, on the meta device: target layers, extras and shapes are the run's.
+
+    Args:
+        config: the run's.
+        labels: of the data.
+        architecture: as for ``models.empty.load_empty``.
+
+    Raises:
+        FedspanError: a model that there is no config of, or layers that are not there.
+    """
+    wanted = config.model
+    model = load_empty(
+        wanted.name,
+        PROBLEMS[config.task].head,
+        labels,
+        architecture=architecture,
+        revision=wanted.revision,
+        dtype=getattr(torch, wanted.dtype),
+        attention=_attention(config, _planned_device(config.device)),
+        image_size=wanted.image_size,
+    )
+    return _with_targets(config, model, ())[0]
+
+
+def _planned_device(name: str) -> torch.device:
+    """The kind of device that a run will have, which this machine may lack."""
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[AdaptedModel, LoraConfig]:
+    """What trains in a model, and PEFT's description of it."""
+    saved = [] if config.model.scratch else _saved(config, model, new)
     try:
         peft_config = _lora_config(config, saved)
         targets = find_targets(model, peft_config)
@@ -66,8 +103,7 @@ def build_model(config: RunConfig, labels: tuple[str, ...], device: torch.device
         except ValueError as error:
             raise FedspanError("model.gradient_checkpointing", True, f"false for this model ({error})") from None
     extras = find_rest(model, targets) if config.model.scratch else find_extras(model, saved)
-    adapted = AdaptedModel(model, targets, extras, find_buffers(model, extras))
-    return RunModel(adapted, loaded.processor, peft_config, _adopt(config, adapted, labels))
+    return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
 
 
 def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> Loaded:
@@ -95,14 +131,13 @@ def _attention(config: RunConfig, device: torch.device) -> str | None:
     return "eager" if device.type == "cpu" else None
 
 
-def _saved(config: RunConfig, loaded: Loaded) -> list[str]:
+def _saved(config: RunConfig, model: nn.Module, new: Sequence[str]) -> list[str]:
     """Modules that train whole: the head, those that the user names, and others whose weights are new."""
-    model: nn.Module = loaded.model
     new_head = PROBLEMS[config.task].head != "language-model"
     # PEFT's test: pre_classifier too
     heads = [name for name, _ in model.named_modules() if new_head and name.endswith(_HEAD_NAMES)]
     # New weights outside the head (a pooler): an adapter without them would not bring the model back.
-    uncovered = [path for path in loaded.new_modules if path.split(".")[0] not in heads]
+    uncovered = [path for path in new if path.split(".")[0] not in heads]
     return list(dict.fromkeys([*heads, *config.model.modules_to_save, *uncovered]))
 
 

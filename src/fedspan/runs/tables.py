@@ -16,7 +16,7 @@ from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["Table", "heading", "megabytes", "plus_minus", "seconds", "write_tables"]
+__all__ = ["Table", "heading", "markdown", "megabytes", "plus_minus", "seconds", "write_tables"]
 
 _MACHINE = ("platform", "machine", "accelerator", "threads")
 _OTHER = (*_MACHINE, "seed", "command")
@@ -93,9 +93,9 @@ def write_tables(
     Raises:
         FedspanError: if the folder cannot be written, or the runs were on different data.
     """
-    lines = [f"# {title}", "", *_provenance(folder, command, runs), "", *_markdown(table)]
+    lines = [f"# {title}", "", *_provenance(folder, command, runs), "", *markdown(table)]
     if more is not None:
-        lines += ["", *_markdown(more)]
+        lines += ["", *markdown(more)]
     with disk_errors(folder):
         write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
         write_atomic(folder / "table.csv", _csv(plain).encode())
@@ -109,7 +109,9 @@ def _csv(plain: Sequence[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def _markdown(table: Table) -> list[str]:
+def markdown(table: Table) -> list[str]:
+    """The lines of a table with its notes."""
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / "claims" / "verdict.py"
-
-
-@pytest.fixture(scope="module")
-def verdict() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("claims_verdict", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+from fedspan.analysis.verdict import near, paired
 
 
 @pytest.mark.parametrize(
@@ -35,15 +20,15 @@ def verdict() -> ModuleType:
         ([9.0], [1.0], "inconclusive"),  # one seed says nothing of its error
     ],
 )
-def test_paired(verdict: ModuleType, better: list[float], worse: list[float], expected: str) -> None:
-    assert verdict.paired(better, worse).verdict == expected
+def test_paired(better: list[float], worse: list[float], expected: str) -> None:
+    assert paired(better, worse).verdict == expected
 
 
-def test_two_standard_errors_are_the_border(verdict: ModuleType) -> None:
+def test_two_standard_errors_are_the_border() -> None:
     """Differences 0, 1, 2 + shift: mean 1 + shift, standard error 1 / sqrt(3)."""
     border = 2 / math.sqrt(3) - 1
     for shift, expected in ((border - 1e-6, "inconclusive"), (border + 1e-6, "holds")):
-        found = verdict.paired([shift, 1 + shift, 2 + shift], [0.0, 0.0, 0.0])
+        found = paired([shift, 1 + shift, 2 + shift], [0.0, 0.0, 0.0])
         assert found.verdict == expected
         assert found.error == pytest.approx(1 / math.sqrt(3))
 
@@ -52,10 +37,10 @@ def test_two_standard_errors_are_the_border(verdict: ModuleType) -> None:
     ("values", "expected"),
     [([55.0, 56.0, 54.0], "holds"), ([70.0, 71.0, 72.0], "contradicted"), ([50.0, 60.0, 70.0], "inconclusive")],
 )
-def test_near(verdict: ModuleType, values: list[float], expected: str) -> None:
-    assert verdict.near(values, 55.0, 5.0).verdict == expected
+def test_near(values: list[float], expected: str) -> None:
+    assert near(values, 55.0, 5.0).verdict == expected
 
 
-def test_values_that_do_not_pair_are_refused(verdict: ModuleType) -> None:
+def test_values_that_do_not_pair_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        verdict.paired([1.0, 2.0], [1.0])
+        paired([1.0, 2.0], [1.0])

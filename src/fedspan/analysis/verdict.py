@@ -14,7 +14,13 @@ Verdict = Literal["holds", "contradicted", "inconclusive"]
 
 @dataclass(frozen=True)
 class Within:
-    """A mean with its standard error and the verdict on it."""
+    """A mean with its standard error and the verdict on it.
+
+    Args:
+        mean: in the unit of what was compared.
+        error: standard error of the mean; infinite for a single value.
+        verdict: by the rule.
+    """
 
     mean: float
     error: float
@@ -37,6 +43,13 @@ def paired(better: Sequence[float], worse: Sequence[float]) -> Within:
 
     *holds* if the mean difference exceeds two standard errors in that direction, *contradicted* if in the other,
     else *inconclusive*.
+
+    Args:
+        better: one value for each seed, of what is said to be above.
+        worse: under the same seeds, in their order.
+
+    Raises:
+        ValueError: if there are more of one than of the other.
     """
     differences = [one - other for one, other in zip(better, worse, strict=True)]
     mean, error = math.fsum(differences) / len(differences), standard_error(differences)
@@ -51,6 +64,11 @@ def near(values: Sequence[float], target: float, tolerance: float) -> Within:
 
     *holds* if the mean with two standard errors either way lies within the tolerance, *contradicted* if all of that
     lies outside it, else *inconclusive*.
+
+    Args:
+        values: one for each seed.
+        target: the paper's number.
+        tolerance: how far from it still counts as reproduced, in the same unit.
     """
     mean, error = math.fsum(values) / len(values), standard_error(values)
     apart, verdict = abs(mean - target), "inconclusive"

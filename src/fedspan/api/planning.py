@@ -1,0 +1,78 @@
+"""What a run will take, before it is begun and before a model is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedspan.api.series import ConfigLike, plain_values
+from fedspan.config import RunConfig, parse_config
+from fedspan.data.catalogue import DatasetEntry, dataset_of
+from fedspan.errors import FedspanError
+from fedspan.runs.plans import Plan, plan_run, planned_model
+from fedspan.runs.problems import PROBLEMS
+
+__all__ = ["known_examples", "known_labels", "plan"]
+
+
+def plan(
+    config: ConfigLike,
+    *,
+    overrides: Sequence[str] = (),
+    architecture: Mapping[str, Any] | None = None,
+    clients: int | None = None,
+    examples: int | None = None,
+    labels: int | None = None,
+) -> Plan:
+    """Trainable parameters, bytes, local steps and memory of a run, by its config and that of its model alone.
+
+    Args:
+        config: the path of a YAML file, the same as plain values, or a ``RunConfig``.
+        overrides: changes to the config, each ``section.field=value``.
+        architecture: a Transformers config as plain values with its ``model_type``, in place of the named model's;
+            left out, the model's own ``config.json`` is read (from the hub, if it is there).
+        clients: of the federation, which a natural partition does not tell; left out: ``partition.clients``.
+        examples: of the training set; left out: what the catalogue knows of ``data.dataset``.
+        labels: how many classes there are; left out: those of the config, or of the catalogue.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    checked = (
+        config if isinstance(config, RunConfig) and not overrides else parse_config(plain_values(config, overrides))
+    )
+    if examples is None:
+        examples = known_examples(checked)
+    model = planned_model(checked, known_labels(checked) if labels is None else labels, architecture)
+    return plan_run(checked, model, clients, examples)
+
+
+def known_labels(config: RunConfig) -> int:
+    """How many classes the data of a config have; 0 where the task has none.
+
+    Raises:
+        FedspanError: if nobody says.
+    """
+    if not PROBLEMS[config.task].classifies:
+        return 0
+    data, entry = config.data, _entry(config)
+    count = len(data.labels) if data.labels else entry.classes if entry else None
+    if count is None:
+        expected = "the list of labels, or a data set of fedspan data in data.dataset: the classifier's size follows"
+        raise FedspanError("data.labels", None, expected)
+    return count if data.first_labels is None else min(count, data.first_labels)
+
+
+def known_examples(config: RunConfig) -> int | None:
+    """How many training examples there are, before any is read; None where nobody says."""
+    data, entry = config.data, _entry(config)
+    if entry is None or data.first_labels is not None:
+        return data.max_examples
+    count = entry.rows.train
+    if data.test is None and data.test_split is None:
+        count = round(count * (1 - data.test_fraction))
+    return count if data.max_examples is None else min(count, data.max_examples)
+
+
+def _entry(config: RunConfig) -> DatasetEntry | None:
+    return None if config.data.dataset is None else dataset_of(config.data.dataset, "data.dataset")

@@ -1,0 +1,280 @@
+"""Playing a paper's table again: learning rates chosen by validation, then all seeds, then the verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedspan.api.comparing import compare
+from fedspan.api.planning import known_examples, known_labels
+from fedspan.api.series import command_line, read_settings
+from fedspan.api.sweeping import sweep
+from fedspan.config import RunConfig, parse_config
+from fedspan.errors import FedspanError
+from fedspan.runs.cells import DATA, MODEL, Cell, cells_of, folder_name
+from fedspan.runs.files import disk_errors, write_atomic
+from fedspan.runs.judging import CellScore, Judged, judge, verdict_table
+from fedspan.runs.plans import Plan, PlannedModel, plan_run, planned_model
+from fedspan.runs.presets import SCALES, Preset, Scale, architectures, list_presets, preset_of
+from fedspan.runs.series import Watcher
+from fedspan.runs.tables import Table, markdown, megabytes, plus_minus, seconds
+
+__all__ = ["PlannedCell", "Reproduction", "dry_run", "list_presets", "reproduce", "resume_reproduction"]
+
+REPRODUCE = "reproduce.yaml"
+_SETTINGS = {
+    "command": list,
+    "id": str,
+    "scale": str,
+    "data": (str, type(None)),
+    "model": (str, type(None)),
+    "overrides": list,
+}
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """What one row in one cell will take, once; a sweep and several seeds take as many times that.
+
+    Args:
+        cell: its name.
+        method: label of the row.
+        runs: how many runs there are of it, the sweep's among them.
+        plan: of one of them.
+    """
+
+    cell: str
+    method: str
+    runs: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A table played again; ``table.md`` and ``table.json`` in its folder hold the same.
+
+    Args:
+        id: of the preset.
+        scale: at which.
+        seeds: of every row.
+        scores: of all rows in all cells.
+        verdicts: on the paper's statements.
+        folder: with the runs.
+    """
+
+    id: str
+    scale: Scale
+    seeds: tuple[int, ...]
+    scores: tuple[CellScore, ...]
+    verdicts: tuple[Judged, ...]
+    folder: str
+
+    def table(self) -> Table:
+        """The scores as people read them."""
+        rows = tuple(
+            (
+                score.cell,
+                score.method,
+                score.failed or plus_minus(score.metric, score.mean, score.deviation),
+                ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in score.chosen.items()) or "-",
+                megabytes(score.bytes_down),
+                megabytes(score.bytes_up),
+                seconds(score.seconds),
+            )
+            for score in self.scores
+        )
+        numbers = ", ".join(map(str, self.seeds))
+        metrics = ", ".join(dict.fromkeys(score.metric for score in self.scores if score.metric))
+        notes = (
+            f"Mean ± standard deviation over the seeds {numbers}; {metrics}. MB and seconds are those of one run.",
+        )
+        return Table(("cell", "method", "held-out", "chosen", "MB down", "MB up", "seconds"), rows, None, notes)
+
+
+def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -> tuple[PlannedCell, ...]:
+    """What a preset will take, row by row; neither weights nor data are read or downloaded.
+
+    Args:
+        id: of the preset.
+        scale: ``small`` or ``full``.
+        overrides: changes to all configs, each ``section.field=value``.
+
+    Raises:
+        FedspanError: no such preset or scale, or an override that does not fit.
+    """
+    preset = preset_of(id)
+    _require_scale(scale)
+    tried = 1
+    for values in preset.sweep_at(scale).values():
+        tried *= len(values)
+    runs = (tried if tried > 1 else 0) + len(preset.seeds_at(scale))
+    found: list[PlannedCell] = []
+    for cell in cells_of(preset, scale, overrides=overrides):
+        for label, values in cell.configs.items():
+            config = parse_config(values)
+            planned = plan_run(config, _planned_model(config), examples=known_examples(config))
+            found.append(PlannedCell(cell.name, label, runs, planned))
+    return tuple(found)
+
+
+_models: dict[str, PlannedModel] = {}
+"""Models without weights, which hold nothing, by what they follow from: many rows share one."""
+
+
+def _planned_model(config: RunConfig) -> PlannedModel:
+    labels = known_labels(config)
+    section = config.model.model_dump(mode="json", exclude={"extras", "extras_lr_scale"})
+    key = json.dumps([config.task, config.device, labels, section], sort_keys=True)
+    if key not in _models:
+        _models[key] = planned_model(config, labels, architectures().get(config.model.name))
+    return _models[key]
+
+
+def reproduce(
+    id: str,
+    folder: str | Path,
+    *,
+    scale: Scale = "small",
+    data: str | Path | None = None,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    listener: Watcher | None = None,
+) -> Reproduction:
+    """Play a preset: in every cell and for every row a sweep on the first seed by validation, then all seeds.
+
+    Stopped, the same call goes on: every run is an ordinary one, in ``folder/<cell>/<method>/``.
+
+    Args:
+        id: of the preset.
+        folder: for the runs and the tables; empty, not there yet, or of this preset at this scale.
+        scale: ``small`` or ``full``.
+        data: folder with local data sets, where the preset reads files.
+        model: folder with a model, where the preset asks for one.
+        overrides: changes to all configs, each ``section.field=value``.
+        listener: told what happens.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    settings = {
+        "command": command_line(sys.argv),
+        "id": id,
+        "scale": scale,
+        "data": None if data is None else str(data),
+        "model": None if model is None else str(model),
+        "overrides": list(overrides),
+    }
+    return _play(settings, Path(folder), listener or Watcher())
+
+
+def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) -> Reproduction:
+    """Go on under the settings that it was begun with.
+
+    Raises:
+        FedspanError: if none was begun there, and as ``reproduce`` does.
+    """
+    return _play(read_settings(Path(folder), REPRODUCE, _SETTINGS), Path(folder), listener or Watcher())
+
+
+def _require_scale(scale: str) -> None:
+    if scale not in SCALES:
+        raise FedspanError("--scale", scale, f"one of {', '.join(SCALES)}")
+
+
+def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
+    preset, scale = preset_of(settings["id"]), settings["scale"]
+    _require_scale(scale)
+    cells = cells_of(preset, scale, settings["data"], settings["model"], settings["overrides"])
+    for cell in cells:
+        for values in cell.configs.values():
+            _require_places(values)
+            parse_config(values)
+    _begin(folder, settings)
+    scores = tuple(
+        _row(preset, scale, cell, label, folder / cell.name / folder_name([label]), watcher)
+        for cell in cells
+        for label in cell.configs
+    )
+    verdicts = judge(preset.claims, cells, scores)
+    report = Reproduction(preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder))
+    _write(report, preset, settings["command"])
+    return report
+
+
+def _require_places(values: Mapping[str, Any]) -> None:
+    text = json.dumps(values)
+    for token, option, what in (
+        (DATA, "--data", "a folder with local data sets, named as their publishers name them (docs/reproducing.md)"),
+        (MODEL, "--model", "a folder with a causal language model in Transformers' format"),
+    ):
+        if token in text:
+            raise FedspanError(option, None, what)
+
+
+def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
+    path = folder / REPRODUCE
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not path.is_file())):
+        raise FedspanError("folder", str(folder), "it holds other things; choose another")
+    if path.is_file():
+        begun = read_settings(folder, REPRODUCE, _SETTINGS)
+        for name in ("id", "scale", "overrides"):
+            if begun[name] != settings[name]:
+                raise FedspanError("folder", str(folder), f"it was begun with {name} {begun[name]!r}; choose another")
+    with disk_errors(folder, "choose another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode())
+
+
+def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
+    """One row in one cell: the sweep, if there is something to choose, and the seeds."""
+    config: Any = cell.configs[label]
+    over, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
+    chosen: Mapping[str, object] = {}
+    if any(len(values) > 1 for values in over.values()):
+        found = sweep(config, folder / "sweep", over, seeds=seeds[:1], listener=watcher)
+        if found.best is None:
+            why = "every learning rate diverged"
+            return CellScore(cell.name, label, {}, "", True, (), None, None, None, None, None, why)
+        chosen, config = found.trials[0].values, found.best
+    elif over:
+        chosen = {path: values[0] for path, values in over.items()}
+    texts = [f"{path}={json.dumps(value)}" for path, value in chosen.items()]
+    key = preset.methods[label].key
+    try:
+        report = compare(config, folder / "seeds", [key], seeds, overrides=texts, listener=watcher)
+    except FedspanError as error:
+        if error.field != "training.lr":  # the one complaint of training itself: it diverges
+            raise
+        return CellScore(cell.name, label, chosen, "", True, (), None, None, None, None, None, "a seed diverged")
+    row = report.rows[0]
+    return CellScore(
+        cell=cell.name,
+        method=label,
+        chosen=chosen,
+        metric=report.metric,
+        higher=report.higher,
+        scores=row.scores,
+        mean=row.mean,
+        deviation=row.deviation,
+        bytes_down=row.bytes_down,
+        bytes_up=row.bytes_up,
+        seconds=row.seconds,
+    )
+
+
+def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None:
+    folder = Path(report.folder)
+    lines = [f"# {preset.paper}: {preset.item}", "", preset.title, "", f"Command: `{' '.join(command)}`", ""]
+    lines += [*markdown(report.table()), "", *markdown(verdict_table(report.verdicts)), "", "Notes:", ""]
+    lines += [f"- {' '.join(note.split())}" for note in preset.notes]
+    with disk_errors(folder):
+        write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
+        plain = json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False)
+        write_atomic(folder / "table.json", (plain + "\n").encode())

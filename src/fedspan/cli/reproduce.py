@@ -1,0 +1,182 @@
+"""``fedspan reproduce``: the papers' tables and figures, planned or played again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from fedspan.cli.show import Json, Overrides
+from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    from fedspan.api.reproducing import PlannedCell
+    from fedspan.runs.presets import Scale
+    from fedspan.runs.series import Watcher
+
+__all__ = ["reproduce"]
+
+
+def reproduce(
+    id: Annotated[str | None, typer.Argument(metavar="ID", help="A preset; left out: all are listed.")] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", metavar="SCALE", help="small: for two CPU cores; full: as in the paper.")
+    ] = "small",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show steps, bytes and memory; nothing is read.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="FOLDER", help="With local data sets, where the preset reads files."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="With a model, where the preset asks for one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="For the runs and the tables; of this preset, go on.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on, as it was begun.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Play a table or figure of a paper again, judge its statements, or show what that will take.
+
+    In every cell each method's learning rate is chosen by validation on one seed; then all seeds are played, and what
+    the paper says is judged by differences paired by seed. Stopped, the same command goes on.
+    """
+    if resume is None and id is None:
+        for name, value in {"--out": out, "--data": data, "--model": model, "--set": overrides}.items():
+            if value:
+                raise FedspanError("ID", None, f"a preset beside {name}; fedspan reproduce lists them")
+        _list(as_json)
+    elif dry_run:
+        if id is None:
+            raise FedspanError("ID", None, "a preset beside --dry-run, and no --resume")
+        _plan(id, cast("Scale", scale), overrides or [], as_json)
+    else:
+        _play(id, scale, data, model, out, overrides or [], resume, as_json)
+
+
+def _list(as_json: bool) -> None:
+    from fedspan.cli.text import console, plain_table
+    from fedspan.runs.presets import list_presets
+
+    presets = list_presets()
+    if as_json:
+        typer.echo(json.dumps([preset.model_dump(mode="json") for preset in presets], indent=2, ensure_ascii=False))
+        return
+    table = plain_table()
+    table.add_column("preset", style="cyan", no_wrap=True)
+    for title in ("item", "title"):
+        table.add_column(title, overflow="fold")
+    for preset in presets:
+        table.add_row(preset.id, preset.item, preset.title)
+    out = console()
+    out.print(table)
+    out.print("fedspan reproduce ID --dry-run shows what one takes, --scale full at the paper's size.", style="dim")
+
+
+def _plan(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
+    from fedspan.api.reproducing import dry_run
+
+    found = dry_run(id, scale=scale, overrides=overrides)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(each) for each in found], indent=2, ensure_ascii=False))
+        return
+    _show_plan(found)
+
+
+def _show_plan(found: tuple[PlannedCell, ...]) -> None:
+    from fedspan.cli.text import console, plain_table, size
+
+    out = console()
+    for cell in dict.fromkeys(each.cell for each in found):
+        table = plain_table()
+        table.add_column("method", overflow="fold")
+        for title in ("runs", "rounds", "steps", "trains", "down", "up", "client", "server"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for each in found:
+            plan = each.plan
+            if each.cell == cell:
+                table.add_row(
+                    each.method,
+                    str(each.runs),
+                    str(plan.rounds),
+                    "-" if plan.all_steps is None else f"{plan.all_steps:,}",
+                    f"{plan.trainable:,}",
+                    ("" if plan.exact else "~") + size(plan.bytes_down),
+                    ("" if plan.exact else "~") + size(plan.bytes_up),
+                    size(plan.client.total),
+                    size(plan.server.total),
+                )
+        out.print(cell, style="bold")
+        out.print(table)
+    notes = (
+        "Of one run: rounds; optimizer steps of all clients; numbers that a client trains; bytes of tensor data down "
+        "and up in all (~: clients that come back may be sent more); memory of a client and of the server at the most. "
+        "Runs: the sweep's and the seeds'."
+    )
+    out.print(notes, style="dim")
+
+
+def _play(
+    id: str | None,
+    scale: str,
+    data: Path | None,
+    model: Path | None,
+    out: Path | None,
+    overrides: list[str],
+    resume: Path | None,
+    as_json: bool,
+) -> None:
+    given = {"ID": id, "--data": data, "--model": model, "--out": out, "--set": overrides}
+    if resume is not None:
+        for name, value in given.items():
+            if value:
+                raise FedspanError(name, str(value), "nothing beside --resume: it goes on under its own settings")
+    elif out is None:
+        raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
+    from fedspan.cli.text import console
+
+    screen = console()
+    screen.quiet = as_json
+    with screen.status("loading torch and Transformers"):
+        from fedspan.api import reproducing
+        from fedspan.cli.series import SeriesView
+    folder = cast(Path, resume or out)
+
+    def play(watcher: Watcher) -> Any:
+        if resume is not None:
+            return reproducing.resume_reproduction(resume, listener=watcher)
+        return reproducing.reproduce(
+            cast(str, id),
+            folder,
+            scale=cast("Scale", scale),
+            data=data,
+            model=model,
+            overrides=overrides,
+            listener=watcher,
+        )
+
+    try:
+        with SeriesView(screen, folder) as view:
+            report = play(view)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped. Go on with:\n  fedspan reproduce --resume {shlex.quote(str(folder))}", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
+        return
+    from fedspan.cli.compare import print_table
+    from fedspan.runs.judging import verdict_table
+
+    print_table(screen, report.table())
+    verdicts = verdict_table(report.verdicts)
+    for says, rows, by, _, verdict in verdicts.rows:  # sentences, which a narrow terminal's columns would break
+        screen.print(f"{says} ({rows}, by {by}): ", end="")
+        screen.print(verdict, style="bold")
+    for note in verdicts.notes:
+        screen.print(note, style="dim")
+    typer.echo(f"table {folder / 'table.md'}, {folder / 'table.json'}")

@@ -1,0 +1,124 @@
+"""``fedspan reproduce``: listed, planned, played to its end, stopped and gone on with, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+import tiny
+from fedspan import FedspanError, Watcher
+from fedspan.api import reproducing
+from fedspan.runs.presets import list_presets, read_preset
+
+Call = Callable[..., Result]
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C."""
+
+
+class StopAfter(Watcher):
+    """Stops after so many runs."""
+
+    def __init__(self, runs: int) -> None:
+        self.left = runs
+
+    def run_finished(self, *_: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            raise Stop
+
+
+@pytest.fixture
+def preset(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A preset ``tiny-table1`` on the tiny model; its data are in the folder that is given back."""
+    config = tiny.settings(tiny_folder, data={"train": "{data}/corpus.csv"}, federation={"clients_per_round": None})
+    del config["method"]
+    values = {
+        "id": "tiny-table1",
+        "paper": "Nobody's",
+        "item": "Table 1",
+        "title": "Two methods",
+        "config": {**config, "method": {"r": 2, "lora_alpha": 4}},
+        "axes": {"rounds": {"one": {"federation": {"rounds": 1}}, "two": {"federation": {"rounds": 2}}}},
+        "methods": {"LoRA": {"key": "fedit"}, "FFA-LoRA": {"key": "ffa-lora"}},
+        "sweep": {"training.lr": [0.02, 0.001]},
+        "seeds": [0, 1],
+        "claims": [
+            {"says": "FFA-LoRA sends less", "better": "FFA-LoRA", "worse": ["LoRA"], "measure": "bytes_up"},
+            {"says": "LoRA is better", "better": "LoRA", "worse": ["FFA-LoRA"], "cells": {"rounds": ["two"]}},
+        ],
+        "small": {"axes": {"rounds": {"two": {"federation": {"rounds": 2}}}}},
+        "notes": ["It is tiny."],
+    }
+    made = read_preset(values, "tiny-table1")
+    monkeypatch.setattr(reproducing, "preset_of", lambda id: made)
+    return tiny_folder
+
+
+def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
+    folder = tmp_path / "table"
+    with pytest.raises(Stop):
+        reproducing.reproduce("tiny-table1", folder, data=preset, listener=StopAfter(4))
+    assert not (folder / "table.json").exists()
+    begun = (folder / "two" / "lora" / "sweep" / "trial-001-seed0" / "report.json").stat().st_mtime_ns
+    found = call("reproduce", "--resume", folder)
+    assert found.exit_code == 0, found.output
+    assert "FFA-LoRA sends less (FFA-LoRA over LoRA, by +0.0" in " ".join(found.output.split())
+    assert (folder / "two" / "lora" / "sweep" / "trial-001-seed0" / "report.json").stat().st_mtime_ns == begun
+    report = json.loads((folder / "table.json").read_text())
+    assert [(each["cell"], each["method"], len(each["scores"])) for each in report["scores"]] == [
+        ("two", "LoRA", 2),
+        ("two", "FFA-LoRA", 2),
+    ]
+    assert all(each["chosen"]["training.lr"] in (0.02, 0.001) for each in report["scores"])
+    assert report["scores"][1]["bytes_up"] < report["scores"][0]["bytes_up"]
+    assert report["verdicts"][0]["verdict"] == "holds"
+    page = (folder / "table.md").read_text()
+    assert "# Nobody's: Table 1" in page
+    assert "It is tiny." in page
+    again = reproducing.reproduce("tiny-table1", folder, data=preset)
+    assert [each.mean for each in again.scores] == [each["mean"] for each in report["scores"]]
+    with pytest.raises(FedspanError, match="it was begun with scale 'small'; choose another"):
+        reproducing.reproduce("tiny-table1", folder, data=preset, scale="full")
+
+
+def test_presets_are_listed_and_planned(call: Call) -> None:
+    shown = call("reproduce")
+    assert shown.exit_code == 0, shown.output
+    assert all(preset.id in shown.output for preset in list_presets())
+    plain = json.loads(call("reproduce", "--json").output)
+    assert {each["id"] for each in plain} == {preset.id for preset in list_presets()}
+    planned = call("reproduce", "florg-bytes", "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "FedEx-LoRA" in planned.output
+    rows = json.loads(call("reproduce", "florg-bytes", "--dry-run", "--json").output)
+    assert {row["method"] for row in rows} == {"FLoRG", "FedIT", "FeDeRA", "FedEx-LoRA"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rolora-tabel1", "--dry-run"], "ID: 'rolora-tabel1'; no such preset; the nearest are rolora-table1"),
+        (["rolora-table1", "--dry-run", "--scale", "tiny"], "--scale: 'tiny'; one of full, small"),
+        (["rolora-table1"], "--out: None; a folder for the runs and the tables, or --dry-run"),
+        (["rolora-table1", "--out", "x"], "--data: None; a folder with local data sets"),
+        (["rolora-table2", "--data", ".", "--out", "x"], "--model: None; a folder with a causal language model"),
+        (["rolora-table1", "--resume", "x"], "ID: 'rolora-table1'; nothing beside --resume"),
+        (["--out", "x"], "ID: None; a preset beside --out"),
+        (["--resume", "x"], "folder: 'x'; no reproduce.yaml in it"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused("reproduce", *arguments)
+
+
+def test_a_folder_with_other_things_is_refused(preset: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FedspanError, match=r"it holds other things; choose another"):
+        reproducing.reproduce("tiny-table1", tmp_path, data=preset)

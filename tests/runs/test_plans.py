@@ -1,0 +1,156 @@
+"""What is planned is what a run measures: bytes to the byte, trainable numbers, the base's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from fedspan import FedspanError, api
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared
+from fedspan.runs.ledger import Ledger, Totals
+from fedspan.runs.plans import PlannedModel, plan_run, planned_model
+
+ROUNDS, RANK = 4, 3
+
+
+@pytest.fixture(scope="module")
+def planned(tiny_folder: Path) -> PlannedModel:
+    return planned_model(tiny.config(tiny_folder), len(tiny.LABELS))
+
+
+def played(prepared: Prepared, path: Path) -> Totals:
+    """The ledger of a federation of a few rounds."""
+    federation = prepared.federation
+    progress = federation.begin()
+    with Ledger(path) as ledger:
+        for number in range(1, federation.settings.rounds + 1):
+            result = federation.play(progress)
+            progress = result.progress
+            for one in result.transfers:
+                ledger.record(number, one.client, one.direction, one.bytes, one.payload)
+        ledger.commit()
+        return ledger.totals
+
+
+def test_an_empty_model_has_the_layers_extras_and_parameters_of_the_loaded_one(
+    planned: PlannedModel, prepared: Prepared
+) -> None:
+    loaded = prepared.engine.adapted
+    assert planned.adapted.spec == loaded.spec
+    sizes = [sum(p.numel() for p in each.model.parameters()) for each in (planned.adapted, loaded)]
+    assert sizes[0] == sizes[1]
+    assert planned.base == sum(
+        p.numel() * p.element_size() for p in (*loaded.model.parameters(), *loaded.model.buffers())
+    )
+    assert planned.adapted.device.type == "meta"
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_bytes_are_the_ledger_s(
+    key: str, prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Every method with the head as it likes it, every client in every round."""
+    changes = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
+    config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6}, **changes)
+    totals = played(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    plan = plan_run(config, planned, clients=len(tiny.SITES))
+    assert plan.exact
+    assert plan.bytes_down == totals.run("down").payload
+    assert plan.bytes_up == totals.run("up").payload
+    assert plan.first_up * plan.clients == totals.round("up", 1).payload
+    assert plan.first_down * plan.clients == totals.round("down", 1).payload
+
+
+@pytest.mark.parametrize("wrapper", ["scaffold", {"name": "fedpaq", "bits": 5}, "fedprox", "fedadam"])
+def test_wrappers_are_planned_too(
+    wrapper: Any, prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"federation": {"rounds": ROUNDS, "clients_per_round": None}}
+    changes["training"] = {"optimizer": "sgd", "max_grad_norm": 0.0}
+    config = tiny.config(tiny_folder, method={"name": "fedit", "r": RANK, "wrappers": [wrapper]}, **changes)
+    totals = played(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    plan = plan_run(config, planned, clients=len(tiny.SITES))
+    assert (plan.bytes_down, plan.bytes_up) == (totals.run("down").payload, totals.run("up").payload)
+
+
+def test_ranks_and_sampled_cohorts(
+    prepared: Prepared, planned: PlannedModel, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A method whose messages do not depend on who was away is planned to the byte for cohorts too."""
+    federation = {"rounds": ROUNDS, "clients_per_round": 2, "ranks": {"east": 1, "west": 2}}
+    config = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK}, federation=federation)
+    totals = played(tiny.variant(prepared, config), tmp_path / "ledger.jsonl")
+    by_position = {**federation, "ranks": {"client-00": 1, "client-03": 2}}
+    ordered = tiny.config(tiny_folder, method={"name": "hetlora", "r": RANK}, federation=by_position)
+    plan = plan_run(ordered, planned, clients=len(tiny.SITES))
+    assert not plan.exact
+    assert plan.bytes_up == totals.run("up").payload
+    assert plan.cohort == 2
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_what_trains_is_what_moves(key: str, prepared: Prepared, planned: PlannedModel, tiny_folder: Path) -> None:
+    """The largest number of elements that any job of the first two rounds moves (a probing first round aside)."""
+    config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6})
+    plan = plan_run(config, planned, clients=len(tiny.SITES))
+    run = tiny.variant(prepared, config)
+    method, progress, most = run.federation.method, run.federation.begin(), 0
+    for _ in range(2):
+        for member in run.federation.members.values():
+            job = method.start(method.sync(progress.state, member.client), member.client, {})
+            most = max(most, sum(job.tensors[name].numel() for name in job.trainable_names))
+        progress = run.federation.play(progress).progress
+    assert plan.trainable >= most - sum(p.numel() for p in planned.adapted.extras.values())
+    assert plan.trainable <= plan.parameters
+    assert plan.client.gradients == 4 * plan.trainable
+    assert plan.client.total > plan.client.base == planned.base
+
+
+def test_steps_follow_from_examples_or_are_given(planned: PlannedModel, tiny_folder: Path) -> None:
+    config = tiny.config(tiny_folder)
+    assert plan_run(config, planned, clients=4).all_steps == 3 * 3 * 2
+    partition = {"validation": 0.1, "test": 0.1}
+    epochs = tiny.config(tiny_folder, partition=partition, training={"local_steps": None, "local_epochs": 2})
+    assert plan_run(epochs, planned, clients=4).steps is None
+    assert plan_run(epochs, planned, clients=4, examples=200).steps == 2 * 10
+
+
+def test_a_natural_partition_needs_the_number_of_clients(planned: PlannedModel, tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError, match=r"^clients: None; how many values partition\.column has"):
+        plan_run(tiny.config(tiny_folder), planned)
+
+
+def test_narrow_and_quantised_bases_take_less(planned: PlannedModel, tiny_folder: Path) -> None:
+    half = planned_model(tiny.config(tiny_folder, model={"dtype": "bfloat16"}), len(tiny.LABELS))
+    quarter = planned_model(tiny.config(tiny_folder, model={"quantization": "nf4"}), len(tiny.LABELS))
+    assert quarter.base < planned.base
+    assert half.base < 0.7 * planned.base
+    assert half.kept < planned.kept
+
+
+def test_the_public_function_fills_in_what_the_catalogue_knows(tiny_folder: Path) -> None:
+    values = tiny.settings(tiny_folder)
+    values["partition"] = {"clients": 4}
+    values["data"] = {"dataset": "sst2", "train": str(tiny_folder / "missing.tsv"), "test": "nowhere.tsv"}
+    values["training"] = {"local_epochs": 1, "batch_size": 10}
+    found = api.plan(values, overrides=["data.max_examples=500"])
+    assert (found.clients, found.steps) == (4, 10)
+    # query and value of 16 x 16, and two of 24 x 16, of rank 2 in two layers; a head for 2 labels
+    assert found.trainable == 2 * 2 * (2 * 32 + 2 * 40) + 2 * 17
+
+
+def test_an_architecture_takes_the_place_of_the_model_s_config(tiny_folder: Path) -> None:
+    values = tiny.settings(tiny_folder)
+    values["partition"] = {"clients": 4}
+    values["model"] = {"name": "nobody/knows-it", "target_modules": ["query"]}
+    encoder = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+    found = api.plan(values, architecture={"model_type": "roberta", **encoder}, labels=4)
+    assert found.layers == 3
+    with pytest.raises(FedspanError, match=r"^data\.labels: None; the list of labels"):
+        api.plan(values, architecture={"model_type": "roberta", **encoder})
+    with pytest.raises(FedspanError, match=r"^model\.name: 'nobody/knows-it'; a hub id that can be reached"):
+        api.plan(values, labels=4)

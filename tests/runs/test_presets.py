@@ -1,0 +1,127 @@
+"""The papers' presets: every file fits the schema, every cell's config is valid, every dry run works offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedspan import FedspanError
+from fedspan.api.reproducing import dry_run
+from fedspan.config import parse_config
+from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve
+from fedspan.runs import plans
+from fedspan.runs.cells import cells_of
+from fedspan.runs.presets import SCALES, architectures, list_presets, merged, preset_of, read_preset
+
+IDS = [preset.id for preset in list_presets()]
+SLOW = {"fedloru-table1", "fedloru-table5", "fedloru-figure3", "fedloru-table8", "fedloru-table10"}
+"""At full size, FedHM's first decomposition of wide convolutions takes seconds for each rank."""
+SIZES = [
+    pytest.param(id, scale, marks=[pytest.mark.slow] if id in SLOW and scale == "full" else [])
+    for id in IDS
+    for scale in SCALES
+]
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_every_cell_is_a_valid_config_on_a_model_of_known_shape(id: str) -> None:
+    preset = preset_of(id)
+    for scale in SCALES:
+        for cell in cells_of(preset, scale):
+            for label, values in cell.configs.items():
+                config = parse_config(values)
+                assert config.method.name == preset.methods[label].key
+                known = {*architectures(), *(f"builtin:{name}" for name in ARCHITECTURES)}
+                assert config.model.name in known
+        small_rounds = max(
+            parse_config(each).federation.rounds for cell in cells_of(preset, "small") for each in cell.configs.values()
+        )
+        assert small_rounds <= 30
+
+
+@pytest.mark.parametrize(("id", "scale"), SIZES)
+def test_a_dry_run_needs_neither_weights_nor_data(id: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "saved_bytes", lambda *_: 0)  # activations: test_plans, and the slowest part
+    found = dry_run(id, scale=scale)
+    preset = preset_of(id)
+    assert {each.method for each in found} == set(preset.labels_at(scale))
+    for each in found:
+        assert each.plan.trainable > 0
+        assert each.plan.client.total > 0
+        assert each.plan.all_steps is None or each.plan.all_steps > 0
+
+
+def test_the_papers_own_numbers_come_out() -> None:
+    """RoLoRA's figure 5: budgets of 187.5 and 250 KB a round (of LoRA, in bytes of 2^10 and its both ways)."""
+    rows = dry_run("rolora-figure5", scale="full")
+    sent = {(each.cell.partition("-")[2], each.method): each.plan.later_up for each in rows}
+    for budget, kilobytes in (("187.5-kb", 187.5), ("250-kb", 250)):
+        each = {method: count for (cell, method), count in sent.items() if cell.endswith(budget)}
+        assert len(set(each.values())) == 1, "all methods send the same"
+        assert each["LoRA"] == pytest.approx(1024 * kilobytes, rel=0.05)
+
+
+def test_the_architecture_of_minilm_is_its_package_s() -> None:
+    from transformers import AutoConfig
+
+    name = "builtin:all-minilm-l6-v2"
+    assert name.removeprefix("builtin:") in BUILTIN_MODELS
+    try:
+        published = AutoConfig.from_pretrained(resolve(name)).to_dict()
+    except FedspanError:
+        pytest.skip("its package is not installed")
+    assert {key: published[key] for key in architectures()[name]} == architectures()[name]
+
+
+def test_merging_goes_into_sections() -> None:
+    assert merged({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "c": 5}) == {"a": {"x": 1, "y": 4}, "b": 3, "c": 5}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    values = {
+        "id": "x",
+        "paper": "p",
+        "item": "Table 1",
+        "title": "t",
+        "config": {},
+        "axes": {"task": {"one": {}}},
+        "methods": {"LoRA": {"key": "fedit"}},
+        "seeds": [0],
+        "claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"]}],
+        "small": {},
+        "notes": ["n"],
+    }
+    return {**values, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nots": ["n"]}, r"x\.nots: \['n'\]; no such field; the nearest are notes"),
+        ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora': the nearest are"),
+        ({"claims": [{"says": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
+        ({"claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]}, "'two' is none"),
+        ({"small": {"axes": {"clients": {}}}}, "small.axes: 'clients' is none of task"),
+        ({"seeds": []}, r"x\.seeds: \[\]; list should have at least 1 item"),
+    ],
+)
+def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -> None:
+    assert read_preset(changed(), "x").id == "x"
+    with pytest.raises(FedspanError, match=message):
+        read_preset(changed(**changes), "x")
+
+
+def test_a_preset_that_there_is_none_of() -> None:
+    with pytest.raises(FedspanError, match=r"^ID: 'rolora-table99'; no such preset; the nearest are rolora-table"):
+        preset_of("rolora-table99")
+
+
+def test_the_page_lists_all_presets() -> None:
+    """Written by ``python docs/generate_presets.py``."""
+    path = Path(__file__).resolve().parents[2] / "docs" / "reproducing.md"
+    text = path.read_text(encoding="utf-8")
+    for preset in list_presets():
+        assert f"| `{preset.id}` | {preset.item} | {preset.title} | {', '.join(preset.methods)} |" in text
+    assert text.count("\n| `") == len(list_presets())
