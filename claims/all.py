@@ -1,8 +1,8 @@
 """Every claim, one after another: ``python claims/all.py --data PATH`` (a folder with the data sets).
 
-Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the same
-command goes on: pages that are in ``--work`` are not made again, and runs that were begun go on. ``--one-seed`` plays the
-first ones on one seed, to see that they run; verdicts need more.
+Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the
+same command goes on: pages that are in ``--work`` are not made again, and runs that were begun go on. ``--one-seed``
+plays the first ones on one seed, to see that they run; verdicts need more.
 """
 
 from __future__ import annotations

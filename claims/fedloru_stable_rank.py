@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from rolora_mnist import Images, read_images
 from torch import Tensor, nn
 from torch.nn import functional as F
-from verdict import paired
 
 from fedspan.analysis.curvature import curvature, products
+from fedspan.analysis.verdict import paired
 from fedspan.core.tensors import generator
 from fedspan.models.resnet import ResNetForSmallImages, SmallResNetConfig
 

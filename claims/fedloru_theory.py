@@ -17,8 +17,8 @@ import report
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from verdict import Verdict, Within, near, paired
 
+from fedspan.analysis.verdict import Verdict, Within, near, paired
 from fedspan.core.tensors import generator
 
 PAPER = (
