@@ -216,9 +216,9 @@ def sends_whole(key: str, args: argparse.Namespace) -> bool:
 
 def alone(key: str, args: argparse.Namespace) -> Cost:
     """``measure`` in a new process, forked from one that has imported everything and computed nothing."""
-    with ProcessPoolExecutor(
-        1, multiprocessing.get_context("forkserver"), torch.set_num_threads, (args.threads,)
-    ) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedspan.engines.reduction", "fedspan.methods.registry"])  # by default, nothing
+    with ProcessPoolExecutor(1, context, torch.set_num_threads, (args.threads,)) as pool:
         return pool.submit(measure, key, args).result()
 
 

@@ -279,8 +279,8 @@ def test_version_and_help(call: Call) -> None:
         assert "Examples" in said
 
 
-def cpu_seconds(*arguments: str) -> float:
-    """Of a process's own, the quickest of three: other jobs on the machine do not count."""
+def cpu_seconds(*arguments: str, enough: float = 0.0) -> float:
+    """Of a process's own, the first that is enough or the quickest of three: other jobs on the machine do not count."""
 
     def once() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -288,12 +288,17 @@ def cpu_seconds(*arguments: str) -> float:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
-    return min(once() for _ in range(3))
+    quickest = once()
+    for _ in range(2):
+        if quickest < enough:
+            break
+        quickest = min(quickest, once())
+    return quickest
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["methods"], ["run", "--help"], ["--version"]])
 def test_quick_commands_are_quick(arguments: list[str]) -> None:
-    assert cpu_seconds("-m", "fedspan.cli", *arguments) < 1
+    assert cpu_seconds("-m", "fedspan.cli", *arguments, enough=1) < 1
     script = "import sys; from fedspan.cli import app; app(sys.argv[1:], standalone_mode=False); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True)
     assert not {"torch", "transformers", "datasets", "numpy"} & set(loaded.stdout.splitlines()[-1].split())

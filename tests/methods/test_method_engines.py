@@ -134,10 +134,10 @@ Collect = Callable[..., list[Assignment]]
 
 @pytest.fixture(scope="module")
 def collected(tiny_folder: Path, prepared: Prepared) -> Collect:
-    """All assignments of a method's first two rounds, in which clients have 11 to 58 texts; AdamW with decay."""
+    """All assignments of a method's first two rounds, of one step to four by a client's texts; AdamW with decay."""
 
     def collect(key: str, **changes: Any) -> list[Assignment]:
-        training = {"local_steps": None, "optimizer_state": "keep", **changes.pop("training", {})}
+        training = {"local_steps": None, "batch_size": 12, "optimizer_state": "keep", **changes.pop("training", {})}
         rounds = {"rounds": 2, "clients_per_round": None, **changes.pop("federation", {})}
         config = method_config(tiny_folder, key, training=training, federation=rounds, **changes)
         made = tiny.variant(prepared, config, engine=Collecting)
@@ -169,12 +169,12 @@ def test_one_job_of_every_method_gives_the_same_in_float64(
 def test_a_federation_of_every_method_is_the_same_with_several_clients_at_once(
     key: str, layers: list[int] | None, tiny_folder: Path
 ) -> None:
-    """float32, two rounds, clients of 11 to 58 texts with a batch of 8: SGD 1e-5, AdamW 1e-3."""
+    """float32, two rounds, clients of one step to four (11 to 58 texts): SGD 1e-5, AdamW 1e-3."""
     config = tiny.config(
         tiny_folder,
         model={} if layers is None else {"layers_to_transform": layers},
         method={"name": key, "r": 2},
-        training={"optimizer": "sgd", "lr": 0.005, "local_steps": None, "batch_size": 8},
+        training={"optimizer": "sgd", "lr": 0.005, "local_steps": None, "batch_size": 12},
         federation={"clients_per_round": None, "rounds": 2},
     )
     prepared = prepare(config)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ def uninterrupted(federation: Federation) -> list[Progress]:
     return steps
 
 
+Undisturbed = Callable[[str], tuple[Federation, tuple[Progress, ...]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_folder: Path, prepared: Prepared) -> Undisturbed:
+    """A method's federation, and what came of its rounds; played once for both tests that compare with it."""
+
+    @functools.cache
+    def get(key: str) -> tuple[Federation, tuple[Progress, ...]]:
+        federation = tiny.variant(prepared, interrupted_config(tiny_folder, key)).federation
+        return federation, tuple(uninterrupted(federation))
+
+    return get
+
+
 def one_round_in_a_new_process(folder: Path) -> None:
     """Everything anew from the folder, one round, and back into the folder."""
     run = RunFolder(folder)
@@ -53,15 +69,19 @@ def one_round_in_a_new_process(folder: Path) -> None:
 
 @pytest.mark.parametrize("key", METHODS)
 def test_a_resumed_run_ends_as_one_that_never_stopped(
-    key: str, tiny_folder: Path, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str,
+    undisturbed: Undisturbed,
+    tiny_folder: Path,
+    prepared: Prepared,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here depends on it, and it takes the time
     config = interrupted_config(tiny_folder, key)
     run = RunFolder(tmp_path)
     run.config.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     run.partition.write_text(prepared.partition.to_json())
-    federation = tiny.variant(prepared, config).federation
-    for expected in uninterrupted(federation)[1:]:
+    for expected in undisturbed(key)[1][1:]:
         one_round_in_a_new_process(tmp_path)
         kept = checkpoint.latest(run)
         assert kept is not None
@@ -75,11 +95,10 @@ class _Unplugged(Exception):
 
 @pytest.mark.parametrize("key", METHODS)
 def test_a_round_that_fails_midway_leaves_nothing_behind(
-    key: str, tiny_folder: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    key: str, undisturbed: Undisturbed, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither in the progress nor in the model: the same round, played again in the same process, has the same bits."""
-    federation = tiny.variant(prepared, interrupted_config(tiny_folder, key)).federation
-    progress, *rest = uninterrupted(federation)
+    federation, (progress, *rest) = undisturbed(key)
     loss, calls = prepared.task.loss, 0
 
     def failing(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

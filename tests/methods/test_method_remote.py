@@ -61,7 +61,8 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> RemoteFederation:
 def test_rounds_between_machines_have_the_bits_of_those_on_one(
     key: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    config = method_config(tiny_folder, key, training={"local_steps": None}, federation={"rounds": 3})
+    training = {"local_steps": None, "batch_size": 12}  # one step to four, by a client's number of texts
+    config = method_config(tiny_folder, key, training=training, federation={"rounds": 3})
     here = tiny.variant(prepared, config)
     there = remote(here, tmp_path)
     progress, other = here.federation.begin(), there.begin()

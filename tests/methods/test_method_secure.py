@@ -23,13 +23,14 @@ from fedspan.runs.build import Prepared
 
 SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
 STACKS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "stack")
-SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0, "local_steps": None}
+EPOCH: Mapping[str, Any] = {"local_steps": None, "batch_size": 12}  # one step to four, by a client's number of texts
+SGD: Mapping[str, Any] = {**EPOCH, "optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
 WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
-    **{key: ({"name": key}, {"local_steps": None}) for key in SUMS},
-    "florg, Gram sums": ({"name": "florg", "gram_sums": True}, {"local_steps": None}),
-    "fedadam": ({"name": "fedit", "wrappers": ["fedadam"]}, {"local_steps": None}),
-    "fedprox": ({"name": "rolora", "wrappers": ["fedprox"]}, {"local_steps": None}),
-    "fedpaq": ({"name": "fedit", "wrappers": ["fedpaq"]}, {"local_steps": None}),
+    **{key: ({"name": key}, EPOCH) for key in SUMS},
+    "florg, Gram sums": ({"name": "florg", "gram_sums": True}, EPOCH),
+    "fedadam": ({"name": "fedit", "wrappers": ["fedadam"]}, EPOCH),
+    "fedprox": ({"name": "rolora", "wrappers": ["fedprox"]}, EPOCH),
+    "fedpaq": ({"name": "fedit", "wrappers": ["fedpaq"]}, EPOCH),
     "scaffold II": ({"name": "fedit", "wrappers": ["scaffold"]}, SGD),
     "scaffold I": ({"name": "rolora", "wrappers": [{"name": "scaffold", "variate": "option-I"}]},
                    {**SGD, "max_grad_norm": 0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,17 +58,33 @@ def method_config(folder: Path, key: str, kind: str = "bert", **changes: Mapping
     return tiny.config(folder, kind, **values, **changes)
 
 
-def flat(value: object, path: str = "") -> dict[str, object]:
+def flat(value: object) -> dict[str, object]:
     """Tensors and plain values inside dataclasses, dicts and sequences, by where they stand."""
-    if dataclasses.is_dataclass(value):
-        parts: Any = [(item.name, getattr(value, item.name)) for item in dataclasses.fields(value)]
+    found: dict[str, object] = {}
+    _flatten(value, "", found)
+    return found
+
+
+def _flatten(value: object, path: str, found: dict[str, object]) -> None:
+    """Into one dict for all depths, and leaves first: every call of every method is looked through twice."""
+    if isinstance(value, Tensor | str | int | float | None):
+        found[path] = value
+    elif dataclasses.is_dataclass(value):
+        for name in _field_names(type(value)):
+            _flatten(getattr(value, name), f"{path}[{name}]", found)
     elif isinstance(value, Mapping):
-        parts = value.items()
+        for key, part in value.items():
+            _flatten(part, f"{path}[{key}]", found)
     elif isinstance(value, tuple | list):
-        parts = enumerate(value)
+        for number, part in enumerate(value):
+            _flatten(part, f"{path}[{number}]", found)
     else:
-        return {path: value}
-    return {inner: leaf for key, part in parts for inner, leaf in flat(part, f"{path}[{key}]").items()}
+        found[path] = value
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def differences(left: object, right: object) -> list[str]:
