@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import torch
@@ -38,7 +39,7 @@ class Finding:
 
     statement: str
     measured: str
-    verdict: Verdict
+    verdict: Verdict | Literal["not runnable here"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

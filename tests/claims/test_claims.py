@@ -24,6 +24,10 @@ SMOKE = {
     ],
     "fedgalore_ajive_time": ["--sizes", "24", "32", "--views", "1", "2", "--rank", "4", "--seeds", "0", "1"],
     "fedgalore_trap": ["--seeds", "4", "--calibration", "8", "--settings", "2", "--drawn", "1", "--steps", "20"],
+    "fedloru_stable_rank": [
+        *("--images", "10", "20", "--epochs", "1", "--every", "1", "--probes", "2", "--iterations", "2"),
+        *("--seeds", "0", "1"),
+    ],
     "fedloru_theory": ["--sizes", "30", "40", "--clients", "2", "--most", "6", "--seeds", "0", "1"],
     "membership_inference": [
         *("--examples", "40", "--rounds", "2", "--budgets", "8", "--layers", "1", "--seeds", "0", "1"),
@@ -76,6 +80,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("claims")
     for script, words in SMOKE.items():
         data = {
+            "fedloru_stable_rank": ["--data", str(digits)],
             "rolora_mnist": ["--data", str(digits)],
             "membership_inference": ["--data", str(questions), "--model", str(questions / "bert")],
         }.get(script, [])
@@ -85,7 +90,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_claim_has_a_smoke_size() -> None:
-    helpers = {"index", "report", "verdict"}
+    helpers = {"all", "index", "report", "reproduced"}  # their tests are in test_all_claims.py
     assert {path.stem for path in CLAIMS.glob("*.py")} == helpers | set(SMOKE)
 
 

@@ -1,0 +1,92 @@
+"""The page of a preset that was played, and the command that makes every page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fedspan.api.reproducing import Reproduction
+from fedspan.runs.cells import cells_of
+from fedspan.runs.judging import CellScore, judge
+from fedspan.runs.presets import list_presets, preset_of
+
+CLAIMS = Path(__file__).resolve().parents[2] / "claims"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(CLAIMS))
+
+
+@pytest.fixture
+def every(scripts: None) -> ModuleType:
+    return importlib.import_module("all")
+
+
+def played(id: str, data: Path) -> Reproduction:
+    """A preset whose first row is the best everywhere and whose last one failed."""
+    preset = preset_of(id)
+    cells = cells_of(preset, "small", str(data), None)
+    scores: list[CellScore] = []
+    for cell in cells:
+        for at, label in enumerate(cell.configs):
+            failed = at == len(cell.configs) - 1
+            values = () if failed else tuple(0.9 - 0.1 * at + 0.001 * seed for seed in range(3))
+            mean = None if failed else values[1]
+            chosen = {"training.lr": 0.001}
+            why = "a seed diverged" if failed else None
+            scores.append(
+                CellScore(cell.name, label, chosen, "accuracy", True, values, mean, 0.001, 2e6, 1e6, 3.0, why)
+            )
+    verdicts = judge(preset.claims, cells, scores)
+    return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data))
+
+
+@pytest.mark.parametrize("id", ["rolora-table1", "fedloru-table1", "florg-table1", "fedgalore-table3"])
+def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
+    reproduced = importlib.import_module("reproduced")
+    found = played(id, tmp_path)
+    reproduced.page(found, preset_of(id), tmp_path)
+    page, saved = (tmp_path / f"{id}.md").read_text(), json.loads((tmp_path / f"{id}.json").read_text())
+    assert len(saved["findings"]) == len(found.verdicts)
+    for finding in saved["findings"]:
+        assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in page
+    assert f"({id}.svg)" in page
+    assert "a seed diverged" in page
+    assert all(" ".join(note.split()) in page for note in preset_of(id).notes)
+    assert "<svg" in (tmp_path / f"{id}.svg").read_text()
+
+
+def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
+    pages = [job.page for job in every.JOBS]
+    assert len(set(pages)) == len(pages)
+    helpers = {"all", "index", "report", "reproduced"}
+    scripts = {path.stem for path in CLAIMS.glob("*.py")} - helpers
+    presets = {preset.id for preset in list_presets()}
+    assert scripts <= set(pages) <= scripts | presets
+    for job in every.JOBS:
+        assert (CLAIMS / job.words[0]).is_file()
+
+
+def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
+    every: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "pages").mkdir()
+    args = argparse.Namespace(data=tmp_path, work=tmp_path / "work", out=tmp_path / "pages", one_seed=True)
+    quick = ("--size", "12", "--sizes", "12", "--clients", "2", "--drifts", "1", "--noises", "0.1", "--seeds", "0")
+    good = every.Job("fedgalore_ajive", ("fedgalore_ajive.py",), quick=quick)
+    bad = every.Job("broken", ("fedgalore_ajive.py", "--nothing"))
+    absent = every.Job("rolora_mnist", ("rolora_mnist.py",), ("mnist",))
+    assert every.play([good, bad, absent], args) == ["broken"]
+    assert "left out, no mnist in" in capfd.readouterr().out
+    assert {path.name for path in (tmp_path / "pages").iterdir()} == {
+        f"fedgalore_ajive.{end}" for end in ("md", "json", "svg")
+    }
+    assert every.play([good], args) == []
+    assert "fedgalore_ajive: done before" in capfd.readouterr().out
