@@ -32,18 +32,18 @@ BODY = 16 * 1024
 """Bytes of a message under load."""
 
 
-def answering(ready: str, authority: str, address: str, keys: list[str], most: int, delay: float) -> None:
+def answering(ready: str, authority: str, address: str, keys: list[str], most: int, poll: float) -> None:
     """A process: a link for each key, answering with what was sent."""
     from fedspan.flower.keys import load_node_key
     from fedspan.flower.supernode import Link, serve
 
     def one(key: str) -> None:
-        link = Link(address, Path(authority), load_node_key(Path(key)), most)
+        link = Link(address, Path(authority), load_node_key(Path(key)), most, poll)
         serve(link, lambda parcel: parcel, Event())
 
     for key in keys:
         threading.Thread(target=one, args=(key,), daemon=True).start()
-        time.sleep(delay)
+        time.sleep(0.05)
     Path(ready).touch()
     threading.Event().wait()
 
@@ -142,7 +142,9 @@ def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> lis
     return found
 
 
-def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Path) -> tuple[Measured, list]:
+def measure(
+    count: int, rounds: int, processes: int, megabytes: int, poll: float, folder: Path
+) -> tuple[Measured, list]:
     from fedspan.flower.attached import attached
     from fedspan.flower.keys import make_node_key
     from fedspan.flower.server import link_of
@@ -159,7 +161,7 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
         marks = [folder / f"ready{number}" for number in range(processes)]
         for number, mark in enumerate(marks):
             own = [str(key) for key in keys[number::processes]]
-            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, 0.05)
+            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, poll)
             child = context.Process(target=answering, args=given, daemon=True)
             child.start()
             children.append(child)  # type: ignore[arg-type]
@@ -184,7 +186,8 @@ PAGE = """# Load
 
 A SuperLink, TLS and keys, {nodes} nodes' links in {processes} processes that answer with what they were sent (no model,
 no training: so many processes with torch would not fit), {rounds} rounds in which each is sent {body} kB and sends them
-back, server and nodes on one machine.
+back, server and nodes on one machine. A node looks for orders every {poll:g} s (`poll_seconds`): a round can't be much
+shorter.
 
 Command: `{command}`  
 Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
@@ -204,7 +207,9 @@ Large messages, one node:
 """
 
 
-def page(result: Measured, messages: list[tuple[str, str, bool]], processes: int, given: str) -> tuple[str, bool]:
+def page(
+    result: Measured, messages: list[tuple[str, str, bool]], processes: int, poll: float, given: str
+) -> tuple[str, bool]:
     good = result.lost == 0
     rows: list[str] = []
     for name, (early, late) in result.memory.items():
@@ -217,6 +222,7 @@ def page(result: Measured, messages: list[tuple[str, str, bool]], processes: int
     text = PAGE.format(
         nodes=result.nodes,
         processes=processes,
+        poll=poll,
         rounds=result.rounds,
         body=BODY // 1000,
         command=given,
@@ -245,15 +251,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
+    parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks of a node (poll_seconds)")
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fedspan-load-") as place:
         os.environ["FLWR_HOME"] = str(Path(place) / "home")
         import fedspan.flower  # noqa: F401  (no telemetry)
 
-        result, messages = measure(args.nodes, args.rounds, args.processes, args.megabytes, Path(place))
+        result, messages = measure(args.nodes, args.rounds, args.processes, args.megabytes, args.poll, Path(place))
     given = f"python benchmarks/load.py --nodes {args.nodes} --rounds {args.rounds} --megabytes {args.megabytes}"
-    text, good = page(result, messages, args.processes, given)
+    given += f" --poll {args.poll:g}"
+    text, good = page(result, messages, args.processes, args.poll, given)
     print(text)
     if args.page:
         args.page.write_text(text, encoding="utf-8")

@@ -70,7 +70,7 @@ def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], 
         return parcel
 
     connection = (1, receive, send, None, None, pull, lambda *_: None, lambda *_: at("confirm"))
-    supernode._answer(connection, 2**20, answering, stop)
+    supernode._answer(connection, supernode.Link("", None, None, 2**20), answering, stop)
     taken = [parcel.header for parcel in answered]
     assert taken == (["second"] if where in ("pull", "confirm") else ["first", "second"])
     assert len(sent) == (2 if where == "receive" else 1)

@@ -60,7 +60,8 @@ def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None)
     authority = None if insecure or node.authority is None else Path(node.authority)
     worker = Supervised(Path(path), node.limits.round_seconds)
     try:
-        serve(Link(node.server, authority, keys, node.limits.message_bytes), worker.answer, stop or Event())
+        link = Link(node.server, authority, keys, node.limits.message_bytes, node.poll_seconds)
+        serve(link, worker.answer, stop or Event())
     finally:
         worker.close()
 

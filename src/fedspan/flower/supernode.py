@@ -42,8 +42,8 @@ from fedspan.flower.objects import opened
 
 __all__ = ["Link", "serve"]
 
-_POLL = 0.1, 1.0
-"""Seconds between two looks for messages: after one came, and at most."""
+_POLL = 0.1
+"""Seconds between two looks for messages after one came; they grow to the link's own."""
 _RECONNECT = 2.0, 30.0
 """Seconds before a lost connection is made anew: at first, and at most."""
 _REFUSED = 150.0
@@ -81,10 +81,11 @@ class Link:
         authority: file with the certificate of who signed the SuperLink's; None: an insecure connection.
         keys: the node's own; None: whoever it is.
         most: bytes that a message may have.
+        poll: seconds between two looks for messages, at most.
     """
 
-    def __init__(self, address: str, authority: Path | None, keys: Keys | None, most: int) -> None:
-        self.address, self.authority, self.keys, self.most = address, authority, keys, most
+    def __init__(self, address: str, authority: Path | None, keys: Keys | None, most: int, poll: float = 1.0) -> None:
+        self.address, self.authority, self.keys, self.most, self.poll = address, authority, keys, most, poll
 
 
 def serve(link: Link, answering: Answering, stop: Event) -> None:
@@ -104,7 +105,7 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
             with _connected(link) as connection:
                 pause = _RECONNECT[0]
                 try:
-                    _answer(connection, link.most, answering, stop)
+                    _answer(connection, link, answering, stop)
                 finally:
                     until = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
@@ -152,22 +153,22 @@ def _connected(link: Link) -> Generator[tuple[Any, ...]]:
         raise inside[0]
 
 
-def _answer(connection: tuple[Any, ...], most: int, answering: Answering, stop: Event) -> None:
-    receive, pause = connection[1], _POLL[0]
+def _answer(connection: tuple[Any, ...], link: Link, answering: Answering, stop: Event) -> None:
+    receive, pause = connection[1], _POLL
     while not stop.is_set():
         try:
             received = receive()
             if received is not None:
                 message, tree = received
-                _answer_one(connection, message, tree, most, answering)
+                _answer_one(connection, message, tree, link.most, answering)
         except _OVER as error:
             log.warning("a message is left unanswered, as its run is over (%s)", type(error).__name__)
             received = None
         if received is not None:
-            pause = _POLL[0]
+            pause = _POLL
             continue
         stop.wait(pause)
-        pause = min(1.5 * pause, _POLL[1])
+        pause = min(1.5 * pause, link.poll)
 
 
 def _answer_one(connection: tuple[Any, ...], message: Message, tree: Any, most: int, answering: Answering) -> None:
