@@ -1,26 +1,29 @@
-"""What all tests share: no network, one thread, and the tiny models in a folder."""
+"""What all tests share: no network, one thread, and the tiny models in a folder.
+
+Fixtures import what they need when they are used: under pytest-xdist the process that only hands out the tests reads
+this file, too, and all others wait for it; torch and Transformers would take it ten seconds.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from transformers.utils import logging
 
-import tiny
-import tiny_decoders
-import tiny_images
-from fedspan import api
-from fedspan.runs.build import Prepared, prepare
+if TYPE_CHECKING:
+    from fedspan.runs.build import Prepared
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> None:
     """Small matrices are fastest on one thread, and bits depend on the number of threads."""
+    import torch
+    from transformers.utils import logging
+
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -29,6 +32,8 @@ def quiet() -> None:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds ``bert``, ``roberta``, ``distilbert``, ``gpt2`` and ``corpus.csv``."""
+    import tiny
+
     folder = tmp_path_factory.mktemp("tiny")
     for kind in ("bert", "roberta", "distilbert", "gpt2"):
         tiny.save_model(kind, folder)
@@ -39,6 +44,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds a causal language model of each family (``llama-lm`` ...), ``questions.jsonl`` and ``corpus.csv``."""
+    import tiny
+    import tiny_decoders
+
     folder = tmp_path_factory.mktemp("decoders")
     for family in tiny_decoders.FAMILIES:
         tiny_decoders.save_decoder(family, folder)
@@ -50,6 +58,8 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the image models ``vit`` and ``resnet``, and the folder ``pictures``."""
+    import tiny_images
+
     folder = tmp_path_factory.mktemp("images")
     for kind in ("vit", "resnet"):
         tiny_images.save_model(kind, folder)
@@ -60,6 +70,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Finished runs, not to be changed: ``vit``, ``resnet``, and ``scratch`` on builtin:resnet-8."""
+    import tiny_images
+    from fedspan import api
+
     folder = tmp_path_factory.mktemp("image-runs")
     for name, kind in (("vit", "vit"), ("resnet", "resnet"), ("scratch", "builtin:resnet-8")):
         api.run(tiny_images.settings(images, kind), folder / name)
@@ -69,4 +82,7 @@ def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prepared(tiny_folder: Path) -> Prepared:
     """FedIT on the tiny BERT, whose model tests may share: values of a federation leave nothing behind in it."""
+    import tiny
+    from fedspan.runs.build import prepare
+
     return prepare(tiny.config(tiny_folder))
