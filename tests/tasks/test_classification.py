@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +9,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,21 +110,6 @@ def test_metrics_are_those_of_the_given_examples(task: SequenceClassification) -
     assert found["accuracy"] == 0.5
     assert found["macro_f1"] == pytest.approx((2 / 4 + 2 / 3 + 0) / 3)
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, torch.tensor([0, 1, 1, 3]))))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40), st.sampled_from([2, 4]))
-def test_metrics_are_scikit_learn_s_to_the_bit(pairs: list[tuple[int, int]], labels: int) -> None:
-    truth, guess = np.array(pairs).T % labels
-    examples = EncodedText({}, truth, np.ones(len(truth), dtype=np.int64))
-    task = SequenceClassification(None, ("a", "b", "c", "d")[:labels], 5)  # type: ignore[arg-type]
-    found = task.metrics(torch.eye(labels)[torch.from_numpy(guess)], examples, range(len(truth)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its 0 of a single label comes with one
-        assert found["macro_f1"] == f1_score(truth, guess, average="macro", zero_division=0)
-        assert found["matthews"] == matthews_corrcoef(truth, guess)
-        if labels == 2:
-            assert found["f1"] == f1_score(truth, guess, average="binary", zero_division=0)
 
 
 def test_glue_s_metrics(prepared: Prepared) -> None:
