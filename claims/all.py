@@ -49,7 +49,12 @@ JOBS = (
     Job("fedgalore_trap", ("fedgalore_trap.py",), quick=("--seeds", "10", "--settings", "2", "--drawn", "1")),
     Job("fedloru_theory", ("fedloru_theory.py",), quick=("--seeds", "0")),
     Job("fedgalore_ajive_time", ("fedgalore_ajive_time.py",)),
-    Job("rolora_mnist", ("rolora_mnist.py", "--data", "{data}/mnist"), ("mnist",), ("--seeds", "0", "--rates", "0.3")),
+    Job(
+        "rolora_mnist",
+        ("rolora_mnist.py", "--data", "{data}/mnist"),
+        ("mnist",),
+        ("--seeds", "0", "--rates", "0.3", "--rounds", "10"),
+    ),
     Job("fedloru_stable_rank", ("fedloru_stable_rank.py", "--data", "{data}/fashion-mnist"), ("fashion-mnist",)),
     Job("membership_inference", ("membership_inference.py", "--data", "{data}/banking77"), ("banking77",)),
     *(Job(id, ("reproduced.py", id, "--data", "{data}", "--runs", "{work}/runs"), ("glue",)) for id in PRESETS),
