@@ -8,7 +8,6 @@ plays the first ones on one seed, to see that they run; verdicts need more.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -82,17 +81,18 @@ def play(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
     for job in jobs:
         if (args.work / f"{job.page}.json").is_file():
             print(f"{job.page}: done before", flush=True)
-            continue
-        if why := missing(job, args.data):
+        elif why := missing(job, args.data):
             print(f"{job.page}: left out, {why}", flush=True)
             continue
-        began = time.monotonic()
-        done = subprocess.run(command(job, args.data, args.work, args.one_seed), env={**os.environ}, check=False)
-        if done.returncode:
-            failed.append(job.page)
-        said = f"ended with {done.returncode}" if done.returncode else "done"
-        print(f"{job.page}: {said}, {time.monotonic() - began:.0f} s", flush=True)
-        if not done.returncode and args.out is not None:
+        else:
+            began = time.monotonic()
+            done = subprocess.run(command(job, args.data, args.work, args.one_seed), check=False)
+            said = f"ended with {done.returncode}" if done.returncode else "done"
+            print(f"{job.page}: {said}, {time.monotonic() - began:.0f} s", flush=True)
+            if done.returncode:
+                failed.append(job.page)
+                continue
+        if args.out is not None:  # of those done before, too: it may have been stopped before they were copied
             for path in args.work.glob(f"{job.page}.*"):
                 shutil.copy(path, args.out / path.name)
     return failed

@@ -88,5 +88,7 @@ def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
     assert {path.name for path in (tmp_path / "pages").iterdir()} == {
         f"fedgalore_ajive.{end}" for end in ("md", "json", "svg")
     }
+    (tmp_path / "pages" / "fedgalore_ajive.md").unlink()
     assert every.play([good], args) == []
     assert "fedgalore_ajive: done before" in capfd.readouterr().out
+    assert (tmp_path / "pages" / "fedgalore_ajive.md").is_file()

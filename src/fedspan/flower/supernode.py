@@ -162,7 +162,10 @@ def _answer(connection: tuple[Any, ...], link: Link, answering: Answering, stop:
                 message, tree = received
                 _answer_one(connection, message, tree, link.most, answering)
         except _OVER as error:
-            log.warning("a message is left unanswered, as its run is over (%s)", type(error).__name__)
+            log.warning(
+                "a message can't be fetched or answered any more, most likely as its run is over (%s)",
+                type(error).__name__,
+            )
             received = None
         if received is not None:
             pause = _POLL
