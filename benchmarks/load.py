@@ -25,11 +25,18 @@ from threading import Event
 
 from stage import Deployment
 
+from fedspan.engines.parcels import Parcel
+
 MIB = 2**20
 GROWTH = 0.05
 """Of the memory between the tenth round and the last, at most."""
 BODY = 16 * 1024
 """Bytes of a message under load."""
+
+
+def answered(parcel: Parcel) -> Parcel:
+    """A node's answer: as large as what came, and like no other's."""
+    return Parcel(parcel.header, parcel.header.encode() + parcel.body)
 
 
 def answering(ready: str, authority: str, address: str, keys: list[str], most: int, poll: float) -> None:
@@ -39,7 +46,7 @@ def answering(ready: str, authority: str, address: str, keys: list[str], most: i
 
     def one(key: str) -> None:
         link = Link(address, Path(authority), load_node_key(Path(key)), most, poll)
-        serve(link, lambda parcel: parcel, Event())
+        serve(link, answered, Event())
 
     for key in keys:
         threading.Thread(target=one, args=(key,), daemon=True).start()
@@ -96,16 +103,16 @@ class Measured:
 
 
 def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> Measured:
-    from fedspan.engines.parcels import Parcel
     from fedspan.flower.transport import GridTransport
 
     transport = GridTransport(grid, nodes)  # type: ignore[arg-type]
     lost, seconds, memory = 0, [], {}
     for number in range(1, rounds + 1):
         began = time.monotonic()
-        parcels = {id: Parcel(f"{number} {id}", os.urandom(64) + bytes(BODY)) for id in nodes}
-        back = dict(transport.exchange(parcels, 300.0))
-        lost += sum(back.get(id) != parcel for id, parcel in parcels.items())
+        body = os.urandom(BODY)  # the same for all, as a round's tensors are
+        parcels = {id: Parcel(f"{number} {id}", body) for id in nodes}
+        back = dict(transport.exchange(parcels, 600.0))
+        lost += sum(back.get(id) != answered(parcel) for id, parcel in parcels.items())
         seconds.append(time.monotonic() - began)
         if number in (10, rounds):
             now = resident(superlink), resident(os.getpid())
@@ -117,7 +124,6 @@ def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> 
 
 def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> list[tuple[str, str, bool]]:
     """One message, there and back; and what is said of larger ones than the limits."""
-    from fedspan.engines.parcels import Parcel
     from fedspan.flower.transport import GridTransport
 
     id = next(iter(nodes))
@@ -128,7 +134,7 @@ def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> lis
         parcel = Parcel("large", os.urandom(size))  # equal pieces would travel once
         began = time.monotonic()
         ((_, back),) = transport.exchange({id: parcel}, 590.0)
-        return (back if isinstance(back, str) else back == parcel), time.monotonic() - began
+        return (back if isinstance(back, str) else back == answered(parcel)), time.monotonic() - began
 
     back, seconds = sent(megabytes * 10**6)
     found.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", back is True))
@@ -154,7 +160,7 @@ def measure(
         link = link_of(made.server)
         keys = [folder / f"node{number}.key" for number in range(count)]
         publics = [make_node_key(key) for key in keys]
-        ids = register(folder / "home", link.address, made.server / "ca.crt", publics)
+        ids = register(Path(os.environ["FLWR_HOME"]), link.address, made.server / "ca.crt", publics)
         nodes = {f"node-{number:03}": id for number, id in enumerate(ids)}
         children: list[multiprocessing.Process] = []
         context = multiprocessing.get_context("spawn")
@@ -185,9 +191,10 @@ def measure(
 PAGE = """# Load
 
 A SuperLink, TLS and keys, {nodes} nodes' links in {processes} processes that answer with what they were sent (no model,
-no training: so many processes with torch would not fit), {rounds} rounds in which each is sent {body} kB and sends them
-back, server and nodes on one machine. A node looks for orders every {poll:g} s (`poll_seconds`): a round can't be much
-shorter.
+no training: so many processes with torch would not fit), {rounds} rounds in which all are sent the same {body} kB and
+each sends as many of its own back, server and nodes on one machine. A node looks for orders every {poll:g} s
+(`poll_seconds`): a round can't be much shorter. A round is about twenty requests for every node, and the SuperLink, one
+Python process, has a core to itself here: its rounds take as long as those requests do.
 
 Command: `{command}`  
 Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
@@ -198,7 +205,7 @@ Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
 {memory}
 | seconds a round, median | {median:.1f} | | |
 | seconds a round, largest | {largest:.1f} | | |
-
+{many}
 Large messages, one node:
 
 | | measured | |
@@ -208,9 +215,17 @@ Large messages, one node:
 
 
 def page(
-    result: Measured, messages: list[tuple[str, str, bool]], processes: int, poll: float, given: str
+    result: Measured, many: Measured | None, messages: list[tuple[str, str, bool]], args: argparse.Namespace, given: str
 ) -> tuple[str, bool]:
     good = result.lost == 0
+    more = ""
+    if many is not None:
+        good = good and many.lost == 0
+        more = (
+            f"| {many.nodes} nodes, {many.rounds} rounds: lost replies of {many.nodes * many.rounds} | {many.lost} | 0 "
+            f"| {_verdict(many.lost == 0)} |\n"
+            f"| {many.nodes} nodes: seconds a round, median | {statistics.median(many.seconds):.0f} | | |\n"
+        )
     rows: list[str] = []
     for name, (early, late) in result.memory.items():
         ok = late <= early * (1 + GROWTH)
@@ -221,8 +236,9 @@ def page(
         )
     text = PAGE.format(
         nodes=result.nodes,
-        processes=processes,
-        poll=poll,
+        processes=args.processes,
+        poll=args.poll,
+        many=more,
         rounds=result.rounds,
         body=BODY // 1000,
         command=given,
@@ -249,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--many", type=int, nargs=2, metavar=("NODES", "ROUNDS"), help="more nodes, for fewer rounds")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
     parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks of a node (poll_seconds)")
@@ -258,10 +275,14 @@ def main() -> None:
         os.environ["FLWR_HOME"] = str(Path(place) / "home")
         import fedspan.flower  # noqa: F401  (no telemetry)
 
-        result, messages = measure(args.nodes, args.rounds, args.processes, args.megabytes, args.poll, Path(place))
+        folder, rest = Path(place), (args.processes, args.megabytes, args.poll)
+        result, messages = measure(args.nodes, args.rounds, *rest, folder / "first")
+        many = None
+        if args.many:
+            many, _ = measure(*args.many, args.processes, 0, args.poll, folder / "many")
     given = f"python benchmarks/load.py --nodes {args.nodes} --rounds {args.rounds} --megabytes {args.megabytes}"
-    given += f" --poll {args.poll:g}"
-    text, good = page(result, messages, args.processes, args.poll, given)
+    given += f" --poll {args.poll:g}" + (" --many {} {}".format(*args.many) if args.many else "")
+    text, good = page(result, many, messages, args, given)
     print(text)
     if args.page:
         args.page.write_text(text, encoding="utf-8")

@@ -139,7 +139,7 @@ def submit(
                 listener=view,
             )
     except KeyboardInterrupt:
-        typer.echo(stopped(place, view.done, view.rounds, "submit"), err=True)
+        typer.echo(stopped(place, view.rounds, "submit"), err=True)
         raise typer.Exit(130) from None
     show_report(shown, report, place)
 

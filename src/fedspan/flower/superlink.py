@@ -2,7 +2,8 @@
 
 Flower serves nodes, commands and running servers on one port, and takes commands (registering a node's key, submitting
 an app) from whoever reaches it. Run as a module, this is ``flower-superlink`` with the same arguments, but what is not
-for nodes is refused unless it comes from this machine.
+for nodes is refused unless it comes from this machine, and few requests are worked on at once: each writes to SQLite,
+which lets one writer in, and the forty threads that FastAPI allows would spend their time waiting for each other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from anyio.to_thread import current_default_thread_limiter
 from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from starlette.middleware import Middleware
@@ -20,6 +22,8 @@ from starlette.responses import PlainTextResponse
 __all__ = ["Door", "main"]
 
 _FOR_NODES = ("/v1/fleet/",)
+_THREADS = 3
+"""Requests that are worked on at once; more than one, as Flower's streams of logs keep theirs."""
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
@@ -37,6 +41,8 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Serve, or refuse with 403."""
+        if scope["type"] == "lifespan":
+            current_default_thread_limiter().total_tokens = _THREADS
         if scope["type"] == "lifespan" or scope["path"].startswith(_FOR_NODES) or _local(scope.get("client")):
             await self.app(scope, receive, send)
         else:

@@ -42,10 +42,13 @@ from fedspan.flower.objects import opened
 
 __all__ = ["Link", "serve"]
 
-_POLL = 0.1
-"""Seconds between two looks for messages after one came; they grow to the link's own."""
+_SOON = 0.1
+"""Of a link's seconds between two looks for messages, those after one came; they grow to all of them."""
 _RECONNECT = 2.0, 30.0
 """Seconds before a lost connection is made anew: at first, and at most."""
+_RETRIES = 2
+"""Of a request that a broken connection lost, some seconds apart: a server closes idle ones, and a reply may be an
+hour's work. What takes longer is a lost connection."""
 _REFUSED = 150.0
 """Seconds after which a SuperLink that lets us not in does so for good: it notices within 60 s that a node is gone."""
 _FAILED = 1000
@@ -137,7 +140,7 @@ def _connected(link: Link) -> Generator[tuple[Any, ...]]:
     inside: list[Exception] = []
     try:
         with fleet_http_connection.http_request_response(
-            link.address, link.authority is None, authority, link.keys, 0, None
+            link.address, link.authority is None, authority, link.keys, _RETRIES, None
         ) as connection:
             log.info("connected to %s as node %d", link.address, connection[0])
             try:
@@ -154,7 +157,7 @@ def _connected(link: Link) -> Generator[tuple[Any, ...]]:
 
 
 def _answer(connection: tuple[Any, ...], link: Link, answering: Answering, stop: Event) -> None:
-    receive, pause = connection[1], _POLL
+    receive, pause = connection[1], _SOON * link.poll
     while not stop.is_set():
         try:
             received = receive()
@@ -168,7 +171,7 @@ def _answer(connection: tuple[Any, ...], link: Link, answering: Answering, stop:
             )
             received = None
         if received is not None:
-            pause = _POLL
+            pause = _SOON * link.poll
             continue
         stop.wait(pause)
         pause = min(1.5 * pause, link.poll)

@@ -175,14 +175,15 @@ class Holder:
         """Refuse what was sent before.
 
         Raises:
-            FedspanError: if the order is not newer than the last one of its run.
+            FedspanError: if the order is not newer than the last one of its run, or the disk refuses.
         """
         place = self._of(order.run) / _SERIAL
         last = last_serial(place)
         if order.serial <= last:
             raise FedspanError("serial", order.serial, f"more than {last}: this order, or a newer one, was here before")
         if place.parent.is_dir():
-            write_atomic(place, str(order.serial).encode())
+            with disk_errors(self.folder, "free some space on the node"):
+                write_atomic(place, str(order.serial).encode())
 
     def _of(self, run: str) -> Path:
         return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]
