@@ -12,6 +12,7 @@ import yaml
 from fedspan.api import training
 from fedspan.api.reports import is_run, read_config
 from fedspan.config import RunConfig, override, read_values
+from fedspan.engines.prefix_rows import next_run
 from fedspan.errors import FedspanError
 from fedspan.runs.files import disk_errors, read_bytes, sweep, write_atomic
 from fedspan.runs.folder import RunFolder
@@ -123,6 +124,8 @@ def play_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRe
     place = folder / step.name
     finished = RunFolder(place).report.is_file()
     watcher.run_started(step)
+    if not finished:
+        next_run()
     try:
         report = training.run(step.config, place, resume=True, listener=watcher)
     except FedspanError as error:

@@ -6,9 +6,7 @@ Shapes: N examples, T tokens, D features of a hidden state.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Condition
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedspan.engines.batching import evaluation_batches
+from fedspan.engines.prefix_rows import KeptRows, PrefixStore, prefix_key
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import evaluating
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
@@ -39,6 +38,7 @@ class PrefixCache:
         budget: bytes of memory.
         file: holds the hidden states, mapped into memory, where they exceed the budget. It is made anew and has no name
             from then on, so that it ends with the process.
+        store: has them of the run before, if they are the same; None: they end with this cache.
 
     Raises:
         NoPrefix: if there is neither memory nor a file for them, or if the number of an example's hidden states is
@@ -54,6 +54,7 @@ class PrefixCache:
         *,
         budget: int,
         file: Path | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self.prefix, self.adapted, self.task, self.examples = prefix, adapted, task, examples
         lengths = np.asarray(examples.lengths)
@@ -68,17 +69,16 @@ class PrefixCache:
         shape, dtype = (1 + int(self.tokens.sum()), found[0].shape[2]), found[0].dtype
         self.nbytes = shape[0] * shape[1] * dtype.itemsize
         """Of all hidden states together."""
-        self.mapped = self.nbytes > budget
+
+        def made() -> KeptRows:
+            return KeptRows.make(shape, dtype, len(lengths), budget, file)
+
+        self._kept = made() if store is None else store.rows(prefix_key(adapted, prefix, task, examples), made)
+        self._rows = self._kept.values
+        self.mapped = self._kept.mapped
         """Whether they are in a file."""
-        if not self.mapped:
-            self._rows = torch.empty(shape, dtype=dtype)  # memory that is not written to is not taken
-        elif file is not None:
-            self._rows = _in_file(file, shape, dtype)
-        else:
-            raise NoPrefix(f"hidden states of {self.nbytes} bytes exceed the budget of {budget}, and there is no file")
-        self._rows[0] = 0
         self.known = np.zeros(len(lengths), bool)
-        """Whether each example's hidden states have been computed, (N,)."""
+        """Whether each example's hidden states have been asked for and are there, (N,)."""
         self._taken = np.zeros(len(lengths), bool)  # by a thread that is at them
         self._turn = Condition()
 
@@ -92,6 +92,7 @@ class PrefixCache:
         live: Collection[str] | None = None,
         budget: int,
         file: Path | None = None,
+        store: PrefixStore | None = None,
     ) -> tuple[PrefixCache | None, str]:
         """A cache that gave the logits of a few real examples, or None with the reason why there is none.
 
@@ -104,13 +105,14 @@ class PrefixCache:
             live: modules that change; None: all target layers and extras.
             budget: bytes of memory.
             file: for what exceeds them.
+            store: has hidden states of the run before.
         """
         try:
             if getattr(task, "packing", False):
                 raise NoPrefix("a batch's examples are packed into one row")
             prefix = FrozenPrefix.search(adapted, live_modules(adapted) if live is None else live)
             adapted.install({}, {}, frozenset())
-            made = cls(prefix, adapted, task, examples, budget=budget, file=file)
+            made = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)
             made.verify()
         except NoPrefix as error:
             return None, str(error)
@@ -145,7 +147,11 @@ class PrefixCache:
                 self._taken[own] = True
             try:
                 for batch in evaluation_batches(own, self.tokens, batch_size):
-                    self._write(batch, self._computed(batch.tolist()).cpu())
+                    if not self._kept.holds(batch):
+                        hidden = self._computed(batch.tolist()).cpu()
+                        self._kept.dropped(batch)
+                        self._write(batch, hidden)
+                        self._kept.written(batch)
                     self.known[batch] = True
             finally:  # what an error left undone, another thread or call may do
                 with self._turn:
@@ -241,24 +247,6 @@ def _tokens(lengths: np.ndarray, ends: Sequence[int], found: Sequence[int]) -> n
     if len(set(found)) == 1:
         return np.full(len(lengths), found[0], np.int64)
     raise NoPrefix(f"examples of lengths {lengths[list(ends)].tolist()} have {list(found)} hidden states")
-
-
-def _in_file(file: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A tensor in a new file, whose name is given up."""
-    count = shape[0] * shape[1]
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as opened:
-            if hasattr(os, "posix_fallocate"):  # a full disk is better met now than by a signal in mid-write
-                os.posix_fallocate(opened.fileno(), 0, count * dtype.itemsize)
-            else:
-                opened.truncate(count * dtype.itemsize)
-        return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape)
-    except OSError as error:
-        raise NoPrefix(f"{file} can't hold {count * dtype.itemsize} bytes of hidden states ({error})") from error
-    finally:
-        with suppress(OSError):  # it was never made, or the system keeps the names of files in use
-            file.unlink(missing_ok=True)
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:

@@ -1,4 +1,7 @@
-"""The prefix caches of an engine: one for each data set that it trains on or evaluates."""
+"""The prefix caches of an engine: one for each data set that it trains on or evaluates.
+
+An engine is made for a run: in a series (``prefix_rows.shared_prefixes``) it takes over what the run before computed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from threading import Lock
 import numpy as np
 
 from fedspan.engines.prefix import PrefixCache
+from fedspan.engines.prefix_rows import store_in_use
 from fedspan.engines.settings import PrefixSettings
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
@@ -32,6 +36,7 @@ class PrefixCaches:
         self._lock = Lock()
         self._made: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # holding examples keeps their ids
         self._own: dict[int, PrefixCache] = {}
+        self._store = store_in_use()
 
     def replica(self, adapted: AdaptedModel) -> PrefixCaches:
         """The same caches for a replica of the model, in another thread."""
@@ -55,7 +60,8 @@ class PrefixCaches:
     def _new(self, examples: Examples, settings: PrefixSettings) -> tuple[PrefixCache | None, str]:
         taken = sum(made.nbytes for _, made, _ in self._made.values() if made is not None and not made.mapped)
         file = None if settings.folder is None else settings.folder / f"prefix-{os.getpid()}-{len(self._made)}.bin"
-        return PrefixCache.make(self.adapted, self.task, examples, budget=settings.budget - taken, file=file)
+        budget = settings.budget - taken
+        return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=self._store)
 
     def why_not(self, examples: Examples) -> str | None:
         """Why a data set has no cache; None if it has one."""

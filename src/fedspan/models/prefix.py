@@ -101,6 +101,11 @@ class FrozenPrefix:
         return None
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """Of the blocks that are skipped, and of the one behind them."""
+        return self._paths
+
+    @property
     def blocks(self) -> int:
         """How many blocks are skipped."""
         return len(self._skipped)

@@ -18,6 +18,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.cards import write_cards
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.clients import store
 from fedspan.runs.environment import record_environment
@@ -278,5 +279,7 @@ class _Session:
             other_bytes=totals.beside,
             failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
         )
+        with disk_errors(place.path):
+            write_cards(prepared, report, place)
         place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
         return report
