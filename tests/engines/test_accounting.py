@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -65,6 +65,17 @@ def test_calibrated_noise_spends_the_target_and_no_more(
     noise = calibrated(rate, count, epsilon, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
     spent = epsilon_of({Mechanism(rate, noise): count}, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
     assert 0.98 * epsilon <= spent <= epsilon
+
+
+@given(st.floats(0.01, 1.0), st.integers(1, 2000), st.floats(0.2, 50.0), st.sampled_from([1e-3, 1e-5, 1e-9]))
+@example(1.0, 1, 0.25, 1e-9)
+@settings(max_examples=10, deadline=None)
+def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
+    rate: float, count: int, epsilon: float, delta: float
+) -> None:
+    noise = calibrated(rate, count, epsilon, delta, "rdp")
+    spent = epsilon_of({Mechanism(rate, noise): count}, delta, "rdp")
+    assert 0.985 * epsilon <= spent <= epsilon
 
 
 def test_no_noise_has_no_bound_and_nothing_costs_nothing() -> None:
