@@ -1,0 +1,217 @@
+"""What the clients' updates of one layer show beside each other: from their inner products and singular vectors.
+
+Notation: client i's update of a layer in a round is D_i (O, I), its weight in the average w_i (they add up to 1), their
+mean D = sum_i w_i D_i, what the server made of them G. Updates of low rank stay factors: everything here comes of inner
+products and thin SVDs, never of an O x I matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from fedspan.core.base import Delta, as_dense
+from fedspan.core.lowrank import LowRank, concatenate, inner, svd
+
+__all__ = [
+    "Shape",
+    "Together",
+    "alignment",
+    "as_shape",
+    "combined",
+    "inner_product",
+    "moment_mismatch",
+    "principal_angles",
+    "shape_of",
+    "singular_values",
+    "together",
+]
+
+
+@dataclass(frozen=True)
+class Together:
+    """One layer's updates of a round.
+
+    Args:
+        aggregation_error: ||G - D|| / ||D||: what factor averaging loses against averaging the products
+            (RoLoRA, arXiv:2502.01755, section 3.2: interference); 0 for an exact method. NaN where there is no global
+            model.
+        drift: sqrt(sum_i w_i ||D_i - D||^2) / ||D||: how far the clients' updates are from their mean.
+        alignment: mean over clients of cos(D_i, G), of cos(D_i, D) where there is no global model (FedLoRU,
+            arXiv:2409.12371, figure 8).
+        agreement: mean over pairs of clients of cos(D_i, D_j); NaN for one client.
+        angle_out: mean principal angle between two clients' column spaces, in degrees; NaN for one client.
+        angle_in: the same of their row spaces.
+        products: <D_i, G>, ||D_i||^2 and ||G||^2 by client, of which layers together are aligned.
+    """
+
+    aggregation_error: float
+    drift: float
+    alignment: float
+    agreement: float
+    angle_out: float
+    angle_in: float
+    products: Mapping[str, tuple[float, float, float]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many directions an update has.
+
+    Args:
+        norm: Frobenius.
+        stable_rank: ||D||_F^2 / ||D||_2^2 (Rudelson and Vershynin, 2007).
+        effective_rank: exp of the entropy of the singular values' shares (Roy and Vetterli, 2007).
+    """
+
+    norm: float
+    stable_rank: float
+    effective_rank: float
+
+
+def combined(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
+    """A linear combination; of factors alone, factors.
+
+    Args:
+        parts: coefficients and updates.
+        shape: (O, I), for a combination of nothing.
+    """
+    pairs = [LowRank(one.B, one.A, factor * one.scale) for factor, one in parts if isinstance(one, LowRank)]
+    if not parts:
+        return torch.zeros(shape)
+    if len(pairs) == len(parts):
+        return concatenate(pairs)
+    return sum((factor * as_dense(one).double() for factor, one in parts), torch.zeros(shape, dtype=torch.float64))
+
+
+def inner_product(left: Delta, right: Delta) -> float:
+    """<left, right>, in float64."""
+    if isinstance(left, LowRank) and isinstance(right, LowRank):
+        return float(inner(left, right))
+    pair, dense = (left, right) if isinstance(left, LowRank) else (right, left)
+    matrix = as_dense(dense).double()
+    if isinstance(pair, LowRank):  # <B A, M> = <B, M A^T>
+        return float((pair.B.double() * (matrix @ pair.A.double().T)).sum() * pair.scale)
+    return float((matrix * pair.double()).sum())
+
+
+def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: Delta | None) -> Together:
+    """What one layer's updates show.
+
+    Args:
+        updates: D_i by client.
+        weights: w_i by client, of any sum above 0.
+        whole: G; None where the clients keep models of their own.
+
+    Raises:
+        ValueError: without a client.
+    """
+    ids = sorted(updates)
+    if not ids:
+        raise ValueError("updates of no client")
+    w = torch.tensor([weights[id] for id in ids], dtype=torch.float64)
+    w = w / w.sum()
+    products = [[inner_product(updates[one], updates[other]) for other in ids] for one in ids]
+    gram = torch.tensor(products, dtype=torch.float64)
+    mean2 = float(w @ gram @ w)
+    with_mean, norms = gram @ w, gram.diagonal().clamp(min=0).sqrt()
+    spread2 = float((w * (gram.diagonal() - 2 * with_mean + mean2)).sum())
+    error, target, target2 = math.nan, with_mean, mean2
+    if whole is not None:
+        shape = as_shape(whole)
+        gap = combined([(1.0, whole), *((-float(one), updates[id]) for one, id in zip(w, ids, strict=True))], shape)
+        # not ||G||^2 - 2 <G, D> + ||D||^2, of which rounding leaves nothing where the two are nearly equal
+        error = _ratio(float(singular_values(gap).norm()), math.sqrt(max(mean2, 0)))
+        target = torch.tensor([inner_product(updates[id], whole) for id in ids], dtype=torch.float64)
+        target2 = inner_product(whole, whole)
+    pairs = list(combinations(range(len(ids)), 2))
+    cosines = [_ratio(float(gram[i, j]), float(norms[i] * norms[j])) for i, j in pairs]
+    frames = [_frames(updates[id]) for id in ids] if pairs else []
+    return Together(
+        aggregation_error=error,
+        drift=_ratio(math.sqrt(max(spread2, 0)), math.sqrt(max(mean2, 0))),
+        alignment=_mean([_ratio(float(target[i]), float(norms[i]) * math.sqrt(target2)) for i in range(len(ids))]),
+        agreement=_mean(cosines),
+        angle_out=_mean([float(principal_angles(frames[i][0], frames[j][0]).mean()) for i, j in pairs]),
+        angle_in=_mean([float(principal_angles(frames[i][1], frames[j][1]).mean()) for i, j in pairs]),
+        products={id: (float(target[i]), float(gram[i, i]), target2) for i, id in enumerate(ids)},
+    )
+
+
+def alignment(layers: Sequence[Mapping[str, tuple[float, float, float]]]) -> float:
+    """``Together.alignment`` of all layers as one vector, from their ``products``; NaN without a layer."""
+    cosines: list[float] = []
+    for id in layers[0] if layers else ():
+        dot, own, whole = (sum(layer[id][part] for layer in layers) for part in range(3))
+        cosines.append(_ratio(dot, math.sqrt(own * whole)))
+    return _mean(cosines)
+
+
+def as_shape(delta: Delta) -> tuple[int, int]:
+    """(O, I) of either form."""
+    return delta.shape if isinstance(delta, LowRank) else (delta.shape[0], delta.shape[1])
+
+
+def singular_values(delta: Delta) -> Tensor:
+    """Descending, float64."""
+    if isinstance(delta, LowRank):
+        return svd(delta)[1]
+    return torch.linalg.svdvals(delta.double())
+
+
+def shape_of(delta: Delta) -> Shape:
+    """How many directions an update has; NaN ranks for an update of zero."""
+    values = singular_values(delta)
+    norm = float(values.norm())
+    if norm == 0:
+        return Shape(0.0, math.nan, math.nan)
+    shares = values / values.sum()
+    entropy = -float(torch.special.xlogy(shares, shares).sum())
+    return Shape(norm, (norm / float(values[0])) ** 2, math.exp(entropy))
+
+
+def principal_angles(left: Tensor, right: Tensor) -> Tensor:
+    """Angles between two subspaces, ascending, in degrees (Bjorck and Golub, 1973).
+
+    Args:
+        left: orthonormal columns, (O, R).
+        right: orthonormal columns, (O, Q).
+
+    Returns:
+        (min(R, Q),); cosines above 1 by rounding count as 1.
+    """
+    return torch.rad2deg(torch.linalg.svdvals(left.T @ right).clamp(max=1.0).arccos())
+
+
+def moment_mismatch(moments: Mapping[str, Tensor], weights: Mapping[str, float]) -> float:
+    """sqrt(sum_i w_i ||v_i - v||^2) / ||v|| of the clients' second moments v_i, v their mean; NaN for zero.
+
+    How wrong it is to give all clients one state of the optimizer (FedGaLore, arXiv:2602.01746).
+    """
+    total = sum(weights[id] for id in moments)
+    mean = sum((weights[id] / total * value.double() for id, value in moments.items()), torch.zeros(()).double())
+    spread2 = sum(weights[id] / total * float((value.double() - mean).norm()) ** 2 for id, value in moments.items())
+    return _ratio(math.sqrt(spread2), float(mean.norm()))
+
+
+def _frames(delta: Delta) -> tuple[Tensor, Tensor]:
+    """Orthonormal bases of an update's column space (O, k) and row space (I, k), directions of rounding left out."""
+    if isinstance(delta, LowRank):
+        U, S, Vt = svd(delta)
+    else:
+        U, S, Vt = torch.linalg.svd(delta.double(), full_matrices=False)
+    kept = 1e-6 * S[0] < S
+    return U[:, kept], Vt[kept].T
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

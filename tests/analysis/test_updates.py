@@ -1,0 +1,130 @@
+"""The numbers of a layer's updates, against what dense matrices say."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedspan.analysis.updates import (
+    combined,
+    inner_product,
+    moment_mismatch,
+    principal_angles,
+    shape_of,
+    singular_values,
+    together,
+)
+from fedspan.core.base import Delta
+from fedspan.core.lowrank import LowRank
+
+O, I = 7, 5  # noqa: E741
+
+
+def draw(rng: torch.Generator, rank: int, dense: bool) -> Delta:
+    pair = LowRank(torch.randn(O, rank, generator=rng), torch.randn(rank, I, generator=rng), 0.5)
+    return pair.dense() if dense else pair
+
+
+def matrix(delta: Delta) -> Tensor:
+    return delta.to(torch.float64).dense() if isinstance(delta, LowRank) else delta.double()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**20), st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=4))
+def test_numbers_of_factors_are_those_of_dense_matrices(seed: int, kinds: list[tuple[int, bool]]) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    updates = {f"c{number}": draw(rng, *kind) for number, kind in enumerate(kinds)}
+    weights = {id: float(number + 1) for number, id in enumerate(updates)}
+    whole = draw(rng, 3, seed % 2 == 0)
+    found = together(updates, weights, whole)
+
+    total = sum(weights.values())
+    D = {id: matrix(one) for id, one in updates.items()}
+    G, mean = matrix(whole), sum((weights[id] / total * one for id, one in D.items()), torch.zeros(O, I).double())
+
+    def cos(left: Tensor, right: Tensor) -> float:
+        return float((left * right).sum() / left.norm() / right.norm())
+
+    spread = sum(weights[id] / total * float((one - mean).norm()) ** 2 for id, one in D.items())
+    assert found.aggregation_error == pytest.approx(float((G - mean).norm() / mean.norm()), rel=1e-6)
+    assert found.drift == pytest.approx(math.sqrt(spread) / float(mean.norm()), rel=1e-6, abs=1e-6)
+    assert found.alignment == pytest.approx(sum(cos(one, G) for one in D.values()) / len(D), abs=1e-9)
+    pairs = list(combinations(D.values(), 2))
+    if pairs:
+        assert found.agreement == pytest.approx(sum(cos(*pair) for pair in pairs) / len(pairs), abs=1e-6)
+    else:
+        assert math.isnan(found.agreement)
+        assert math.isnan(found.angle_out)
+
+
+def test_without_a_global_model_the_mean_is_what_updates_are_aligned_with() -> None:
+    rng = torch.Generator().manual_seed(0)
+    updates = {id: draw(rng, 2, False) for id in "ab"}
+    found = together(updates, {"a": 1, "b": 3}, None)
+    mean = combined([(0.25, updates["a"]), (0.75, updates["b"])], (O, I))
+    with_mean = together(updates, {"a": 1, "b": 3}, mean)
+    assert math.isnan(found.aggregation_error)
+    assert with_mean.aggregation_error < 1e-12
+    assert found.alignment == pytest.approx(with_mean.alignment)
+
+
+def test_nearly_nothing_is_not_lost_in_rounding() -> None:
+    rng = torch.Generator().manual_seed(0)
+    updates = {id: draw(rng, 2, False) for id in "ab"}
+    mean = combined([(0.5, updates["a"]), (0.5, updates["b"])], (O, I))
+    off = LowRank(torch.full((O, 1), 1e-9), torch.ones(1, I))
+    found = together(updates, {"a": 1, "b": 1}, combined([(1.0, mean), (1.0, off)], (O, I)))
+    assert found.aggregation_error == pytest.approx(1e-9 * math.sqrt(O * I) / float(matrix(mean).norm()), rel=1e-3)
+
+
+def test_angles_between_known_subspaces() -> None:
+    eye, turned = torch.eye(4).double(), torch.tensor([[1.0, 0], [0, 0.5], [0, math.sqrt(0.75)], [0, 0]]).double()
+    assert torch.allclose(principal_angles(eye[:, :2], turned), torch.tensor([0.0, 60.0]).double(), atol=1e-5)
+    assert torch.allclose(principal_angles(eye[:, :1], eye[:, 2:]), torch.tensor([90.0]).double())
+    frozen = torch.randn(2, I, generator=torch.Generator().manual_seed(1))
+    rng = torch.Generator().manual_seed(2)
+    updates = {id: LowRank(torch.randn(O, 2, generator=rng), frozen) for id in "abc"}
+    found = together(updates, dict.fromkeys("abc", 1.0), None)
+    assert found.angle_in < 1e-3
+    assert found.angle_out > 20
+
+
+def test_ranks_of_known_spectra() -> None:
+    diagonal = torch.zeros(O, I)
+    diagonal[:3, :3] = torch.diag(torch.tensor([2.0, 2.0, 2.0]))
+    assert shape_of(diagonal).stable_rank == pytest.approx(3)
+    assert shape_of(diagonal).effective_rank == pytest.approx(3)
+    assert shape_of(diagonal).norm == pytest.approx(math.sqrt(12))
+    pair = LowRank(torch.randn(O, 2), torch.randn(2, I), 3.0)
+    wanted = torch.linalg.svdvals(matrix(pair))[:2]
+    assert torch.allclose(singular_values(pair), wanted, rtol=1e-5)
+    zero = shape_of(torch.zeros(O, I))
+    assert zero.norm == 0
+    assert math.isnan(zero.stable_rank)
+
+
+def test_products_of_every_kind_of_two() -> None:
+    rng = torch.Generator().manual_seed(3)
+    kinds = [draw(rng, 2, dense) for dense in (False, True)]
+    for left in kinds:
+        for right in kinds:
+            wanted = float((matrix(left) * matrix(right)).sum())
+            assert inner_product(left, right) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_moments_apart() -> None:
+    one = torch.tensor([1.0, 1.0])
+    assert moment_mismatch({"a": one, "b": one}, {"a": 1, "b": 5}) == 0
+    assert moment_mismatch({"a": one, "b": 3 * one}, {"a": 1, "b": 1}) == pytest.approx(0.5)
+    assert moment_mismatch({"a": one, "b": 3 * one}, {"a": 3, "b": 1}) == pytest.approx(math.sqrt(0.75) / 1.5)
+
+
+def test_of_nobody() -> None:
+    with pytest.raises(ValueError, match="no client"):
+        together({}, {}, None)

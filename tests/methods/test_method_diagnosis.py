@@ -1,0 +1,173 @@
+"""A round that is looked at: of every method the numbers are those of dense float64 weights, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from measuring import errors
+from torch import Tensor
+from typer.testing import CliRunner
+from watching import Play, Played, Round, differences, snapshot
+
+import fedspan
+import tiny
+from fedspan import FedspanError
+from fedspan.cli.app import app
+from fedspan.methods.registry import METHODS
+from fedspan.runs.diagnosing import STEPS, Barrier, diagnosed
+from fedspan.runs.measures import MEASURES, readings
+
+
+def learnt(run: Played, round: Round, layer: str) -> tuple[Tensor, Tensor]:
+    """The mean of the clients' updates of a layer in a round, and the mean of their changes since the start."""
+    whole = run.mean_change(layer, round)
+    return whole - run.global_change(layer, round.before), whole
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_of_every_method_the_numbers_are_those_of_dense_weights(key: str, played: Play) -> None:
+    run = played(key)
+    round = run.rounds[-1]
+    before = snapshot(round.before)
+    found = diagnosed(run.prepared, round.before, pairs=1, examples=10)
+    assert not [name for name in differences(before, snapshot(round.before)) if name]
+    assert found.clients == round.result.cohort
+    assert (found.round, found.examples) == (len(run.rounds), 10)
+    assert set(found.layers) == {layer.name for layer in run.layers}
+    if METHODS[key].claims.personal:
+        assert all(layer.accumulated is None for layer in found.layers.values())
+        assert all(math.isnan(layer.updates.aggregation_error) for layer in found.layers.values())
+        return
+    oracle = errors(run, round)
+    for layer, one in found.layers.items():
+        step, whole = learnt(run, round, layer)
+        lost = one.updates.aggregation_error * float(step.norm())
+        assert lost == pytest.approx(oracle[layer] * float(whole.norm()), rel=1e-3, abs=1e-6 * float(whole.norm()))
+        change = run.global_change(layer, round.after)
+        assert one.accumulated is not None
+        assert one.accumulated.norm == pytest.approx(float(change.norm()), rel=1e-4)
+        values = torch.linalg.svdvals(change)
+        wanted = float((values.norm() / values[0]) ** 2)
+        assert one.accumulated.stable_rank == pytest.approx(wanted, rel=1e-3)
+        assert one.updates.drift >= 0
+
+
+@pytest.mark.parametrize("key", ["fedit", "fedsa-lora", "fedgalore", "fedavg", "florg"])
+def test_a_barrier_ends_at_the_losses_of_the_clients_models(key: str, played: Play) -> None:
+    run = played(key)
+    round = run.rounds[-1]
+    found = diagnosed(run.prepared, round.before, pairs=2, examples=10_000)
+    assert [one.clients for one in found.barriers] == [
+        (round.result.cohort[0], other) for other in round.result.cohort[1:]
+    ]
+    engine, held = run.prepared.engine, run.prepared.test
+    assert held is not None
+    for one in found.barriers:
+        assert len(one.losses) == len(STEPS)
+        for id, loss in zip(one.clients, (one.losses[0], one.losses[-1]), strict=True):
+            local = [local for local in round.trained if local.client == id][-1]
+            base = round.before.state.base
+            engine.adapted.set_base(base)
+            if local.trained.decay != 1.0:
+                continue  # its base is no state of the server's
+            job = replace(local.job, tensors=local.trained.tensors)
+            indices = np.arange(len(held))
+            predictions = engine.predict(job, held, indices, 64)
+            wanted = engine.task.metrics(predictions, held, indices.tolist())["loss"]
+            assert loss == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_round_without_clients_is_said_to_be_one(played: Play) -> None:
+    run = played("fedit")
+    made = replace(run.prepared, federation=copy.copy(run.prepared.federation))
+    made.federation.drawn = lambda round, more=0: []
+    with pytest.raises(FedspanError, match="nobody takes part"):
+        diagnosed(made, run.rounds[-1].before, pairs=0)
+
+
+def test_how_high_a_barrier_is() -> None:
+    assert Barrier(("a", "b"), (1.0, 1.5, 2.5, 2.0, 3.0)).height == pytest.approx(0.5)
+    assert Barrier(("a", "b"), (1.0, 1.1, 1.2, 1.3, 3.0)).height == 0
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diagnosis") / "run"
+    fedspan.run(tiny.config(tiny_folder, federation={"rounds": 2}, training={"schedule": "linear"}), folder)
+    return folder
+
+
+def test_of_a_run_that_is_over_one_more_round_is_looked_at_and_its_folder_stays(run: Path) -> None:
+    def files() -> dict[str, tuple[int, bytes]]:
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
+
+    before = files()
+    found = fedspan.diagnose(run, pairs=1, examples=5)
+    assert files() == before
+    assert found.round == 3  # at no learning rate of 0: there would be nothing to see
+    rows = {row.measure.key: row for row in readings(found)}
+    assert set(rows) == {measure.key for measure in MEASURES}
+    assert rows["aggregation_error"].most > 1e-3
+    for row in rows.values():
+        assert row.least <= row.mean <= row.most
+        if row.worst is not None:
+            value = row.measure.value(found.layers[row.worst])
+            assert value == (row.most if row.measure.worst == "high" else row.least)
+    assert fedspan.diagnose(run, 1, pairs=0).round == 2
+
+
+def invoked(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["diagnose", *arguments])
+
+
+def test_as_people_read_it_and_as_json(run: Path) -> None:
+    result = invoked(str(run), "--pairs", "1", "--examples", "5")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    for text in ("fedit, round 3: ", "client drift", "RoLoRA, arXiv:2502.01755", "barrier", "beside the round"):
+        assert text in shown
+    result = invoked(str(run), "--pairs", "0", "--json")
+    content = json.loads(result.stdout)
+    assert content["barriers"] == []
+    assert {len(layer) for layer in content["layers"].values()} == {len(MEASURES)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--round", "7"], "round: 7; best, last, or a round whose checkpoint was kept: 1, 2"),
+        (["--round", "first"], "--round: 'first'; best, last, or a number"),
+        (["--pairs", "-1"], "pairs: -1; a whole number from 0"),
+        (["--examples", "0"], "examples: 0; a whole number from 1"),
+    ],
+)
+def test_mistakes(run: Path, arguments: list[str], said: str) -> None:
+    result = invoked(str(run), *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_no_run_and_a_deployments_run(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"the folder of a run"):
+        fedspan.diagnose(tmp_path)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    with pytest.raises(FedspanError, match="data elsewhere"):
+        fedspan.diagnose(copy)
+
+
+def test_the_page_of_the_docs_is_that_of_the_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    monkeypatch.syspath_prepend(docs)
+    from generate_diagnostics import page  # pyright: ignore[reportMissingImports]
+
+    assert (docs / "diagnostics.md").read_text(encoding="utf-8") == page(), "python docs/generate_diagnostics.py"
