@@ -52,6 +52,10 @@ def preset(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "claims": [
             {"says": "FFA-LoRA sends less", "better": "FFA-LoRA", "worse": ["LoRA"], "measure": "bytes_up"},
             {"says": "LoRA is better", "better": "LoRA", "worse": ["FFA-LoRA"], "cells": {"rounds": ["two"]}},
+            *(
+                {"says": measure, "better": "FFA-LoRA", "worse": ["LoRA"], "measure": measure}
+                for measure in ("bytes_to", "rounds_to", "alignment", "barrier", "state_step")
+            ),
         ],
         "small": {"axes": {"rounds": {"two": {"federation": {"rounds": 2}}}}},
         "notes": ["It is tiny."],
@@ -78,6 +82,11 @@ def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path
     ]
     assert all(each["chosen"]["training.lr"] in (0.02, 0.001) for each in report["scores"])
     assert report["scores"][1]["bytes_up"] < report["scores"][0]["bytes_up"]
+    assert {one["verdict"] for one in report["verdicts"]} <= {"holds", "contradicted", "inconclusive"}
+    for one in report["scores"]:
+        assert set(one["measured"]) == {"alignment", "barrier", "state_step"}
+        assert all(0 < value <= 1 for value in one["measured"]["alignment"])
+        assert [[point["round"] for point in curve] for curve in one["curves"]] == [[1, 2]] * 2
     assert report["verdicts"][0]["verdict"] == "holds"
     page = (folder / "table.md").read_text()
     assert "# Nobody's: Table 1" in page

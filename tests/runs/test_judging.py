@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fedspan
+import tiny
 from fedspan.runs.cells import Cell
+from fedspan.runs.curves import Point, common_target, curve_of, reached
+from fedspan.runs.folder import RunFolder
 from fedspan.runs.judging import CellScore, Judged, judge, verdict_table
-from fedspan.runs.presets import Claim
+from fedspan.runs.statements import Claim
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
 
@@ -68,3 +73,55 @@ def test_less_of_a_loss_is_better_and_a_row_that_failed_leaves_its_cell_out() ->
     table = verdict_table([found, none])
     assert [row[1] for row in table.rows] == ["A over B"] * 2
     assert table.rows[0][2].startswith("+1.0")
+
+
+def points(*scores: float, cost: int = 10) -> tuple[Point, ...]:
+    return tuple(Point(number, score, number * cost, number * 0.5) for number, score in enumerate(scores, 1))
+
+
+def test_the_cost_of_the_score_that_both_reach() -> None:
+    """A comes to 0.8, the best of B, in the second round; B in its fourth and third."""
+    scores = (
+        score("iid", "A", 0.9, 0.9, curves=(points(0.5, 0.8, 0.9), points(0.7, 0.85, 0.9))),
+        score("iid", "B", 0.8, 0.8, curves=(points(0.5, 0.6, 0.7, 0.8, cost=20), points(0.6, 0.7, 0.8, 0.75, cost=20))),
+    )
+    for measure, mean in (("rounds_to", 1.5), ("bytes_to", 10 * 5), ("seconds_to", 0.75)):
+        claim = Claim.model_validate({"says": "A is sooner", "better": "A", "worse": ["B"], "measure": measure})
+        (found,) = judge([claim], CELLS[:1], scores)
+        assert found.overall is not None
+        assert found.overall.mean == pytest.approx(mean)
+        assert verdict_table([found]).rows[0][2].startswith("+")
+    (found,) = judge([claim], CELLS[:1], (score("iid", "A", 0.9, curves=(points(0.9),)), score("iid", "B", 0.8)))
+    assert found.verdict == "not runnable here"
+    (found,) = judge([claim], CELLS[:1], (scores[0], score("iid", "B", 0.8, 0.8, curves=((), ()))))
+    assert found.verdict == "not runnable here"
+
+
+@pytest.mark.parametrize(("measure", "verdict"), [("alignment", "contradicted"), ("barrier", "holds")])
+def test_what_is_measured_beside_scores(measure: str, verdict: str) -> None:
+    scores = (
+        score("iid", "A", 0.9, 0.9, 0.9, measured={measure: (0.1, 0.12, 0.11)}),
+        score("iid", "B", 0.9, 0.9, 0.9, measured={measure: (0.4, 0.41, 0.43)}),
+    )
+    claim = Claim.model_validate({"says": "", "better": "A", "worse": ["B"], "measure": measure})
+    assert judge([claim], CELLS[:1], scores)[0].verdict == verdict
+    (found,) = judge([claim], CELLS[:1], (scores[0], score("iid", "B", 0.9, measured={measure: (None,)})))
+    assert found.verdict == "not runnable here"
+
+
+def test_a_score_is_reached_from_below_or_from_above() -> None:
+    assert reached(points(0.1, 0.5, 0.4, 0.6), 0.5, True).round == 2
+    assert reached(points(2.0, 1.5, 1.0), 1.6, False).round == 2
+    assert common_target([points(2.0, 1.5), points(3.0, 1.0)], higher=False) == 1.5
+    assert common_target([points(0.5), ()], higher=True) is None
+    with pytest.raises(ValueError, match="never"):
+        reached(points(0.1), 0.2, True)
+
+
+def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path: Path) -> None:
+    report = fedspan.run(tiny.config(tiny_folder, evaluation={"every": 2}, federation={"rounds": 3}), tmp_path / "run")
+    curve = curve_of(RunFolder(tmp_path / "run"), report.metric)
+    assert [point.round for point in curve] == [2, 3]
+    assert curve[-1].bytes == report.bytes["down"] + report.bytes["up"]
+    assert 0 < curve[0].bytes < curve[-1].bytes
+    assert 0 < curve[0].seconds < curve[1].seconds

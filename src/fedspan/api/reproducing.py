@@ -13,14 +13,18 @@ from typing import Any
 import yaml
 
 from fedspan.api.comparing import compare
+from fedspan.api.measuring import MEASURED, measured
 from fedspan.api.planning import known_examples, known_labels
 from fedspan.api.series import command_line, read_settings
 from fedspan.api.sweeping import sweep
 from fedspan.config import RunConfig, parse_config
+from fedspan.engines.prefix_rows import shared_prefixes
 from fedspan.errors import FedspanError
 from fedspan.runs.cells import DATA, MODEL, Cell, cells_of, folder_name
+from fedspan.runs.curves import curve_of
 from fedspan.runs.files import disk_errors, write_atomic
-from fedspan.runs.judging import CellScore, Judged, judge, verdict_table
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.judging import COSTS, CellScore, Judged, judge, verdict_table
 from fedspan.runs.plans import Plan, PlannedModel, plan_run, planned_model
 from fedspan.runs.presets import SCALES, Preset, Scale, architectures, list_presets, preset_of
 from fedspan.runs.series import Watcher
@@ -197,11 +201,12 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprod
             _require_places(values)
             parse_config(values)
     _begin(folder, settings)
-    scores = tuple(
-        _row(preset, scale, cell, label, folder / cell.name / folder_name([label]), watcher)
-        for cell in cells
-        for label in cell.configs
-    )
+    with shared_prefixes():
+        scores = tuple(
+            _row(preset, scale, cell, label, folder / cell.name / folder_name([label]), watcher)
+            for cell in cells
+            for label in cell.configs
+        )
     verdicts = judge(preset.claims, cells, scores)
     report = Reproduction(preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder))
     _write(report, preset, settings["command"])
@@ -254,6 +259,9 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
             raise
         return CellScore(cell.name, label, chosen, "", True, (), None, None, None, None, None, "a seed diverged")
     row = report.rows[0]
+    wanted = {claim.measure for claim in preset.claims}
+    runs = [RunFolder(folder / "seeds" / f"{key}-seed{seed}") for seed in seeds]
+    looked = [measured(place.path, sorted(wanted & MEASURED)) for place in runs]
     return CellScore(
         cell=cell.name,
         method=label,
@@ -266,6 +274,8 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
         bytes_down=row.bytes_down,
         bytes_up=row.bytes_up,
         seconds=row.seconds,
+        measured={name: tuple(each[name] for each in looked) for name in sorted(wanted & MEASURED)},
+        curves=tuple(curve_of(place, report.metric) for place in runs) if wanted & set(COSTS) else (),
     )
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fedspan.analysis.verdict import Within, near, paired
 from fedspan.runs.cells import Cell
-from fedspan.runs.presets import Claim
+from fedspan.runs.curves import Point, common_target, reached
+from fedspan.runs.statements import Claim
 from fedspan.runs.tables import Table, plus_minus
 
 __all__ = ["CellScore", "Judged", "JudgedCell", "judge", "verdict_table"]
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
+
+COSTS: Mapping[str, Callable[[Point], float]] = {
+    "rounds_to": lambda point: float(point.round),
+    "bytes_to": lambda point: float(point.bytes),
+    "seconds_to": lambda point: point.seconds,
+}
+"""Of reaching the best score that both rows of a pair reach, seed by seed: the less the better."""
+_SIGNS = {"exact_match": 1.0, "alignment": 1.0, "barrier": -1.0, "state_step": -1.0}
+"""Of other measures, which end is better."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,8 @@ class CellScore:
         bytes_up: likewise.
         seconds: wall-clock time of the rounds of one run, mean over the seeds.
         failed: why there are no scores.
+        measured: what claims compare beside scores and bytes, by measure, one for each seed.
+        curves: the scores by round, one curve for each seed; empty where no claim asks for them.
     """
 
     cell: str
@@ -47,6 +59,8 @@ class CellScore:
     bytes_up: float | None
     seconds: float | None
     failed: str | None = None
+    measured: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    curves: tuple[tuple[Point, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,11 +132,14 @@ def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tup
     fitting = [cell for cell in cells if all(cell.values[axis] in names for axis, names in claim.cells.items())]
     found: dict[str, tuple[list[float], list[float]]] = {}
     for cell in fitting:
-        pair = [_values(claim, cell, label, cells, scores) for label in (claim.better, worse)]
+        if claim.measure in COSTS:
+            pair = _costs(COSTS[claim.measure], scores.get((cell.name, claim.better)), scores.get((cell.name, worse)))
+        else:
+            pair = [_values(claim, cell, label, cells, scores) for label in (claim.better, worse)]
         if pair[0] is not None and pair[1] is not None:
             found[cell.name] = (pair[0], pair[1])
     if not found:
-        return unjudged("no cell of it is played at this scale, or a row of it failed everywhere")
+        return unjudged("no cell of it is played, or measured, at this scale, or a row of it failed everywhere")
     rule = _rule(claim)
     single = tuple(_cell(name, rule(*pair)) for name, pair in found.items())
     mean = [_means([pair[side] for pair in found.values()]) for side in (0, 1)]
@@ -158,9 +175,27 @@ def _values(
     return [end - start for start, end in zip(ends[0], ends[1], strict=True)]
 
 
+def _costs(
+    cost: Callable[[Point], float], better: CellScore | None, worse: CellScore | None
+) -> list[list[float] | None]:
+    """What it costs both to come to the score that both reach, one for each seed, so that more is better."""
+    values: list[list[float]] = [[], []]
+    for pair in zip(() if better is None else better.curves, () if worse is None else worse.curves, strict=False):
+        assert better is not None
+        target = common_target(pair, better.higher)
+        if target is None:
+            return [None, None]
+        for side, curve in zip(values, pair, strict=True):
+            side.append(-cost(reached(curve, target, better.higher)))
+    return [side or None for side in values]
+
+
 def _oriented(score: CellScore | None, measure: str) -> list[float] | None:
     if score is None or score.mean is None:
         return None
+    if measure in _SIGNS:
+        found = [value for value in score.measured.get(measure, ()) if value is not None]
+        return [_SIGNS[measure] * value for value in found] if len(found) == len(score.scores) else None
     if measure != "score":
         count = score.bytes_up if measure == "bytes_up" else score.bytes_down
         return None if count is None else [-count] * len(score.scores)
@@ -195,6 +230,10 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
 
 def _difference(one: Judged) -> str:
     assert one.overall is not None
-    if one.metric in ("bytes_up", "bytes_down"):
+    if one.metric in ("bytes_up", "bytes_down", "bytes_to"):
         return f"{one.overall.mean / 1e6:+.3f} MB"
+    if one.metric in ("rounds_to", "seconds_to"):
+        return f"{one.overall.mean:+.1f} {one.metric.removesuffix('_to')}"
+    if one.metric in _SIGNS:
+        return f"{one.overall.mean:+.3g}" + ("" if one.overall.error is None else f" ± {one.overall.error:.2g}")
     return plus_minus(one.metric, one.overall.mean, one.overall.error, sign=True)

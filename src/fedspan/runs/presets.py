@@ -13,13 +13,23 @@ from typing import Any, Literal, Self
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from fedspan.config.mistakes import first_mistake
 from fedspan.errors import FedspanError, nearest
 from fedspan.methods.registry import METHODS
+from fedspan.runs.statements import Claim, Record
 
-__all__ = ["SCALES", "Claim", "MethodEntry", "Preset", "Scale", "architectures", "list_presets", "merged", "preset_of"]
+__all__ = [
+    "SCALES",
+    "MethodEntry",
+    "Preset",
+    "Scale",
+    "architectures",
+    "list_presets",
+    "merged",
+    "preset_of",
+]
 
 Scale = Literal["full", "small"]
 SCALES: tuple[Scale, ...] = ("full", "small")
@@ -28,11 +38,7 @@ Values = dict[str, Any]
 """Part of a config as plain values, section by section."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class MethodEntry(_Record):
+class MethodEntry(Record):
     """A row of the table.
 
     Args:
@@ -44,7 +50,7 @@ class MethodEntry(_Record):
     set: Values = Field(default_factory=dict)
 
 
-class Where(_Record):
+class Where(Record):
     """Changes for some of the cells, where two axes act on one field.
 
     Args:
@@ -58,45 +64,7 @@ class Where(_Record):
     set: Values
 
 
-class Gap(_Record):
-    """A loss of score between two values of an axis, in place of the score itself.
-
-    Args:
-        axis: which.
-        before: its value where the score is expected to be higher.
-        after: its value where it is expected to have dropped.
-    """
-
-    axis: str
-    before: str
-    after: str
-
-
-class Claim(_Record):
-    """A statement of the paper: one row of the table is better than others.
-
-    Args:
-        says: in words.
-        better: label of a method.
-        worse: labels of those that it is better than.
-        cells: by axis, the values in which; an axis left out: in all.
-        measure: what is compared: the held-out metric, or bytes of a run, of which fewer are better.
-        gap: compare the loss of score between two cells; the smaller is the better.
-        within: the two are level, up to this much of the metric's own unit (shares, not percent).
-        needs: what would have to be measured and is not; such a claim is never judged.
-    """
-
-    says: str
-    better: str
-    worse: list[str] = Field(min_length=1)
-    cells: dict[str, list[str]] = Field(default_factory=dict)
-    measure: Literal["score", "bytes_up", "bytes_down"] = "score"
-    gap: Gap | None = None
-    within: float | None = Field(default=None, gt=0)
-    needs: str | None = None
-
-
-class Small(_Record):
+class Small(Record):
     """What the small scale changes.
 
     Args:
@@ -118,7 +86,7 @@ class Small(_Record):
     seeds: list[int] | None = Field(default=None, min_length=1)
 
 
-class Preset(_Record):
+class Preset(Record):
     """One table or figure.
 
     Args:
@@ -169,6 +137,8 @@ class Preset(_Record):
             for label in (claim.better, *claim.worse):
                 self._require("claims", label, self.methods)
             if claim.gap is not None:
+                if claim.measure not in ("score", "bytes_up", "bytes_down"):
+                    raise ValueError(f"claims: a gap of {claim.measure} means nothing")
                 self._require_cells("claims.gap", {claim.gap.axis: [claim.gap.before, claim.gap.after]})
         return self
 
