@@ -1,0 +1,32 @@
+"""``fedspan report``: runs as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["report"]
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of series of runs.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = Path("report.html"),
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose", help="Play one more round of a run of each kind, and show what it tells.")
+    ] = False,
+    data: Annotated[bool, typer.Option(help="Read the data again, to show who holds which labels.")] = True,
+) -> None:
+    """Write one HTML page about runs: scores by round, bytes and time, clients, traffic, configuration, a verdict.
+
+    The page needs no network, and runs that differ in their seed alone stand together. Needs fedspan[report].
+    """
+    from fedspan.cli.text import console
+
+    screen = console()
+    with screen.status("reading the runs"):
+        from fedspan import api
+
+        path = api.report([*runs], out, diagnostics=diagnose, data=data)
+    screen.print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")

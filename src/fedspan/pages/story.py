@@ -1,0 +1,124 @@
+"""A run as its folder tells it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.config.reading import parse_text
+from fedspan.errors import FedspanError
+from fedspan.runs.curves import score_of
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.ledger import Totals, read_lines, read_totals
+from fedspan.runs.report import RunReport
+from fedspan.tasks.metrics import METRICS, METRICS_OF
+
+__all__ = ["Row", "Story", "stories"]
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a run's folder holds.
+
+    Args:
+        name: of the folder, as short as it tells it from the other runs' on the page.
+        folder: the run's.
+        config: its configuration.
+        report: its summary; None while it is at work, or if it was stopped.
+        rows: lines of metrics.jsonl, by round.
+        totals: of its ledger.
+    """
+
+    name: str
+    folder: Path
+    config: RunConfig
+    report: RunReport | None
+    rows: tuple[Row, ...]
+    totals: Totals
+
+    @property
+    def metric(self) -> str:
+        """By which its rounds are compared."""
+        return self.config.evaluation.metric or METRICS_OF[self.config.task][0]
+
+    @property
+    def higher(self) -> bool:
+        """Whether more of the metric is better."""
+        return METRICS[self.metric].higher
+
+    def score(self, row: Row) -> float | None:
+        """A round's score on held-out examples; without them, the mean over the clients' own tests."""
+        return score_of(row, self.metric)
+
+    @property
+    def final(self) -> float | None:
+        """The score of the models that the run gave (its best round's); of a run at work, the last score."""
+        if self.report is not None:
+            return self.score(self.report.scores)
+        return next((score for row in reversed(self.rows) if (score := self.score(row)) is not None), None)
+
+    @property
+    def bytes(self) -> int:
+        """Of the training's messages, both ways."""
+        return self.totals.run("down").bytes + self.totals.run("up").bytes
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time of the rounds."""
+        return float(self.rows[-1].get("seconds", math.nan)) if self.rows else math.nan
+
+
+def stories(folders: Sequence[str | Path]) -> tuple[Story, ...]:
+    """The runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it.
+
+    Raises:
+        FedspanError: a folder without a run, two of one folder, or files that were changed into something else.
+    """
+    found: dict[Path, None] = {}
+    for folder in folders:
+        path = Path(folder)
+        inside = (
+            [path]
+            if _is_run(path)
+            else sorted(one.parent for one in path.glob("**/config.yaml") if _is_run(one.parent))
+        )
+        if not inside:
+            raise FedspanError("run folder", str(folder), "a run's folder, or one with runs below it")
+        found |= dict.fromkeys(one.resolve() for one in inside)
+    places = list(found)
+    names = _names(places)
+    return tuple(_story(name, place) for name, place in zip(names, places, strict=True))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "environment.json").is_file()
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    """As many last parts of each path as tell all apart."""
+    for depth in range(1, max(len(place.parts) for place in places) + 1):
+        names = ["/".join(place.parts[-depth:]) for place in places]
+        if len(set(names)) == len(names):
+            return names
+    return [str(place) for place in places]
+
+
+def _story(name: str, folder: Path) -> Story:
+    place = RunFolder(folder)
+    config = parse_config(parse_text(place.config_text(), str(place.config)))
+    report = None
+    if place.report.is_file():
+        values = cast("Mapping[str, Any]", place.read_json(place.report))
+        known = {field.name for field in fields(RunReport)}
+        try:
+            report = RunReport(**{key: value for key, value in values.items() if key in known})
+        except (TypeError, AttributeError):
+            raise FedspanError(str(place.report), "something else", "a run's report, as fedspan writes it") from None
+    rows = tuple(cast("Sequence[Row]", list(read_lines(place.metrics))))
+    return Story(name, folder, config, report, rows, read_totals(place.ledger))

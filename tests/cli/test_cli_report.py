@@ -1,0 +1,182 @@
+"""The page of a run and of a series: what stands in it is what the runs' folders hold, and it needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedspan
+import tiny
+from fedspan import FedspanError
+
+pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
+
+from fedspan.pages import charts
+from fedspan.pages.groups import curve, differences, grouped
+from fedspan.pages.story import Story, stories
+from fedspan.pages.words import amount, score_text, sentences
+
+LIMIT = 7_000_000
+
+
+@pytest.fixture(scope="module")
+def series(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods under two seeds, three rounds each."""
+    folder = tmp_path_factory.mktemp("pages") / "series"
+    values = tiny.settings(tiny_folder, federation={"rounds": 3})
+    fedspan.compare(values, folder, ["fedit", "ffa-lora"], [0, 1])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(series: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = fedspan.report(series, tmp_path_factory.mktemp("pages") / "report.html", diagnostics=True)
+    assert out.stat().st_size < LIMIT
+    return out.read_text(encoding="utf-8")
+
+
+def body(text: str) -> str:
+    """Without plotly's own script."""
+    return re.sub(r"<script>(?!\nconst figures).*?</script>", "", text, flags=re.DOTALL)
+
+
+def figures(text: str) -> list[dict[str, Any]]:
+    found = re.search(r"const figures = (\[.*?\]);\n\nconst options", text, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_every_section_is_there_and_every_figure_has_a_place(text: str) -> None:
+    own = body(text)
+    for title in ("Runs", "Score", "Training loss", "Clients", "Who holds what", "Traffic", "Participation"):
+        assert f"<h2>{title}</h2>" in own
+    for title in ("Diagnostics", "Singular values of the update", "Configuration"):
+        assert f"<h2>{title}</h2>" in own
+    made = figures(text)
+    assert len(made) == own.count('class="figure"') == 8
+    assert all(figure["data"] for figure in made)
+
+
+def test_nothing_is_loaded_from_elsewhere(text: str) -> None:
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=[\"'](?!data:)", body(text))
+    assert text.count("plotly.js v") == 1
+
+
+def test_lines_are_told_apart_without_colour(text: str) -> None:
+    lines = [trace for trace in figures(text)[0]["data"] if "name" in trace]
+    assert len({(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in lines}) == len(lines) == 2
+    bars = figures(text)[4]["data"]
+    assert len({bar["marker"]["pattern"]["shape"] for bar in bars}) == len(bars)
+
+
+def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
+    runs = stories([series])
+    assert [run.name for run in runs] == sorted(one.parent.name for one in series.glob("*/report.json"))
+    groups = grouped(runs)
+    assert [[run.config.seed for run in group.runs] for group in groups] == [[0, 1], [0, 1]]
+    assert {group.label for group in groups} == {"fedit", "ffa-lora"}
+    assert set(differences([group.runs[0] for group in groups])) == {"method.name"}
+    for group in groups:
+        made = curve(group, {run.name: charts.score_of(run) for run in group.runs})
+        assert made.rounds == (1, 2, 3)
+        for run in group.runs:
+            assert run.report is not None
+            assert run.bytes == sum(run.report.bytes.values())
+            assert run.final == run.report.scores["test"]["accuracy"]
+        assert made.bytes[-1] == sum(run.bytes for run in group.runs) / 2
+        assert made.seconds[0] < made.seconds[-1]
+        assert all(low <= mean <= high for low, mean, high in zip(made.low, made.mean, made.high, strict=True))
+        assert score_text("accuracy", group.runs[0].final) in text
+    buttons = figures(text)[0]["layout"]["updatemenus"][0]["buttons"]
+    assert [button["label"] for button in buttons] == ["by rounds", "by bytes", "by time"]
+    assert all(len(button["args"][0]["x"]) == len(figures(text)[0]["data"]) for button in buttons)
+
+
+def with_scores(runs: tuple[Story, ...], scores: dict[str, list[float]]) -> tuple[Story, ...]:
+    made: list[Story] = []
+    for run in runs:
+        assert run.report is not None
+        value = scores[run.config.method.name][run.config.seed]
+        report = replace(run.report, scores={"test": {"accuracy": value}}, best_round=2)
+        made.append(replace(run, report=report))
+    return tuple(made)
+
+
+def test_the_verdict_is_computed(series: Path) -> None:
+    runs = stories([series])
+    sure = " ".join(sentences(grouped(with_scores(runs, {"fedit": [0.80, 0.82], "ffa-lora": [0.70, 0.72]}))))
+    assert "fedit has the best accuracy, 81.0 ± 1.4 % (mean of 2 seeds), after 3 rounds." in sure
+    assert "ffa-lora is 10.0 points behind, which is more than two standard errors" in sure
+    assert "ffa-lora sends the least" in sure
+    close = " ".join(sentences(grouped(with_scores(runs, {"fedit": [0.80, 0.70], "ffa-lora": [0.70, 0.79]}))))
+    assert "within two standard errors" in close
+    alone = " ".join(sentences(grouped(with_scores(runs[:1], {"fedit": [0.8], "ffa-lora": [0.7]}))))
+    assert "The accuracy of fedit is 80.0 % (one seed), after 3 rounds." in alone
+    failing = with_scores(runs[:1], {"fedit": [0.8]})
+    assert failing[0].report is not None
+    failures = {"north": {"count": 3}, "west": {"count": 1}}
+    failing = (replace(failing[0], report=replace(failing[0].report, failures=failures)),)
+    assert "4 replies did not count, 3 of them north's." in " ".join(sentences(grouped(failing)))
+
+
+def test_a_client_is_left_behind_by_the_metrics_own_measure(series: Path) -> None:
+    (run,) = stories([series / "fedit-seed0"])
+    assert run.report is not None
+
+    def said(metric: str, values: list[float]) -> str:
+        own = {f"c{number}": {metric: value} for number, value in enumerate(values)}
+        config = run.config.model_copy(
+            update={"evaluation": run.config.evaluation.model_copy(update={"metric": metric})}
+        )
+        report = replace(run.report, scores={"test": {metric: 0.5}}, by_client=own)
+        return " ".join(sentences(grouped([replace(run, config=config, report=report)])))
+
+    assert "No client is left behind: the worst is 5.0 points" in said("accuracy", [0.9, 0.8])
+    assert "c1 is left behind, 20.0 points" in said("accuracy", [0.9, 0.5])
+    assert "No client is left behind" in said("loss", [0.50, 0.52])
+    assert "c1 is left behind, 0.5000 from" in said("loss", [0.5, 1.5])
+
+
+def test_amounts() -> None:
+    assert [amount(value) for value in (12, 1234, 5_600_000, 7.1e12)] == ["12 B", "1.23 kB", "5.6 MB", "7.1 TB"]
+    assert score_text("loss", 0.5, 0.01) == "0.5000 ± 0.0100"
+    assert score_text("accuracy", None) == "-"
+
+
+def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> None:
+    run = tmp_path / "<b>run"
+    run.mkdir()
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "ledger.jsonl", "partition.json"):
+        (run / name).write_bytes((series / "fedit-seed0" / name).read_bytes())
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("corpus.csv", "gone.csv"))
+    text = fedspan.report(run, tmp_path / "page.html").read_text()
+    assert "after round 3" in text
+    assert "Who holds what" not in text
+    assert "Singular values" not in text
+    assert "<b>run" not in body(text)
+
+
+def test_mistakes(series: Path, tiny_folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert "a run's folder, or one with runs below it" in refused("report", tmp_path)
+    other = tmp_path / "other"
+    fedspan.run(tiny.config(tiny_folder, evaluation={"metric": "macro_f1"}, federation={"rounds": 1}), other)
+    with pytest.raises(FedspanError, match=r"judged by one metric; .* by accuracy, this by macro_f1"):
+        fedspan.report([series, other], tmp_path / "page.html")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(FedspanError, match="choose another file"):
+        fedspan.report(series, blocked / "page.html", data=False)
+
+
+def test_the_command(series: Path, tmp_path: Path, call: Callable[..., Any]) -> None:
+    result = call("report", series, "--out", tmp_path / "page.html", "--no-data")
+    assert result.exit_code == 0, result.output
+    assert "wrote" in result.output
+    assert "MB)" in result.output

@@ -1,0 +1,69 @@
+"""The page in a real browser: every chart is drawn, nothing is fetched, buttons work, on a phone too."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedspan
+import tiny
+
+pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium or Chrome on this machine")
+
+
+@pytest.fixture(scope="module")
+def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("browser")
+    fedspan.compare(
+        tiny.settings(tiny_folder, federation={"rounds": 3}), folder / "series", ["fedit", "rolora"], [0, 1]
+    )
+    return fedspan.report(folder / "series", folder / "page.html", diagnostics=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playing:
+        made = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_charts_are_drawn_and_buttons_work(width: int, page: Path, browser: Any) -> None:
+    seen, wrong, asked = browser.new_page(viewport={"width": width, "height": 900}), list[str](), list[str]()
+    seen.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    seen.on("pageerror", lambda error: wrong.append(str(error)))
+    seen.on("request", lambda request: asked.append(request.url))
+    seen.goto(page.as_uri())
+    count = seen.locator(".figure").count()
+    assert count == 8
+    seen.wait_for_selector(f"#figure-{count - 1} .main-svg", timeout=30_000)
+    assert seen.locator(".figure .js-plotly-plot, .figure.js-plotly-plot").count() == count
+    assert all(box["width"] > 0.8 * min(width, 1152) - 40 for box in boxes(seen, count))
+    assert seen.evaluate("document.documentElement.scrollWidth") <= width
+    before = xs(seen)
+    seen.locator("#figure-0 .updatemenu-button").nth(1).click()
+    seen.wait_for_function(
+        "figure => document.getElementById(figure).layout.xaxis.title.text.startsWith('mega')", arg="figure-0"
+    )
+    assert xs(seen) != before
+    assert wrong == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    seen.close()
+
+
+def boxes(seen: Any, count: int) -> list[dict[str, float]]:
+    return [seen.locator(f"#figure-{number}").bounding_box() for number in range(count)]
+
+
+def xs(seen: Any) -> list[float]:
+    return seen.evaluate("document.getElementById('figure-0').data.find(trace => trace.name).x")
