@@ -23,6 +23,7 @@ import tiny
 import tiny_decoders
 from fedspan import api
 from fedspan.methods.registry import METHODS
+from fedspan.runs.cards import CARD
 
 _TIMED = {"seconds"}  # the only field that may differ
 
@@ -34,11 +35,15 @@ def content(folder: Path) -> dict[str, object]:
         name = str(path.relative_to(folder))
         if name in ("environment.json", "run.lock") or path.name == "checkpoint.json":
             continue
+        if name.startswith("tensorboard/"):  # files whose very names are machine and moment
+            continue
         if path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found[name] = [{key: value for key, value in row.items() if key not in _TIMED} for row in rows]
         elif path.name == "report.json":
             found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key not in _TIMED}
+        elif path.name == CARD:  # it ends with the command
+            found[name] = path.read_text().partition("## Command")[0]
         else:
             found[name] = path.read_bytes()
     return found

@@ -150,7 +150,7 @@ def test_an_architecture_takes_the_place_of_the_model_s_config(tiny_folder: Path
     encoder = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
     found = api.plan(values, architecture={"model_type": "roberta", **encoder}, labels=4)
     assert found.layers == 3
-    with pytest.raises(FedspanError, match=r"^data\.labels: None; the list of labels"):
+    with pytest.raises(FedspanError, match=r"^data\.labels: None; the labels"):
         api.plan(values, architecture={"model_type": "roberta", **encoder})
     with pytest.raises(FedspanError, match=r"^model\.name: 'nobody/knows-it'; a hub id that can be reached"):
         api.plan(values, labels=4)

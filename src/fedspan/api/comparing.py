@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.api.series import ConfigLike, begin, command_line, plain_values, play_step, read_settings
+from fedspan.engines.prefix_rows import shared_prefixes
 from fedspan.runs.comparing import CompareReport, compared, heldout_score, plan_comparison
 from fedspan.runs.series import Watcher
 from fedspan.runs.tables import write_tables
@@ -88,7 +89,8 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Compar
     )
     begin(folder, COMPARE, settings, plan.steps)
     watcher.series_started(plan.steps)
-    reports = {step.name: play_step(step, folder, watcher, heldout_score) for step in plan.steps}
+    with shared_prefixes():
+        reports = {step.name: play_step(step, folder, watcher, heldout_score) for step in plan.steps}
     report = compared(plan, reports, str(folder))
     title = f"Comparison of {', '.join(plan.methods)}"
     names = [step.name for step in plan.steps]

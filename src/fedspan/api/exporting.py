@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from fedspan.models.export import truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import prepare
+from fedspan.runs.cards import CARD
 from fedspan.runs.exports import write_adapters
 from fedspan.runs.files import remove, temporary
 from fedspan.runs.folder import RunFolder
@@ -76,6 +76,7 @@ def export(
                 shutil.copytree(source, partial)
                 if rank is not None:
                     truncate_adapter(partial, rank)
+                    (partial / CARD).unlink(missing_ok=True)  # its rank and scores are not this one's
             else:
                 _merge(source, partial)
             if out.exists():
@@ -101,7 +102,7 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
         there = client is None or "global" in report.adapters or client in report.adapters
         if there and round in ("best", report.best_round):
             return adapter_folder(folder, client)
-    kept, config = checkpoints.load(_checkpoint(place, round)), read_config(folder)
+    kept, config = checkpoints.load(checkpoints.chosen(place, round)), read_config(folder)
     require_same_run(place, config, kept)
     progress, prepared = kept.progress, prepare(config, read_partition(folder))
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
@@ -110,23 +111,6 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
     if client is None:
         raise FedspanError("client", None, "the id of a client: every client of this run has a model of its own")
     return adapters[client]
-
-
-def _checkpoint(place: RunFolder, round: int | str) -> Path:
-    there = {
-        int(match[1]): entry
-        for entry in (place.checkpoints.iterdir() if place.checkpoints.is_dir() else ())
-        if (match := re.fullmatch(r"round-(\d+)", entry.name))
-    }
-    if not there:
-        raise FedspanError("run folder", str(place.path), "a run with a finished round; this one has none yet")
-    if round == "best" and place.best.is_dir():
-        return place.best
-    wanted = max(there) if round in ("best", "last") else round
-    if not isinstance(wanted, int) or wanted not in there:
-        kept = ", ".join(str(number) for number in sorted(there))
-        raise FedspanError("round", round, f"best, last, or a round whose checkpoint was kept: {kept}")
-    return there[wanted]
 
 
 def _merge(adapter: Path, out: Path) -> None:

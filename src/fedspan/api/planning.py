@@ -9,10 +9,12 @@ from fedspan.api.series import ConfigLike, plain_values
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.catalogue import DatasetEntry, dataset_of
 from fedspan.errors import FedspanError
+from fedspan.methods.registry import METHODS
+from fedspan.runs.comparing import plan_comparison
 from fedspan.runs.plans import Plan, plan_run, planned_model
 from fedspan.runs.problems import PROBLEMS
 
-__all__ = ["known_examples", "known_labels", "plan"]
+__all__ = ["known_examples", "known_labels", "plan", "plan_methods"]
 
 
 def plan(
@@ -47,6 +49,47 @@ def plan(
     return plan_run(checked, model, clients, examples)
 
 
+def plan_methods(
+    config: ConfigLike,
+    methods: Sequence[str] = tuple(METHODS),
+    *,
+    overrides: Sequence[str] = (),
+    architecture: Mapping[str, Any] | None = None,
+    clients: int | None = None,
+    examples: int | None = None,
+    labels: int | None = None,
+) -> dict[str, Plan | FedspanError]:
+    """What a run will take under several methods.
+
+    Args:
+        config: as for ``plan``; options that only some of the methods have may stand in it.
+        methods: registry keys, with wrappers as in ``fedit+fedprox``.
+        overrides: as for ``plan``, as are all others.
+        architecture: likewise.
+        clients: likewise.
+        examples: likewise.
+        labels: likewise.
+
+    Returns:
+        By method, its plan, or why it can't be planned (a rank that it has no room for, ranks that it can't mix).
+
+    Raises:
+        FedspanError: for what is wrong under any method.
+    """
+    values = plain_values(config, overrides)
+    steps = plan_comparison(values, methods, [0], {}, None).steps
+    first = steps[0].config
+    model = planned_model(first, known_labels(first) if labels is None else labels, architecture)
+    found: dict[str, Plan | FedspanError] = {}
+    for step in steps:
+        count = known_examples(step.config) if examples is None else examples
+        try:
+            found[step.group] = plan_run(step.config, model, clients, count)
+        except FedspanError as error:
+            found[step.group] = error
+    return found
+
+
 def known_labels(config: RunConfig) -> int:
     """How many classes the data of a config have; 0 where the task has none.
 
@@ -58,7 +101,7 @@ def known_labels(config: RunConfig) -> int:
     data, entry = config.data, _entry(config)
     count = len(data.labels) if data.labels else entry.classes if entry else None
     if count is None:
-        expected = "the list of labels, or a data set of fedspan data in data.dataset: the classifier's size follows"
+        expected = "the labels, a data set of fedspan data in data.dataset, or how many there are (--labels; labels=)"
         raise FedspanError("data.labels", None, expected)
     return count if data.first_labels is None else min(count, data.first_labels)
 

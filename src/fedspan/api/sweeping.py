@@ -10,6 +10,7 @@ from typing import Any, cast
 import yaml
 
 from fedspan.api.series import ConfigLike, begin, command_line, plain_values, play_step, read_settings
+from fedspan.engines.prefix_rows import shared_prefixes
 from fedspan.errors import FedspanError
 from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
@@ -93,7 +94,8 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepR
     plan = plan_sweep(settings["config"], settings["over"], settings["trials"], settings["rounds"], settings["seeds"])
     begin(folder, SWEEP, settings, plan.steps)
     watcher.series_started(plan.steps)
-    reports, failures = _played(plan, folder, watcher)
+    with shared_prefixes():
+        reports, failures = _played(plan, folder, watcher)
     trials = trials_of(plan, reports, failures)
     best = None if trials[0].failed else folder / BEST
     higher = METRICS[plan.metric].higher

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def run(
     overrides: Sequence[str] = (),
     resume: bool = False,
     listener: Listener | None = None,
+    track: Sequence[str] = (),
 ) -> RunReport:
     """Play a federation to its end: train, export the best round's adapters, compare with the baselines, report.
 
@@ -35,6 +37,8 @@ def run(
         overrides: changes to the config, each ``section.field=value``.
         resume: if the folder holds a run of this very config, go on with it, as ``resume(folder)`` does.
         listener: told what happens (a ``fedspan.Listener``).
+        track: where the numbers of every round go beside the run's folder: ``tensorboard``, ``wandb``, ``mlflow``,
+            ``trackio``; what is named must be installed.
 
     Raises:
         FedspanError: for anything that the user can put right.
@@ -43,8 +47,24 @@ def run(
     if resume and is_run(folder):
         if read_config(folder) != config:
             raise FedspanError("config", str(folder), "the config that this run was begun with, or another folder")
-        return _go_on(folder, listener)
-    return session.run(config, folder, listener=listener, host=_host(config))
+        return _go_on(folder, listener, track)
+    with _tracked(listener, track, folder) as told:
+        return session.run(config, folder, listener=told, host=_host(config))
+
+
+@contextmanager
+def _tracked(listener: Listener | None, track: Sequence[str], folder: str | Path) -> Generator[Listener | None]:
+    """The listener, or one that hands everything on to it and numbers to trackers."""
+    if not track:
+        yield listener
+        return
+    from fedspan.runs.tracking import Tracked
+
+    tracked = Tracked(listener or Listener(), track, Path(folder))
+    try:
+        yield tracked
+    finally:
+        tracked.close()
 
 
 def _config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
@@ -55,7 +75,7 @@ def _config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Seque
     return load_config(config, overrides)
 
 
-def resume(folder: str | Path, *, listener: Listener | None = None) -> RunReport:
+def resume(folder: str | Path, *, listener: Listener | None = None, track: Sequence[str] = ()) -> RunReport:
     """Go on with a run after its last finished round; of a finished one, the report is read and nothing is done.
 
     On the same machine, with as many threads, the adapter is bit for bit that of a run that was never interrupted.
@@ -63,18 +83,20 @@ def resume(folder: str | Path, *, listener: Listener | None = None) -> RunReport
     Args:
         folder: the run's.
         listener: told what happens.
+        track: as for ``run``.
 
     Raises:
         FedspanError: if there is no run, another process works on it, or its latest checkpoint is damaged.
     """
-    return _go_on(folder, listener)
+    return _go_on(folder, listener, track)
 
 
-def _go_on(folder: str | Path, listener: Listener | None) -> RunReport:
+def _go_on(folder: str | Path, listener: Listener | None, track: Sequence[str]) -> RunReport:
     if is_run(folder) and RunFolder(folder).report.is_file():
         return read_report(folder)
     host = _host(read_config(folder)) if is_run(folder) else None
-    return session.run(None, folder, resume=True, listener=listener, host=host)
+    with _tracked(listener, track, folder) as told:
+        return session.run(None, folder, resume=True, listener=told, host=host)
 
 
 def _host(config: RunConfig) -> session.Host | None:

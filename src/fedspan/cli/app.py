@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import fedspan
-from fedspan.cli import compare, data, deploy, reproduce, show, status, train, use
+from fedspan.cli import compare, data, deploy, diagnose, doctor, init, plan, report, reproduce, show, status, train, use
 from fedspan.errors import FedspanError
 
 __all__ = ["app"]
@@ -36,7 +36,7 @@ def _examples(*lines: str) -> str:
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -67,6 +67,14 @@ app.command(
         "fedspan demo --show-config > my.yaml",
     ),
 )(train.demo)
+app.command(
+    "init",
+    epilog=_examples(
+        "fedspan init messages.csv",
+        "fedspan init notes.parquet --text note --label diagnosis --by hospital --out hospitals.yaml",
+        "fedspan init dialogues.jsonl --task causal-lm --model Qwen/Qwen2.5-0.5B",
+    ),
+)(init.init)
 app.command(
     "run",
     epilog=_examples(
@@ -105,9 +113,17 @@ app.command(
         "fedspan methods",
         "fedspan methods fedloru",
         "fedspan methods --json",
-        "fedspan methods --model FacebookAI/roberta-base --rank 8 --clients 10",
     ),
 )(show.methods)
+app.command(
+    "plan",
+    epilog=_examples(
+        "fedspan plan --model FacebookAI/roberta-large --clients 50 --rank 4",
+        "fedspan plan my.yaml",
+        "fedspan plan my.yaml --methods all --set method.r=16",
+    ),
+)(plan.plan)
+app.command("doctor", epilog=_examples("fedspan doctor", "fedspan doctor --folder /data/runs --json"))(doctor.doctor)
 app.command("data", epilog=_examples("fedspan data", "fedspan data sst2", "fedspan data --json"))(data.data)
 app.command(
     "partition",
@@ -129,8 +145,21 @@ app.command(
     epilog=_examples(
         "fedspan evaluate runs/first",
         "fedspan evaluate exported/ --data new.csv --text message --label intent",
+        "fedspan evaluate runs/instruct --tasks mmlu,arc_easy --shots 5",
     ),
 )(use.evaluate)
+app.command(
+    "report",
+    epilog=_examples(
+        "fedspan report runs/first",
+        "fedspan report runs/three --out three.html --diagnose",
+        "fedspan report runs/first runs/second --out both.html",
+    ),
+)(report.report)
+app.command(
+    "diagnose",
+    epilog=_examples("fedspan diagnose runs/first", "fedspan diagnose runs/first --round best --pairs 6 --json"),
+)(diagnose.diagnose)
 app.command(
     "export",
     epilog=_examples(

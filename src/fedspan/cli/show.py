@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedspan.cli.traffic import show_traffic
 from fedspan.errors import FedspanError, nearest
 
 if TYPE_CHECKING:
@@ -31,21 +30,11 @@ _LONGEST = 24
 
 def methods(
     key: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show one of them with its options.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="ID", help="Show the bytes that each method would send for this model."),
-    ] = None,
-    targets: Annotated[
-        str | None, typer.Option("--targets", metavar="NAME,NAME", help="Target modules; left out: PEFT's default.")
-    ] = None,
-    rank: Annotated[int, typer.Option("--rank", metavar="R", help="Of all clients; with --model.")] = 8,
-    clients: Annotated[int, typer.Option("--clients", metavar="N", help="Of a round; with --model.")] = 10,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="T", help="Of the run; with --model.")] = 10,
     as_json: Json = False,
 ) -> None:
     """List the methods, what each does and claims (every claim is measured by the tests), and the wrappers.
 
-    With --model: how many bytes each would send; only the model's config is downloaded.
+    What each would send for a model: fedspan plan.
     """
     from fedspan.cli.text import console
     from fedspan.methods.describe import list_methods
@@ -58,11 +47,7 @@ def methods(
             raise FedspanError("METHOD", key, f"no such method or wrapper; the nearest are {nearest(key, known)}")
         rows = tuple(row for row in rows if row.key == key)
         wrappers = tuple(row for row in wrappers if row.key == key)
-    if model is not None:
-        if not rows:
-            raise FedspanError("METHOD", key, "a method with --model; what a wrapper sends depends on its method")
-        show_traffic(model, [row.key for row in rows], targets, rank, clients, rounds, as_json)
-    elif as_json:
+    if as_json:
         kinds = {"method": rows, "wrapper": wrappers}
         plain = [{"role": role, **dataclasses.asdict(row)} for role, chosen in kinds.items() for row in chosen]
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))

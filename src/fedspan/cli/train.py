@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from collections.abc import Sequence
 from importlib.resources import as_file, files
@@ -27,6 +28,14 @@ def run(
         Path | None,
         typer.Option("--resume", metavar="FOLDER", help="Go on with an interrupted run, under its own config."),
     ] = None,
+    track: Annotated[
+        str | None,
+        typer.Option(
+            "--track",
+            metavar="A,B",
+            help="tensorboard, wandb, mlflow, trackio, or none; left out: tensorboard if it is installed.",
+        ),
+    ] = None,
 ) -> None:
     """Train across the clients, round by round, and export the best round's adapter.
 
@@ -37,11 +46,11 @@ def run(
         for name, value in extra.items():
             if value:
                 raise FedspanError(name, str(value), "nothing beside --resume: a run goes on under its own config")
-        _play(resume, None)
+        _play(resume, None, track=track)
         return
     if config is None:
         raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER; fedspan demo --show-config prints one")
-    _play(out or fresh_folder(Path("runs") / config.stem), config, overrides or ())
+    _play(out or fresh_folder(Path("runs") / config.stem), config, overrides or (), track)
 
 
 def demo(
@@ -72,7 +81,14 @@ def fresh_folder(folder: Path) -> Path:
     return candidate
 
 
-def _play(folder: Path, config: Path | None, overrides: Sequence[str] = ()) -> None:
+def _trackers(track: str | None) -> list[str]:
+    """What was asked for; nobody having asked, TensorBoard where it is."""
+    if track is None:
+        return ["tensorboard"] if importlib.util.find_spec("tensorboard") is not None else []
+    return [] if track == "none" else [part.strip() for part in track.split(",") if part.strip()]
+
+
+def _play(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
     """A new run, or with no config one that goes on; then its closing screen."""
     from fedspan.cli.text import console
 
@@ -85,20 +101,23 @@ def _play(folder: Path, config: Path | None, overrides: Sequence[str] = ()) -> N
     try:
         with view:
             if config is None:
-                report = api.resume(folder, listener=view)
+                report = api.resume(folder, listener=view, track=_trackers(track))
             else:
-                report = api.run(config, folder, overrides=overrides, listener=view)
+                report = api.run(config, folder, overrides=overrides, listener=view, track=_trackers(track))
     except KeyboardInterrupt:
-        typer.echo(stopped(folder, view.done, view.rounds), err=True)
+        typer.echo(stopped(folder, view.rounds), err=True)
         raise typer.Exit(130) from None
     show_report(out, report, folder)
 
 
-def stopped(folder: Path, done: int, rounds: int, command: str = "run") -> str:
+def stopped(folder: Path, rounds: int, command: str = "run") -> str:
     """What is said of a run that Ctrl-C ended: what is left of it, and how to go on."""
     from fedspan.api.reports import is_run
+    from fedspan.runs.checkpoint import saved
+    from fedspan.runs.folder import RunFolder
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"
-    saved = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
-    return f"stopped; {saved}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"
+    done = saved(RunFolder(folder))  # the screen may not have been told of the last one
+    kept = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
+    return f"stopped; {kept}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"

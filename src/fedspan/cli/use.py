@@ -120,9 +120,30 @@ def evaluate(
     generate: Annotated[
         bool, typer.Option("--generate/--no-generate", help="Let a language model answer, and count exact matches.")
     ] = True,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", metavar="A,B", help="Of lm-evaluation-harness (mmlu, arc_easy), in place of data."),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option("--shots", metavar="N", help="With --tasks: examples in prompts.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="With --tasks: examples of each.")] = None,
+    include: Annotated[
+        Path | None, typer.Option("--task-folder", metavar="DIR", help="With --tasks: a folder with one's own.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model as PEFT loads it: accuracy, correlations, perplexity, exact match; whatever its task has."""
+    if tasks is not None:
+        given = {"--data": data, "--text": text, "--image": image, "--label": label, "--answer": answer}
+        for name, value in given.items():
+            if value is not None:
+                raise FedspanError(name, value, "nothing beside --tasks, which have data of their own")
+        _harness(model, client, tasks, shots, limit, include, as_json)
+        return
+    for name, value in {"--shots": shots, "--limit": limit, "--task-folder": include}.items():
+        if value is not None:
+            raise FedspanError(name, str(value), "--tasks beside it")
     from fedspan import api
     from fedspan.cli.text import score
     from fedspan.tasks.metrics import METRICS
@@ -145,6 +166,37 @@ def evaluate(
     width = max(map(len, shown))
     for name, value in {**shown, "examples": f"{metrics['examples']:.0f}"}.items():
         typer.echo(f"{name:<{width}} {value:>8}")
+
+
+def _harness(
+    model: Path,
+    client: str | None,
+    tasks: str,
+    shots: int | None,
+    limit: int | None,
+    include: Path | None,
+    as_json: bool,
+) -> None:
+    """Tasks of lm-evaluation-harness, as a table or JSON."""
+    from fedspan import api
+    from fedspan.cli.text import console, plain_table
+
+    names = [part.strip() for part in tasks.split(",") if part.strip()]
+    found = api.harness(model, names, client, shots=shots, limit=limit, include=include)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    table = plain_table()
+    table.add_column("task", style="cyan", no_wrap=True)
+    for title in ("metric", "value", "error", "examples"):
+        table.add_column(title, justify="left" if title == "metric" else "right", no_wrap=True)
+    for task, metrics in found.items():
+        count = "" if "examples" not in metrics else f"{metrics['examples']:.0f}"
+        for name, value in metrics.items():
+            if name != "examples" and "_stderr" not in name:
+                error = metrics.get(name.replace(":", "_stderr:", 1) if ":" in name else f"{name}_stderr")
+                table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}", count)
+    console().print(table)
 
 
 def export(

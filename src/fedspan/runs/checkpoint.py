@@ -21,7 +21,7 @@ from fedspan.runs.files import disk_errors, fsync_folder, read_bytes, remove, sw
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.packing import Checkpoint, Damaged, load, pack, read_index, read_versions
 
-__all__ = ["Checkpoint", "latest", "load", "prune", "resume", "save", "truncate_logs"]
+__all__ = ["Checkpoint", "chosen", "latest", "load", "prune", "resume", "save", "saved", "truncate_logs"]
 
 _FOLDER = re.compile(r"round-(\d{5,})$")
 
@@ -35,6 +35,33 @@ def _rounds(run: RunFolder) -> dict[int, Path]:
     entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     found = {int(match[1]): entry for entry in entries if (match := _FOLDER.match(entry.name))}
     return dict(sorted(found.items()))
+
+
+def saved(run: RunFolder) -> int:
+    """How many rounds a run has finished, by its newest checkpoint."""
+    return max(_rounds(run), default=0)
+
+
+def chosen(run: RunFolder, round: int | str) -> Path:
+    """The folder of a checkpoint that a user names.
+
+    Args:
+        run: the run.
+        round: ``best`` (without one, the last), ``last``, or a number.
+
+    Raises:
+        FedspanError: if there is none of it.
+    """
+    there = _rounds(run)
+    if not there:
+        raise FedspanError("run folder", str(run.path), "a run with a finished round; this one has none yet")
+    if round == "best" and run.best.is_dir():
+        return run.best
+    wanted = max(there) if round in ("best", "last") else round
+    if not isinstance(wanted, int) or wanted not in there:
+        kept = ", ".join(map(str, there))
+        raise FedspanError("round", round, f"best, last, or a round whose checkpoint was kept: {kept}")
+    return there[wanted]
 
 
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:

@@ -1,0 +1,50 @@
+"""``fedspan init``: a first config for one's own data."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["init"]
+
+
+def init(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A file, a folder of images, or a hub data set.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The config.")] = Path("fedspan.yaml"),
+    task: Annotated[str | None, typer.Option("--task", metavar="TASK", help="Left out: guessed.")] = None,
+    text: Annotated[str | None, typer.Option("--text", metavar="COLUMN", help="Of texts or prompts.")] = None,
+    label: Annotated[str | None, typer.Option("--label", metavar="COLUMN", help="Of labels or numbers.")] = None,
+    answer: Annotated[str | None, typer.Option("--answer", metavar="COLUMN", help="Of answers to prompts.")] = None,
+    by: Annotated[str | None, typer.Option("--by", metavar="COLUMN", help="Says whose each row is.")] = None,
+    clients: Annotated[int, typer.Option("--clients", metavar="N", help="Where rows are divided at random.")] = 10,
+    model: Annotated[str | None, typer.Option("--model", metavar="ID", help="Left out: a small one.")] = None,
+    method: Annotated[str, typer.Option("--method", metavar="KEY", help="fedspan methods lists them.")] = "fedit",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
+) -> None:
+    """Write a commented config for your own data, from a look at the file, and say what was found in it."""
+    from fedspan.cli.text import console
+
+    screen = console()
+    with screen.status("looking at the data"):
+        from fedspan.api.starting import start
+
+        made = start(
+            data,
+            out,
+            task=task,
+            text=text,
+            label=label,
+            answer=answer,
+            by=by,
+            clients=clients,
+            model=model,
+            method=method,
+            force=force,
+        )
+    for line in made.found:
+        screen.print(line)
+    path = shlex.quote(str(made.path))
+    screen.print(f"wrote {made.path}. Next:\n  fedspan plan {path}\n  fedspan run {path} --out runs/first")

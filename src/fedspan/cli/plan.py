@@ -1,0 +1,163 @@
+"""``fedspan plan``: what a run will take, before anything but a model's config is downloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedspan.cli.show import Json, Overrides
+from fedspan.errors import FedspanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedspan.runs.plans import Plan
+
+__all__ = ["plan"]
+
+_TASK = "sequence-classification"
+_BINARY = 2
+
+
+def plan(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="A run's config; left out: all follows from the options.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="ID", help="A hub id, or a local folder.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option("--methods", metavar="A,B", help="Or all; left out: the config's, or all without a config."),
+    ] = None,
+    clients: Annotated[int | None, typer.Option("--clients", metavar="N", help="Of the federation.")] = None,
+    cohort: Annotated[int | None, typer.Option("--per-round", metavar="N", help="Clients of a round.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="R", help="Of all clients.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", metavar="T", help="Of the run.")] = None,
+    targets: Annotated[
+        str | None, typer.Option("--targets", metavar="A,B", help="Target modules; left out: PEFT's default.")
+    ] = None,
+    examples: Annotated[
+        int | None, typer.Option("--examples", metavar="N", help="Of the training set, which steps follow from.")
+    ] = None,
+    labels: Annotated[int | None, typer.Option("--labels", metavar="N", help="Classes; without a config, 2.")] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="TASK", help=f"Without a config; left out: {_TASK}.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a run takes: trainable numbers, bytes that travel, steps, memory of a client and of the server.
+
+    No weights and no data are read: a federation of a thousand hospitals is planned on a laptop. Bytes are those that a
+    run's ledger will count.
+    """
+    if config is None and model is None:
+        raise FedspanError("--model", None, "a model, or a config")
+    if config is not None and task is not None:
+        raise FedspanError("--task", task, "nothing beside a config, which says it")
+    for name, value in {"--examples": examples, "--labels": labels}.items():
+        if value is not None and value < 1:
+            raise FedspanError(name, value, "a whole number from 1")
+    changes = {
+        "model.name": model,
+        "partition.clients": clients,
+        "federation.clients_per_round": cohort,
+        "method.r": rank,
+        "federation.rounds": rounds,
+        "model.target_modules": None if targets is None else [part.strip() for part in targets.split(",")],
+    }
+    texts = [f"{path}={json.dumps(value)}" for path, value in changes.items() if value is not None]
+    from fedspan.cli.text import console
+    from fedspan.config import read_values
+
+    values = _bare(task or _TASK) if config is None else read_values(config)
+    if config is None and labels is None and task in (None, _TASK, "image-classification"):
+        labels = _BINARY
+    screen = console()
+    screen.quiet = as_json
+    with screen.status("loading torch and Transformers"):
+        from fedspan.api.planning import plan_methods
+        from fedspan.methods.registry import METHODS
+
+        wanted = "all" if methods is None and config is None else methods or _own(values)
+        keys = list(METHODS) if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
+        found = plan_methods(
+            values, keys, overrides=[*texts, *(overrides or ())], clients=clients, examples=examples, labels=labels
+        )
+    plans = {key: each for key, each in found.items() if not isinstance(each, FedspanError)}
+    if not plans:
+        raise next(each for each in found.values() if isinstance(each, FedspanError))
+    refused = {key: str(each) for key, each in found.items() if isinstance(each, FedspanError)}
+    if as_json:
+        plain = {"plans": {key: _plain(each) for key, each in plans.items()}, "refused": refused}
+        typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+    else:
+        _show(screen, plans, refused)
+
+
+def _bare(task: str) -> dict[str, Any]:
+    """Values of a config whose data are never read."""
+    values: dict[str, Any] = {"task": task, "data": {"train": "unread.csv"}}
+    if task == "causal-lm":
+        values["data"]["prompt"] = "{text}"
+    return values
+
+
+def _own(values: Mapping[str, Any]) -> str:
+    """The method of a config; its wrappers stand there too."""
+    section = values.get("method")
+    return str(section.get("name", "fedit")) if isinstance(section, Mapping) else "fedit"
+
+
+def _count(number: int) -> str:
+    """33 554 432 as 33.6 M."""
+    if number < 10_000:
+        return str(number)
+    return f"{number / 1e6:.3g} M" if number < 999.5e6 else f"{number / 1e9:.3g} G"
+
+
+def _plain(found: Plan) -> dict[str, Any]:
+    """For machines, with the memory's sums."""
+    plain = dataclasses.asdict(found)
+    plain["client"]["total"], plain["server"]["total"] = found.client.total, found.server.total
+    return plain
+
+
+def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str]) -> None:
+    from fedspan.cli.text import plain_table, size
+
+    first = next(iter(plans.values()))
+    cohort = "all" if first.cohort == first.clients else str(first.cohort)
+    steps = "" if first.steps is None else f", {first.steps:,} steps of a client in a round"
+    out.print(
+        f"{first.model}: {first.parameters:,} parameters, {first.layers} target layers; {first.clients} clients, "
+        f"{cohort} a round, {first.rounds} rounds{steps}",
+        style="bold",
+    )
+    table = plain_table()
+    table.add_column("method", style="cyan", no_wrap=True)
+    for title in ("train-\nable", "first\ndown", "first\nup", "later\ndown", "later\nup", "in all", "client", "server"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for key, each in plans.items():
+        table.add_row(
+            key,
+            _count(each.trainable),
+            *map(size, (each.first_down, each.first_up, each.later_down, each.later_up)),
+            ("" if each.exact else "~") + size(each.bytes_down + each.bytes_up),
+            *map(size, (each.client.total, each.server.total)),
+        )
+    out.print(table)
+    for key, why in refused.items():
+        out.print(f"{key}: {why}", style="yellow")
+    base, kept = size(first.client.base), size(first.client.activations)
+    out.print(
+        "trainable: numbers that a client moves (M: millions). first, later: bytes of tensor data to and from a client "
+        "in the first round and in the mean of the later ones. in all: both ways, all rounds (~: clients that come "
+        f"back may be sent more). client, server: memory at the most, the model's {base} and a client's activations "
+        f"({kept}, a rough estimate) among it.",
+        style="dim",
+    )

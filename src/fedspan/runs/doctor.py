@@ -1,0 +1,166 @@
+"""What of fedspan works here: packages, accelerator, memory, disk, port, model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+__all__ = ["Check", "checks"]
+
+_LEAST_MEMORY = 4.0
+"""GiB that are free: torch, Transformers and a small model."""
+_LEAST_DISK = 5.0
+"""GiB: a model of a few hundred million parameters, and checkpoints."""
+_NOT_FOR_USERS = {"dev"}
+_PORT = 9092
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Args:
+        what: it is.
+        state: ``ok``; ``missing``, which keeps something from working; ``note``, which may be as you want it.
+        found: in words.
+        cure: what to do about it; empty if nothing.
+    """
+
+    what: str
+    state: Literal["ok", "missing", "note"]
+    found: str
+    cure: str = ""
+
+
+def checks(folder: Path) -> tuple[Check, ...]:
+    """Everything.
+
+    Args:
+        folder: where runs would be kept.
+    """
+    return (*_packages(), *_torch(), _memory(), _disk(folder), _port(), _model(), _hub())
+
+
+def _packages() -> Iterator[Check]:
+    """The core's packages in one line, and each extra in one."""
+    core: list[Requirement] = []
+    extras: dict[str, list[Requirement]] = {}
+    for text in requires("fedspan") or ():
+        requirement = Requirement(text)
+        name = _extra(requirement)
+        if name is None:
+            core.append(requirement)
+        elif name not in _NOT_FOR_USERS:
+            extras.setdefault(name, []).append(requirement)
+    wrong = _wrong(core)
+    found = (
+        "; ".join(wrong) or f"{version('fedspan')} with torch {version('torch')}, Python {platform.python_version()}"
+    )
+    yield Check("fedspan", "missing" if wrong else "ok", found, "pip install --upgrade fedspan" if wrong else "")
+    for name, wanted in sorted(extras.items()):
+        wrong = _wrong(wanted)
+        found = "; ".join(wrong) or ", ".join(f"{one.name} {version(one.name)}" for one in wanted)
+        yield Check(
+            f"extra {name}", "note" if wrong else "ok", found, f"pip install 'fedspan[{name}]'" if wrong else ""
+        )
+
+
+def _extra(requirement: Requirement) -> str | None:
+    """The extra that a requirement is of."""
+    _, found, rest = str(requirement.marker or "").partition("extra ==")
+    return rest.strip(" \"'") if found else None
+
+
+def _wrong(wanted: Sequence[Requirement]) -> list[str]:
+    """What is not installed, or in another version."""
+    wrong: list[str] = []
+    for requirement in wanted:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": _extra(requirement) or ""}):
+            continue
+        try:
+            there = version(requirement.name)
+        except PackageNotFoundError:
+            wrong.append(f"{requirement.name} is not installed")
+            continue
+        if not requirement.specifier.contains(there, prereleases=True):
+            wrong.append(f"{requirement.name} is {there}, not {requirement.specifier}")
+        nested = [Requirement(text) for text in (requires(requirement.name) or ()) if requirement.extras]
+        wrong += _wrong([one for one in nested if _extra(one) in requirement.extras])
+    return wrong
+
+
+def _torch() -> Iterator[Check]:
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        yield Check("accelerator", "ok", f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    elif torch.backends.mps.is_available():
+        yield Check("accelerator", "ok", "Apple's (mps)")
+    else:
+        found = f"none; {torch.get_num_threads()} threads on {os.cpu_count()} cores"
+        built = "" if torch.version.cuda or torch.version.hip else "this torch is built for CPUs (pytorch.org: others)"
+        yield Check("accelerator", "note", found, built)
+
+
+def _memory() -> Check:
+    names = ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES", "SC_PAGE_SIZE")
+    try:
+        free, total, page = (os.sysconf(name) for name in names)
+    except (AttributeError, ValueError, OSError):
+        return Check("memory", "note", "not known on this system")
+    free, total = free * page / 2**30, total * page / 2**30
+    low = free < _LEAST_MEMORY
+    cure = f"{_LEAST_MEMORY:g} GiB are little already; fedspan plan says what a run takes" if low else ""
+    return Check("memory", "note" if low else "ok", f"{free:.1f} of {total:.1f} GiB free", cure)
+
+
+def _disk(folder: Path) -> Check:
+    there = next((one for one in (folder, *folder.resolve().parents) if one.is_dir()), Path("/"))
+    free = shutil.disk_usage(there).free / 2**30
+    if not os.access(there, os.W_OK):
+        return Check("disk", "missing", f"{there} can't be written", "choose another folder, or its permissions")
+    low = free < _LEAST_DISK
+    return Check(
+        "disk", "note" if low else "ok", f"{free:.1f} GiB free in {there.resolve()}", "models are large" if low else ""
+    )
+
+
+def _port() -> Check:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", _PORT))
+        except OSError as error:
+            cure = "fedspan server --port N, if it is not fedspan's own"
+            return Check("port", "note", f"{_PORT} is taken ({error.strerror})", cure)
+    return Check("port", "ok", f"{_PORT} is free for fedspan server")
+
+
+def _model() -> Check:
+    """The model of the demo and of configs that name none."""
+    from fedspan.errors import FedspanError
+    from fedspan.models.names import resolve
+
+    try:
+        resolve("builtin:all-minilm-l6-v2")
+    except FedspanError as error:
+        return Check("demo model", "note", "not here; fedspan demo needs it, your own models don't", error.expected)
+    return Check("demo model", "ok", "all-MiniLM-L6-v2, its weights as published")
+
+
+def _hub() -> Check:
+    cache = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    found = "offline by HF_HUB_OFFLINE" if offline else "asked when a config names a model or data set of it"
+    return Check("hub", "note" if offline else "ok", f"{found}; cache in {cache}")

@@ -1,0 +1,134 @@
+"""A run's numbers to TensorBoard, Weights & Biases, MLflow or Trackio, through Accelerate's trackers.
+
+Numbers go out when their round is committed, so a run that is resumed repeats none. Nothing of the data goes out; names
+of clients do only with the worst client's score.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from accelerate import tracking
+from accelerate.state import PartialState
+
+from fedspan.errors import FedspanError, nearest
+from fedspan.runs.build import Prepared
+from fedspan.runs.listener import Listener
+
+__all__ = ["TRACKERS", "Tracked", "numbers", "require_trackers"]
+
+_PROJECT = "fedspan"
+_MADE: Mapping[str, Callable[[Path], Any]] = {
+    "tensorboard": lambda folder: tracking.TensorBoardTracker(".", folder / "tensorboard"),
+    "wandb": lambda folder: tracking.WandBTracker(_PROJECT, name=folder.name, dir=str(folder)),
+    "mlflow": lambda folder: tracking.MLflowTracker(_PROJECT, run_name=folder.name),
+    "trackio": lambda folder: tracking.TrackioTracker(_PROJECT, name=folder.name),
+}
+TRACKERS = tuple(_MADE)
+"""By name, which is that of the package, too."""
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Check that trackers are known and installed.
+
+    Raises:
+        FedspanError: if not.
+    """
+    for name in names:
+        if name not in _MADE:
+            raise FedspanError("track", name, f"one of {', '.join(TRACKERS)}; the nearest is {nearest(name, TRACKERS)}")
+        if importlib.util.find_spec(name) is None:
+            raise FedspanError("track", name, f"pip install {name} first")
+
+
+class Tracked(Listener):
+    """Hands numbers to trackers, and everything to another listener.
+
+    Args:
+        inner: the other listener.
+        names: of ``TRACKERS``.
+        folder: the run's; TensorBoard's files are written below it.
+    """
+
+    def __init__(self, inner: Listener, names: Sequence[str], folder: Path) -> None:
+        require_trackers(names)
+        self.inner, self.names, self.folder = inner, tuple(names), folder
+        self._trackers: dict[str, Any] = {}
+
+    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+        self.inner.environment_changed(changes)
+
+    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        self.inner.started(prepared, done, resumed)
+        PartialState()  # Accelerate's trackers ask it whether they are the main process
+        config = _flat(prepared.config.model_dump(mode="json"))
+
+        def begun(name: str) -> None:
+            tracker = _MADE[name](self.folder)
+            tracker.start()
+            if not resumed:
+                tracker.store_init_configuration(config)
+            self._trackers[name] = tracker
+
+        for name in self.names:
+            self._tried(name, lambda name=name: begun(name))
+
+    def noted(self, text: str) -> None:
+        self.inner.noted(text)
+
+    def client_finished(self, round: int, client: str, loss: float) -> None:
+        self.inner.client_finished(round, client, loss)
+
+    def round_finished(self, row: Mapping[str, Any]) -> None:
+        values = numbers(row)
+        for name, tracker in list(self._trackers.items()):
+            self._tried(name, lambda tracker=tracker: tracker.log(values, step=int(row["round"])))
+        self.inner.round_finished(row)
+
+    def baseline_started(self, name: str, rounds: int) -> None:
+        self.inner.baseline_started(name, rounds)
+
+    def baseline_round(self, name: str, round: int, loss: float) -> None:
+        self.inner.baseline_round(name, round, loss)
+
+    def close(self) -> None:
+        """Let the trackers write what they hold; to be called whatever became of the run."""
+        for name, tracker in list(self._trackers.items()):
+            self._tried(name, tracker.finish)
+        self._trackers.clear()
+
+    def _tried(self, name: str, call: Callable[[], None]) -> None:
+        """What a tracker does; should it fail, the run goes on without it: its numbers are in its folder."""
+        try:
+            call()
+        except Exception as error:  # of any of four libraries, their networks and disks
+            self._trackers.pop(name, None)
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.inner.noted(f"{name} does not follow this run any more ({why}); metrics.jsonl has all numbers")
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line of metrics.jsonl, by path: ``test/accuracy``."""
+    flat = {name: value for name, value in _flat(row, "/").items() if isinstance(value, int | float)}
+    return {
+        name: float(value)
+        for name, value in flat.items()
+        if name != "round" and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _flat(values: Mapping[str, Any], joined: str = ".", prefix: str = "") -> dict[str, Any]:
+    """Nested values by path; what is neither number nor text is written as text."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(cast("Mapping[str, Any]", value), joined, f"{prefix}{key}{joined}")
+        elif isinstance(value, str | int | float):
+            found[f"{prefix}{key}"] = value
+        elif value is not None:
+            found[f"{prefix}{key}"] = str(value)
+    return found

@@ -1,0 +1,90 @@
+"""Tasks of lm-evaluation-harness on a run's adapter: the numbers are those of the model's own likelihoods."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedspan
+import tiny_decoders
+from fedspan import FedspanError
+from fedspan.api.serving import load_served
+from fedspan.config import parse_config
+
+pytest.importorskip("lm_eval", reason="the extra fedspan[harness] is not installed")
+
+TASK = """
+task: own_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: [" a", " word2 word3"]
+doc_to_target: right
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(decoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("harness") / "run"
+    changes = {"federation": {"rounds": 1}, "evaluation": {"generate": False}}
+    fedspan.run(parse_config(tiny_decoders.settings(decoders, "llama", **changes)), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A task of one's own, with its rows."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{"question": f"word{number} word{number + 1}", "right": number % 2} for number in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.yaml").write_text(TASK.format(file=folder / "rows.jsonl"))
+    return folder, rows
+
+
+def test_the_accuracy_is_that_of_the_likelier_answer(run: Path, tasks: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, rows = tasks
+    found = fedspan.harness(run, ["own_choice"], include=folder)["own_choice"]
+    served, right = load_served(run), 0
+    tokenizer: Any = served.processor
+    for row in rows:
+        scores: list[float] = []
+        for answer in (" a", " word2 word3"):
+            whole = tokenizer(row["question"] + answer, return_tensors="pt").input_ids
+            start = len(tokenizer(row["question"]).input_ids)
+            with torch.inference_mode():
+                logits = served.model(input_ids=whole).logits[0].log_softmax(-1)
+            picked = logits[start - 1 : -1].gather(1, whole[0, start:, None])
+            scores.append(float(picked.sum()))
+        right += (scores[1] > scores[0]) == row["right"]
+    assert found["acc"] == pytest.approx(right / len(rows))
+    assert found["examples"] == len(rows)
+
+
+def test_the_command(run: Path, tasks: tuple[Path, list[dict[str, Any]]], call: Callable[..., Any]) -> None:
+    given = ["evaluate", run, "--tasks", "own_choice", "--task-folder", tasks[0], "--limit", "2"]
+    result = call(*given, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["own_choice"]["examples"] == 2
+    shown = call(*given)
+    assert "own_choice" in shown.stdout
+    assert "acc" in shown.stdout
+
+
+def test_mistakes(run: Path, refused: Callable[..., str]) -> None:
+    assert "tasks: 'arc_eazy'; a task of lm-evaluation-harness; the nearest are arc_easy" in refused(
+        "evaluate", run, "--tasks", "arc_eazy"
+    )
+    assert "--data: 'x.csv'; nothing beside --tasks" in refused("evaluate", run, "--tasks", "mmlu", "--data", "x.csv")
+    assert "--limit: '3'; --tasks beside it" in refused("evaluate", run, "--limit", "3")
+    with pytest.raises(FedspanError, match="shots: -1; a whole number from 0"):
+        fedspan.harness(run, ["mmlu"], shots=-1)
+    with pytest.raises(FedspanError, match=r"tasks: \[\]; names"):
+        fedspan.harness(run, [])

@@ -1,0 +1,99 @@
+"""``fedspan init``: what it writes is a config that reads the file it was written for."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedspan.config import RunConfig, load_config
+
+Call = Callable[..., Any]
+
+
+def table(path: Path, columns: Mapping[str, Sequence[object]]) -> Path:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(columns)
+        rows.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def written(call: Call, data: Path, out: Path, *more: object) -> tuple[RunConfig, str]:
+    result = call("init", data, "--out", out, *more)
+    assert result.exit_code == 0, result.output
+    return load_config(out), result.output
+
+
+TEXTS = [f"a longer text number {number} about something" for number in range(60)]
+
+
+def test_texts_with_labels_of_several_sites(call: Call, tmp_path: Path) -> None:
+    columns = {"id": range(60), "note": TEXTS, "diagnosis": ["a", "b", "c"] * 20, "hospital": ["x", "y"] * 30}
+    config, said = written(call, table(tmp_path / "notes.csv", columns), tmp_path / "c.yaml")
+    assert (config.task, config.data.text, config.data.label) == ("sequence-classification", "note", "diagnosis")
+    assert (config.partition.partitioner, config.partition.column) == ("natural", "hospital")
+    assert "3 labels: a, b, c" in said
+    assert "60 examples, 12 of them set aside to test on" in said
+    text = (tmp_path / "c.yaml").read_text()
+    assert "# where the adapters go" in text
+
+
+def test_names_that_say_nothing(call: Call, tmp_path: Path) -> None:
+    columns = {"x": TEXTS, "y": ["yes", "no"] * 30}
+    config, _ = written(call, table(tmp_path / "t.csv", columns), tmp_path / "c.yaml", "--clients", 3)
+    assert (config.data.text, config.data.label, config.partition.clients) == ("x", "y", 3)
+
+
+def test_numbers_pairs_and_what_the_user_says(call: Call, tmp_path: Path) -> None:
+    columns = {"sentence1": TEXTS, "sentence2": TEXTS[::-1], "label": [number / 7 for number in range(60)]}
+    config, _ = written(call, table(tmp_path / "pairs.csv", columns), tmp_path / "c.yaml")
+    assert (config.task, config.data.text, config.data.text_pair) == ("regression", "sentence1", "sentence2")
+    more = ("--task", "sequence-classification", "--text", "sentence2", "--model", "org/bert", "--method", "rolora")
+    columns["label"] = [number % 4 for number in range(60)]
+    table(tmp_path / "pairs.csv", columns)
+    config, _ = written(call, tmp_path / "pairs.csv", tmp_path / "d.yaml", *more)
+    assert (config.task, config.data.text, config.data.text_pair) == ("sequence-classification", "sentence2", None)
+    assert (config.model.name, config.model.target_modules, config.method.name) == ("org/bert", None, "rolora")
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"question": "1 + 1?", "answer": "2"}, {"prompt": "{question}\n", "answer": "answer"}),
+        ({"instruction": "add", "input": "1 1", "output": "2"}, {"prompt": "alpaca", "answer": "output"}),
+        ({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}, {"chat": True}),
+    ],
+)
+def test_prompts_and_answers(row: dict[str, Any], wanted: dict[str, Any], call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
+    config, _ = written(call, path, tmp_path / "c.yaml")
+    assert config.task == "causal-lm"
+    assert {name: getattr(config.data, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gone.csv"], "DATA"),
+        (["{file}", "--text", "note"], "--text: 'note'; a column of the file: "),
+        (["{file}", "--task", "chess"], "--task: 'chess'; one of sequence-classification"),
+        (["{file}", "--out", "{file}"], "a name that is not taken, or --force"),
+        (["{numbers}"], "--label: None; the column of labels: a"),
+        (["{file}", "--task", "causal-lm"], "--answer: None; the column of answers: "),
+        (["{file}", "--method", "fedot"], "method"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, refused: Callable[..., str], tmp_path: Path) -> None:
+    file = table(tmp_path / "t.csv", {"x": TEXTS, "y": ["yes", "no"] * 30})
+    numbers = table(tmp_path / "n.csv", {"a": [number / 3 for number in range(60)]})
+    words = [word.replace("{file}", str(file)).replace("{numbers}", str(numbers)) for word in arguments]
+    if "--out" not in words:
+        words += ["--out", str(tmp_path / "c.yaml")]
+    assert said in refused("init", *words)
+    assert not (tmp_path / "c.yaml").exists()

@@ -1,0 +1,104 @@
+"""``fedspan plan``: what it shows is the planner's, and mistakes name what was typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import tiny
+from fedspan import api
+from fedspan.cli.app import app
+from fedspan.methods.registry import METHODS
+
+
+def invoked(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+@pytest.fixture(scope="module")
+def bare(tiny_folder: Path) -> str:
+    """A folder with a model's config alone."""
+    folder = tiny_folder / "config-alone"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text((tiny_folder / "bert" / "config.json").read_text())
+    return str(folder)
+
+
+def test_all_methods_side_by_side_for_a_model_without_weights(bare: str) -> None:
+    asked = ["--model", bare, "--rank", "2", "--clients", "3", "--rounds", "4", "--examples", "100"]
+    result = invoked(*asked)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "4 target layers; 3 clients, all a round, 4 rounds" in shown
+    assert all(key in result.output for key in METHODS)
+    assert "…" not in result.output
+    plain = json.loads(invoked(*asked, "--json").stdout)
+    assert set(plain["plans"]) | set(plain["refused"]) == set(METHODS)
+    fedit = plain["plans"]["fedit"]
+    head = 4 * (2 * 16 + 2)
+    assert fedit["first_up"] == 4 * 4 * 2 * 32 + head
+    assert fedit["client"]["total"] == sum(value for key, value in fedit["client"].items() if key != "total")
+    assert fedit["steps"] is not None
+
+
+def test_what_it_shows_is_what_python_gives(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder, method={"name": "ffa-lora"})
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    count = len(tiny.LABELS)
+    labels = ["--labels", str(count), "--clients", "4"]
+    found = json.loads(invoked(str(path), "--rank", "3", *labels, "--json").stdout)["plans"]
+    plan = api.plan(values, overrides=["method.r=3"], labels=count, clients=4)
+    assert list(found) == ["ffa-lora"]
+    assert found["ffa-lora"]["bytes_up"] == plan.bytes_up
+    assert found["ffa-lora"]["server"]["total"] == plan.server.total
+    several = json.loads(
+        invoked(str(path), "--methods", "fedit,flora", "--set", "method.r=3", *labels, "--json").stdout
+    )
+    assert list(several["plans"]) == ["fedit", "flora"]
+    assert (
+        several["plans"]["flora"]["bytes_up"]
+        == api.plan(values, overrides=["method={name: flora, r: 3}"], labels=count, clients=4).bytes_up
+    )
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "regression"])
+def test_other_tasks(task: str, tiny_folder: Path) -> None:
+    model = str(tiny_folder / ("gpt2" if task == "causal-lm" else "bert"))
+    result = invoked("--model", model, "--task", task, "--methods", "fedit", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["plans"]["fedit"]["trainable"] > 0
+
+
+def test_a_method_that_can_not_is_named_beside_those_that_can(bare: str) -> None:
+    given = ["--model", bare, "--methods", "fedit,hetlora", "--set", "federation.ranks=[2,3]", "--clients", "4"]
+    found = json.loads(invoked(*given, "--json").stdout)
+    assert set(found["plans"]) == {"hetlora"}
+    assert "fedit" in found["refused"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ([], "--model"),
+        (["--model", "{bare}", "--rank", "0"], "method.r"),
+        (["--model", "{bare}", "--rank", "17", "--methods", "fedit"], "method.r"),
+        (["--model", "{bare}", "--rounds", "0"], "federation.rounds"),
+        (["--model", "{bare}", "--clients", "0"], "partition.clients"),
+        (["--model", "{bare}", "--labels", "0"], "--labels"),
+        (["--model", "{bare}", "--targets", "kwery"], "model.target_modules"),
+        (["--model", "{bare}", "--methods", "fedot"], "--methods"),
+        (["--model", "{bare}", "--task", "chess"], "task"),
+        (["no.yaml", "--task", "causal-lm"], "--task"),
+        (["--model", "{bare}/none"], "model.name"),
+    ],
+)
+def test_mistakes(arguments: list[str], field: str, bare: str) -> None:
+    result = invoked(*(word.replace("{bare}", bare) for word in arguments))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: {field}: "), result.stderr

@@ -1,0 +1,57 @@
+"""Model cards: the hub reads them, they say what the report says, and nothing of a client or a path."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+import fedspan
+import tiny
+from fedspan.runs.cards import CARD, _command
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cards") / "run"
+    fedspan.run(tiny.config(tiny_folder, federation={"rounds": 2}), folder)
+    return folder
+
+
+def test_the_hub_reads_it_and_it_says_what_the_report_says(run: Path) -> None:
+    card = ModelCard.load(run / "adapter" / CARD)
+    report = json.loads((run / "report.json").read_text())
+    assert card.data.base_model == "bert"
+    assert card.data.library_name == "peft"
+    assert card.data.pipeline_tag == "text-classification"
+    assert {"federated-learning", "fedspan", "lora", "fedit"} <= set(card.data.tags or [])
+    found = {one.metric_type: one.metric_value for one in card.data.eval_results or []}
+    assert found["accuracy"] == pytest.approx(report["scores"]["test"]["accuracy"], abs=1e-6)
+    assert f"- Rounds: 2; this is round {report['best_round']}" in card.text
+    assert f"{report['bytes']['down']:,} down" in card.text
+    assert "- Clients: 4, 3 a round; division: natural" in card.text
+
+
+def test_neither_clients_nor_paths_nor_labels_are_in_it(run: Path, tiny_folder: Path) -> None:
+    text = (run / "adapter" / CARD).read_text()
+    for word in ("east", "north", "south", "west", str(tiny_folder), str(run), *tiny.LABELS):
+        assert not re.search(rf"\b{re.escape(word)}\b", text), word
+
+
+def test_a_command_says_neither_where_things_are_nor_what_the_data_are() -> None:
+    words = ["/usr/bin/fedspan", "run", "ward7/my.yaml", "--set", "data.train=patients/ward7.csv", "--set", "seed=3"]
+    assert _command(words) == "fedspan run my.yaml --set data.train=... --set seed=3"
+
+
+def test_personal_adapters_have_one_each_and_an_export_takes_it_along(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fedspan.run(tiny.config(tiny_folder, method={"name": "fedsa-lora"}, federation={"rounds": 1}), folder)
+    cards = sorted((folder / "adapter").glob(f"*/{CARD}"))
+    assert len(cards) == 4
+    assert len({card.read_text() for card in cards}) == 1
+    out = fedspan.export(folder, tmp_path / "own", client="north")
+    assert (out / CARD).is_file()
+    assert not (fedspan.export(out, tmp_path / "cut", rank=1) / CARD).exists()
