@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -92,9 +94,13 @@ def limit_table(limits: Sequence[Limit]) -> list[str]:
 
 
 def machine() -> str:
-    """The line about date and machine."""
+    """The line about code, date and machine."""
+    # --dirty: a page must not name a commit that is not what ran
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False)
+    code = f"Code: {found.stdout.strip()}. " if found.returncode == 0 else ""
     return (
-        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
+        f"{code}Date: {time.strftime('%Y-%m-%d')}. Machine: {platform.machine()}, {multiprocessing.cpu_count()} cores, "
         f"torch {torch.__version__}."
     )
 
