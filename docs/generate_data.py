@@ -33,7 +33,7 @@ data:
 ```
 
 What stands in the config wins over the catalogue: `data.text`, `data.label`, `data.test_split` and so on. A data set
-for another task than the config's is refused, and so are images, which no task of this version takes.
+for another task than the config's is refused.
 
 A licence is the one that the publisher states. other: the hub's card says just that, and the source tells more.
 unknown: no statement was found. Read the source before you use a data set.

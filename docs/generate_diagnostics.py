@@ -13,7 +13,7 @@ When a federation trains badly, the scores do not say why. `fedspan diagnose RUN
 checkpoint (`--round last`, `best`, or a number), keeps nothing of it, and looks at what the clients' updates are and
 at what the server made of them:
 
-```
+```bash
 fedspan diagnose runs/first
 fedspan diagnose runs/first --round best --pairs 6 --examples 1000 --json > diagnosis.json
 ```

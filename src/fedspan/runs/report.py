@@ -25,7 +25,7 @@ class RunReport:
         bytes: serialized, ``down`` and ``up``, of the training.
         seconds: wall-clock time of the rounds.
         baselines: scores of local-only and centralised training, where asked for.
-        adapters: folders of the exported adapters, by client id, or under ``global``.
+        adapters: folders of the exported adapters, as seen from the run's, by client id, or under ``global``.
         examples: predictions on a few held-out texts.
         privacy: what was spent (``epsilon``, ``delta``) and how; empty without ``privacy`` in the config.
         other_bytes: where clients are elsewhere, ``down`` and ``up`` of what was sent to ``evaluate`` and ``export``.

@@ -1,0 +1,67 @@
+"""The code blocks of README.md, CONTRIBUTING.md and docs/: what they are, and how commands in them are called."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
+COMMANDS = ("fedspan", "pip", "make")
+_EXEMPT = re.compile(r"<!-- not run: (.+) -->\s*")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Args:
+        page: from the repository's root.
+        line: counted from 1.
+        language: as its fence says; "indented" without one.
+        text: what it holds.
+        exempt: why it is not run, as a comment before it says.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    exempt: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All blocks of a page, in their order."""
+    found: list[Block] = []
+    exempt: str | None = None
+    for token in MarkdownIt().parse((ROOT / page).read_text(encoding="utf-8")):
+        if token.type == "html_block":
+            said = _EXEMPT.fullmatch(token.content)
+            exempt = said[1] if said else None
+        elif token.type in ("fence", "code_block"):
+            assert token.map is not None
+            language = token.info.strip() if token.type == "fence" else "indented"
+            found.append(Block(page, token.map[0] + 1, language, token.content, exempt))
+            exempt = None
+        elif token.block and token.nesting >= 0:
+            exempt = None
+    return found
+
+
+def calls(text: str, folder: Path) -> list[list[str]]:
+    """What a block's script calls, word by word: bash itself reads it, with the commands put into its place."""
+    log = folder / "calls.jsonl"
+    write = "import json,sys; print(json.dumps(sys.argv[1:]))"
+    functions = [f"{name}() {{ {sys.executable} -c '{write}' {name} \"$@\" >> '{log}'; }}" for name in COMMANDS]
+    log.unlink(missing_ok=True)
+    subprocess.run(["bash", "-eu", "-c", "\n".join([*functions, text])], cwd=folder, check=True, timeout=60)
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []

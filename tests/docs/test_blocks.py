@@ -1,0 +1,145 @@
+"""Every code block of README.md, CONTRIBUTING.md and docs/ does what its page says: it is run, parsed or compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
+from typer.testing import CliRunner
+
+import fedspan
+import tiny
+from fedspan.cli.app import app
+from fedspan.config import parse_config
+from fedspan.config.node import NodeConfig
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+FRAGMENTS = {Path("docs/adding-a-method.md"): ("methods/ffa_lora.py", "methods/registry.py")}
+"""Pages whose Python is a module in pieces, and the modules."""
+REAL = "builtin:all-minilm-l6-v2"
+SLOW = {Path("docs/index.md")}
+"""Pages whose commands train the real model; others use it only if they name it."""
+
+
+LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md")}
+"""Pages about runs that are there."""
+
+
+def of(language: str) -> list[Block]:
+    """What is to be run or parsed of a language."""
+    return [block for block in BLOCKS if block.language == language and block.exempt is None]
+
+
+def stories() -> list[Any]:
+    """The pages with something to run, each from its first block to its last, as a reader would."""
+    pages = dict.fromkeys(block.page for block in BLOCKS if block.language in ("bash", "python"))
+    runnable = [page for page in pages if page not in FRAGMENTS]
+    slow = {page for page in runnable if page in SLOW or any(REAL in block.text for block in blocks_of(page))}
+    return [pytest.param(page, marks=[pytest.mark.slow] if page in slow else [], id=str(page)) for page in runnable]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_says_what_it_is_and_nothing_to_run_hides_in_a_text(block: Block) -> None:
+    assert block.language in ("bash", "python", "yaml", "text", "indented")
+    if block.language in ("text", "indented"):
+        first = {line.split()[0] for line in block.text.splitlines() if line.strip()}
+        assert block.page.name == "CONTRIBUTING.md" or not first & set(COMMANDS)
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_a_config_is_one(block: Block) -> None:
+    values: dict[str, Any] = yaml.safe_load(block.text)
+    if "server" in values:
+        NodeConfig.model_validate(values)
+        return
+    data = values.get("data", {})
+    if "dataset" not in data:
+        data = {"train": "train.csv", **data}
+    if values.get("task") == "causal-lm" and "prompt" not in data and "dataset" not in data:
+        data = {"prompt": "{question}", **data}
+    model = {"name": "org/model", "target_modules": ["query"], **values.get("model", {})}
+    dumped = parse_config({**values, "data": data, "model": model}).model_dump(mode="json")
+    assert says(dumped, values)
+
+
+def says(whole: Any, part: Any) -> bool:
+    """Whether checked values hold what a page's config gave; a bare name stands for a section with that name."""
+    if isinstance(part, dict):
+        return all(name in whole and says(whole[name], value) for name, value in part.items())
+    if isinstance(part, list):
+        return len(whole) == len(part) and all(map(says, whole, part))
+    return whole == part or (isinstance(whole, dict) and whole.get("name") == part)
+
+
+@pytest.mark.parametrize("page", FRAGMENTS, ids=str)
+def test_pieces_of_a_module_are_its_own(page: Path) -> None:
+    modules = [(ROOT / "src" / "fedspan" / name).read_text(encoding="utf-8") for name in FRAGMENTS[page]]
+    pieces = [block.text for block in blocks_of(page) if block.language == "python"]
+    assert pieces
+    for piece in pieces:
+        shown = piece.split("...")[0].rstrip()
+        assert any(shown in module for module in modules), piece
+
+
+@pytest.mark.parametrize("page", stories())
+def test_a_page_runs_from_its_first_block_to_its_last(
+    page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(desk)
+    names: dict[str, Any] = {}
+    for block in blocks_of(page):
+        if block.exempt is not None:
+            continue
+        if block.language == "python":
+            exec(compile(block.text, str(block), "exec"), names)
+        elif block.language == "bash":
+            for command in calls(block.text, desk):
+                called(command, block)
+
+
+def called(words: list[str], block: Block) -> None:
+    """Do what a command of a page asks for."""
+    if words[0] == "fedspan":
+        result = CliRunner().invoke(app, words[1:])
+        assert result.exit_code == 0, f"{block}: {' '.join(words)}\n{result.output}\n{result.exception!r}"
+    elif words[0] == "make":
+        subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    else:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert words[:2] == ["pip", "install"]
+        for extras in re.findall(r"^fedspan\[(.+)\]$", words[-1]):
+            assert set(extras.split(",")) <= project["optional-dependencies"].keys(), words
+
+
+@pytest.fixture(scope="module")
+def worked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A desk on which some things have been done: configs, data, a model's shape, runs and a series."""
+    folder = tmp_path_factory.mktemp("desk")
+    values = tiny.settings(tiny_folder, federation={"rounds": 2})
+    for name in ("config", "my"):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    rows = (tiny_folder / "corpus.csv").read_text(encoding="utf-8")
+    (folder / "messages.csv").write_text(rows, encoding="utf-8")
+    shape = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50265}
+    roberta = folder / "FacebookAI" / "roberta-base"
+    roberta.mkdir(parents=True)
+    (roberta / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    for name in ("first", "second"):
+        fedspan.run(values, folder / "runs" / name, overrides=[] if name == "first" else ["method.name=rolora"])
+    fedspan.compare(values, folder / "runs" / "three", ["fedit", "rolora", "flora"], seeds=[0])
+    return folder
+
+
+@pytest.fixture
+def desk(page: Path, worked: Path, tmp_path: Path) -> Path:
+    """A copy of the desk, so that no page sees what another left, nor runs that its reader has not."""
+    left_out = shutil.ignore_patterns(*([] if page in LOOKING else ["runs"]))
+    return Path(shutil.copytree(worked, tmp_path / "desk", ignore=left_out))
