@@ -24,7 +24,10 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium o
 def page(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("browser")
     fedspan.compare(
-        tiny.settings(tiny_folder, federation={"rounds": 3}), folder / "series", ["fedit", "rolora"], [0, 1]
+        tiny.settings(tiny_folder, federation={"rounds": 3}, evaluation={"diagnostics": 1}),
+        folder / "series",
+        ["fedit", "rolora"],
+        [0, 1],
     )
     return fedspan.report(folder / "series", folder / "page.html", diagnostics=True)
 
@@ -45,7 +48,7 @@ def test_charts_are_drawn_and_buttons_work(width: int, page: Path, browser: Any)
     seen.on("request", lambda request: asked.append(request.url))
     seen.goto(page.as_uri())
     count = seen.locator(".figure").count()
-    assert count == 8
+    assert count == 10  # two of them diagnostics by round
     seen.wait_for_selector(f"#figure-{count - 1} .main-svg", timeout=30_000)
     assert seen.locator(".figure .js-plotly-plot, .figure.js-plotly-plot").count() == count
     assert all(box["width"] > 0.8 * min(width, 1152) - 40 for box in boxes(seen, count))

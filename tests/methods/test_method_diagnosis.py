@@ -21,9 +21,12 @@ import fedspan
 import tiny
 from fedspan import FedspanError
 from fedspan.cli.app import app
+from fedspan.config import parse_config
 from fedspan.methods.registry import METHODS
+from fedspan.runs import session
 from fedspan.runs.diagnosing import STEPS, Barrier, diagnosed
-from fedspan.runs.measures import MEASURES, readings
+from fedspan.runs.listener import Listener
+from fedspan.runs.measures import MEASURES, readings, values_of
 
 
 def learnt(run: Played, round: Round, layer: str) -> tuple[Tensor, Tensor]:
@@ -122,6 +125,49 @@ def test_of_a_run_that_is_over_one_more_round_is_looked_at_and_its_folder_stays(
             value = row.measure.value(found.layers[row.worst])
             assert value == (row.most if row.measure.worst == "high" else row.least)
     assert fedspan.diagnose(run, 1, pairs=0).round == 2
+
+
+@pytest.mark.parametrize("key", ["rolora", "fedloru", "pfedlora"])
+def test_rounds_that_are_looked_at_on_the_way(key: str, tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder, method={"name": key}, federation={"rounds": 4})
+    notes = Notes()
+    plain = fedspan.run(values, tmp_path / "plain")
+    looked = fedspan.run(
+        values, tmp_path / "looked", overrides=["evaluation.diagnostics=2", "engine.name=loop"], listener=notes
+    )
+    rows = [json.loads(line) for line in (tmp_path / "looked" / "metrics.jsonl").read_text().splitlines()]
+    assert ["diagnostics" in row for row in rows] == [False, True, False, True]
+    found = fedspan.diagnose(tmp_path / "looked", 3, pairs=0)  # its checkpoint is kept, whichever round was the best
+    assert rows[3]["diagnostics"]["layers"] == {name: values_of(layer) for name, layer in found.layers.items()}
+    assert rows[3]["diagnostics"]["layers"] != rows[1]["diagnostics"]["layers"]
+    assert rows[3]["diagnostics"]["seconds"] > 0
+    assert [note for note in notes.heard if note.startswith("evaluation.diagnostics took ")]
+    assert looked.bytes == plain.bytes
+    assert (tmp_path / "plain" / "partition.json").read_bytes() == (tmp_path / "looked" / "partition.json").read_bytes()
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.heard.append(text)
+
+
+def test_a_look_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> None:
+    fedspan.run(run / "config.yaml", tmp_path / "looked", overrides=["evaluation.diagnostics=1"])
+    files = [path / "adapter" / "adapter_model.safetensors" for path in (run, tmp_path / "looked")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
+    private = {"mechanism": "central", "noise": 1.0}
+    values = tiny.settings(tiny_folder, evaluation={"diagnostics": 1})
+    with pytest.raises(FedspanError, match=r"evaluation\.diagnostics: 1; left out under privacy"):
+        parse_config(values | {"privacy": private, "federation": {"weights": "uniform", "clients_per_round": 2}})
+    with pytest.raises(FedspanError, match=r"evaluation\.diagnostics: 1; left out, or engine\.name"):
+        session.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, played: played(prepared))
+    assert not (tmp_path / "run").exists()
 
 
 def invoked(*arguments: str) -> Any:

@@ -28,6 +28,13 @@ class EvaluationConfig(Section):
         description="By which the best round is chosen, on the clients' validation parts; left out: accuracy, pearson "
         "or loss, by task.",
     )
+    diagnostics: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rounds between two looks at the clients' updates: what fedspan diagnose finds in every target "
+        "layer, into metrics.jsonl, and so onto the page of fedspan report; left out: never, as a look takes time. Not "
+        "between machines, where no process sees both ends, and not under privacy.",
+    )
     generate: bool = Field(
         default=False,
         description="causal-lm: at the end let the model answer the held-out prompts and count exact matches.",

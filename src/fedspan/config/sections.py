@@ -192,6 +192,9 @@ class RunConfig(Section):
             raise FedspanError("federation.reduction", self.federation.reduction, expected)
         if self.privacy is not None:
             self.privacy.require_fit(self.method.title, method.declared(), self.federation)
+            if self.evaluation.diagnostics is not None:
+                expected = "left out under privacy: they are made of updates without its noise"
+                raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, expected)
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:

@@ -9,9 +9,10 @@ import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.pages.story import Story
-from fedspan.pages.style import MANY, Figure, styled, whole_rounds
+from fedspan.pages.style import MANY, Figure, menu, styled, whole_rounds
+from fedspan.runs.measures import MEASURES
 
-__all__ = ["division", "participation"]
+__all__ = ["by_round", "division", "participation"]
 
 
 def division(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
@@ -72,3 +73,31 @@ def participation(run: Story) -> Figure:
 
 def _failed(row: Mapping[str, Any]) -> list[str]:
     return [str(one["client"]) for one in row.get("failures", ()) if isinstance(one, Mapping) and "client" in one]
+
+
+def by_round(run: Story) -> Figure | None:
+    """Every diagnostic of a run by round and layer, as metrics.jsonl has them; buttons choose which."""
+    looks = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
+    layers = list(dict.fromkeys(name for one in looks.values() for name in one))
+    measures = [each for each in MEASURES if any(each.key in one[name] for one in looks.values() for name in one)]
+    if not measures:
+        return None
+    figure, buttons = go.Figure(), list[dict[str, Any]]()
+    for number, measure in enumerate(measures):
+        figure.add_heatmap(
+            z=[[one.get(name, {}).get(measure.key) for one in looks.values()] for name in layers],
+            x=list(looks),
+            y=layers,
+            visible=number == 0,
+            colorscale="Cividis",
+            xgap=1,
+            ygap=1,
+            texttemplate="%{z:.2g}" if len(looks) <= 12 else None,
+            hovertemplate="%{y}, round %{x}: %{z:.4g}<extra></extra>",
+        )
+        shown = [at == number for at in range(len(measures))]
+        buttons.append({"label": measure.title, "method": "update", "args": [{"visible": shown}]})
+    figure.update_layout(updatemenus=[{**menu(buttons), "type": "dropdown", "direction": "down"}])
+    figure.update_xaxes(title="round", type="category")
+    figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
+    return styled(figure, height=min(1400, max(320, 20 * len(layers) + 180)))

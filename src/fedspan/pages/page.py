@@ -90,10 +90,7 @@ def page(groups: Sequence[Group], beside: Beside, title: str, version: str) -> s
         figure = matrices.participation(took_part[0])
         note = f"<p>{html.escape(took_part[0].name)}; dark: took part, x: its reply did not count.</p>"
         made.section("Participation", note, made.figure(figure, "who took part in which round"))
-    if beside.diagnoses:
-        table = _table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
-        figure = made.figure(charts.by_layer(beside.diagnoses), "diagnostics by layer")
-        made.section("Diagnostics", "<p>Of one more round after the last.</p>", figure, _details("How to read", table))
+    _diagnostics(made, groups, beside.diagnoses)
     if beside.spectra is not None and (figure := charts.spectra(beside.spectra[1])) is not None:
         note = f"<p>{html.escape(beside.spectra[0])}: the adapter's update by layer.</p>"
         made.section("Singular values of the update", note, made.figure(figure, "singular values"))
@@ -101,6 +98,20 @@ def page(groups: Sequence[Group], beside: Beside, title: str, version: str) -> s
         made.section("Privacy", made.figure(figure, "epsilon by round"))
     made.section("Configuration", _configuration(groups))
     return _html(made, title, version)
+
+
+def _diagnostics(made: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
+    """Those of rounds that were looked at on the way, of a run of each group, and of one more round."""
+    parts: list[str] = []
+    for run in (group.runs[0] for group in groups):
+        if (figure := matrices.by_round(run)) is not None:
+            parts += [f"<p>{html.escape(run.name)}, by round.</p>", made.figure(figure, f"diagnostics of {run.name}")]
+    if diagnoses:
+        figure = made.figure(charts.by_layer(diagnoses), "diagnostics by layer")
+        parts += ["<p>Of one more round after the last.</p>", figure]
+    if parts:
+        table = _table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
+        made.section("Diagnostics", *parts, _details("How to read", table))
 
 
 def _note(groups: Sequence[Group]) -> str:

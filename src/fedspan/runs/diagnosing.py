@@ -24,14 +24,13 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, dense_change
 from fedspan.core.tensors import generator, is_extra, slots_of, tensor_name
 from fedspan.core.values import Job
-from fedspan.engines.evaluation import Evaluator
-from fedspan.engines.federation import Progress
+from fedspan.engines.federation import Federation, Progress, RoundResult
 from fedspan.engines.observed import Local, Observed
 from fedspan.errors import FedspanError
 from fedspan.runs.build import Prepared
 from fedspan.tasks.task import Examples
 
-__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "diagnosed"]
+__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "diagnosed", "layers_of"]
 
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Between one client's model and another's."""
@@ -117,19 +116,15 @@ def diagnosed(prepared: Prepared, progress: Progress, *, pairs: int = 3, example
     if not federation.cohort(round):
         expected = f"another checkpoint: in round {round + 1} nobody takes part, as the privacy's sample is empty"
         raise FedspanError("round", round, expected)
-    evaluator = Evaluator(federation, prepared.evaluator.batch_size)
     result = federation.play(progress)
     began = time.monotonic()
-    weights = {id: federation.members[id].client.weight for id in result.cohort}
-    personal = federation.method.declared().personal
-    end = None if personal else evaluator.job(result.progress, None)
-    look = _Look(engine, progress.state.base, result.progress.state.base, weights, end)
-    layers = {layer.name: look.layer(layer.name) for layer in engine.adapted.spec.layers}
+    look = _look(federation, engine, progress, result)
+    layers = look.layers()
     engine.adapted.set_base(progress.state.base)
     held, indices = _held_out(prepared, examples)
     ids = sorted(engine.found)
     barriers = tuple(
-        Barrier(pair, look.losses(pair, held, indices, evaluator.batch_size))
+        Barrier(pair, look.losses(pair, held, indices, prepared.evaluator.batch_size))
         for pair in islice(combinations(ids, 2), pairs)
     )
     return Diagnosis(
@@ -142,6 +137,29 @@ def diagnosed(prepared: Prepared, progress: Progress, *, pairs: int = 3, example
         examples=len(indices) if barriers else 0,
         seconds=time.monotonic() - began,
     )
+
+
+def layers_of(
+    federation: Federation, engine: Observed, before: Progress, result: RoundResult
+) -> dict[str, LayerDiagnosis]:
+    """The numbers of a round that was played, by layer.
+
+    Args:
+        federation: that played it.
+        engine: that it was played with.
+        before: the round.
+        result: of it.
+    """
+    return _look(federation, engine, before, result).layers()
+
+
+def _look(federation: Federation, engine: Observed, before: Progress, result: RoundResult) -> _Look:
+    weights = {id: federation.members[id].client.weight for id in result.cohort}
+    engine.adapted.set_base(result.progress.state.base)
+    end = None
+    if not federation.method.declared().personal:
+        end = federation.method.start(federation.method.sync(result.progress.state, None), None, {})
+    return _Look(engine, before.state.base, result.progress.state.base, weights, end)
 
 
 def _held_out(prepared: Prepared, count: int) -> tuple[Examples, np.ndarray]:
@@ -174,8 +192,11 @@ class _Look:
         total = sum(weights[id] for id in engine.found)
         self.weights = {id: weights[id] / total for id in sorted(engine.found)}
 
-    def layer(self, name: str) -> LayerDiagnosis:
-        """A layer's numbers."""
+    def layers(self) -> dict[str, LayerDiagnosis]:
+        """All target layers' numbers."""
+        return {layer.name: self._layer(layer.name) for layer in self.engine.adapted.spec.layers}
+
+    def _layer(self, name: str) -> LayerDiagnosis:
         shape = self.engine.adapted.operators[name].shape
         starts = {id: self._start(id, name) for id in self.weights}
         updates = {id: combined([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fedspan.runs.diagnosing import Diagnosis, LayerDiagnosis
 
-__all__ = ["MEASURES", "Measure", "Reading", "readings"]
+__all__ = ["MEASURES", "Measure", "Reading", "readings", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,12 @@ def readings(diagnosis: Diagnosis) -> tuple[Reading, ...]:
             numbers = list(values.values())
             found.append(Reading(measure, sum(numbers) / len(numbers), min(numbers), max(numbers), worst))
     return tuple(found)
+
+
+def values_of(layer: LayerDiagnosis) -> dict[str, float]:
+    """A layer's measures by key, those that it has."""
+    found = {measure.key: measure.value(layer) for measure in MEASURES}
+    return {key: value for key, value in found.items() if value is not None and not math.isnan(value)}
 
 
 def _values(measure: Measure, layers: Mapping[str, LayerDiagnosis]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
 from fedspan.runs.listener import Listener
+from fedspan.runs.looking import Looks
 from fedspan.runs.report import RunReport
 from fedspan.runs.resuming import kept_partition, require_same_run
 from fedspan.runs.scores import final_scores, round_score, sample_predictions
@@ -81,6 +82,9 @@ def run(
     if config.federation.secure is not None and host is None:
         expected = "left out, or engine.name: flower-sim, or a deployment (fedspan submit): here one process sees all"
         raise FedspanError("federation.secure", config.engine.name, expected)
+    if config.evaluation.diagnostics is not None and host is not None:
+        expected = "left out, or engine.name: batched or loop: between machines no process sees both ends of an update"
+        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, expected)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded for nothing
@@ -129,6 +133,7 @@ class _Session:
         self.seconds = 0.0
         self.best: tuple[int, float] | None = None
         self.budget = Budget(prepared.config)
+        self.looks = Looks(prepared.federation, prepared.config.evaluation.diagnostics)
 
     def play(self, kept: Checkpoint | None, resumed: bool) -> Progress:
         """All rounds that are still to be played."""
@@ -153,15 +158,17 @@ class _Session:
             def told(client: str, loss: float, number: int = number) -> None:
                 self.listener.client_finished(number, client, loss)
 
-            result = federation.play(progress, told)
+            result, seen = self.looks.play(progress, told)
             keep_choice(self.place, engine)
             for note in (engine_note(engine), federation.remark()):
                 if number == first and note is not None:
                     self.listener.noted(note)
-            row = self._row(result)
+            row = self._row(result) | ({} if seen is None else {"diagnostics": seen})
             self.seconds += time.monotonic() - began
             progress = self._commit(result, {**row, "seconds": self.seconds})
             del result  # what the cohort keeps is on the disk now
+        if self.looks.seconds:
+            self.listener.noted(f"evaluation.diagnostics took {self.looks.seconds:.1f} s beside the rounds themselves")
         return progress
 
     def _over(self, progress: Progress) -> bool:

@@ -1,0 +1,51 @@
+"""Diagnostics on the way: rounds of a run that are looked at while they are played."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fedspan.engines.federation import Federation, Progress, RoundResult
+from fedspan.engines.observed import Observed
+from fedspan.runs.diagnosing import layers_of
+from fedspan.runs.measures import values_of
+
+__all__ = ["Looks"]
+
+
+class Looks:
+    """Plays a federation's rounds, and looks at some.
+
+    Args:
+        federation: in this process.
+        every: rounds between two looks; None: none is looked at.
+    """
+
+    def __init__(self, federation: Federation, every: int | None) -> None:
+        self.federation, self.every = federation, every
+        self.seconds = 0.0
+        """What looking took, beside the rounds themselves."""
+
+    def play(
+        self, progress: Progress, on_client: Callable[[str, float], None]
+    ) -> tuple[RoundResult, dict[str, Any] | None]:
+        """A round, as ``Federation.play``, and what was seen.
+
+        Returns:
+            The result, the same as without a look, and for metrics.jsonl ``layers``, by path and measure, and
+            ``seconds``; None where the round was not looked at.
+        """
+        federation, inner = self.federation, self.federation.engine
+        if self.every is None or (progress.state.round + 1) % self.every:
+            return federation.play(progress, on_client), None
+        engine = federation.engine = Observed(inner)
+        try:
+            result = federation.play(progress, on_client)
+        finally:
+            federation.engine = inner
+        began = time.monotonic()
+        found = {name: values_of(layer) for name, layer in layers_of(federation, engine, progress, result).items()}
+        seconds = time.monotonic() - began
+        self.seconds += seconds
+        return result, {"layers": found, "seconds": seconds}
