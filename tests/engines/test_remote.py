@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from fedspan.engines import wire
 from fedspan.engines.federation import Progress
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.parcels import Answer, Order, Parcel, open_answer, open_order
-from fedspan.engines.participant import Participant, refused
+from fedspan.engines.participant import Participant, refused, told
 from fedspan.engines.remote import RemoteFederation
 from fedspan.engines.screening import ReplyRules
 from fedspan.errors import FedspanError
@@ -272,3 +273,27 @@ def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
     assert open_order(order.parcel()) == order
     answer = Answer("train", 4, 1, "south", failed="why", lost=True, body=b"x")
     assert open_answer(answer.parcel()) == replace(answer, scores={})
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "full", "/home/a patient's name"), "no space left on device"),
+        (
+            caused(FedspanError("run folder", "/patients", "free"), OSError(errno.ENOSPC, "full")),
+            "no space left on device",
+        ),
+        (caused(FedspanError("data.train", "/patients", "a file"), OSError(errno.ENOENT, "none")), "data.train"),
+        (FedspanError("/patients", "secret", "nothing"), "an error"),
+        (OSError("a patient's name"), "OSError"),
+        (FedspanError("serial", 3, "more than 3"), "serial: 3; more than 3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_server_is_told_what_but_nothing_of_data_or_paths(error: Exception, said: str) -> None:
+    assert told(error).removesuffix("; see the client's own log") == said

@@ -8,6 +8,7 @@ that is retried, or a reply that is lost, never advances it twice.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -269,12 +270,17 @@ def declined(asked: Order | Phase, error: Exception) -> Parcel:
 def told(error: Exception) -> str:
     """What a server is told of an error on a client.
 
-    Errors may quote data and paths. Those about what the server itself sent go out whole; of the others, the field or
-    the kind.
+    Errors may quote data and paths. Those about what the server itself sent go out whole; of the others, the field, the
+    kind, or what the system calls it (no space left on device).
     """
-    if not isinstance(error, FedspanError):
-        return f"{type(error).__name__}; see the client's own log"
-    if error.field.partition(".")[0] in _SERVER_S:
+    ours = isinstance(error, FedspanError)
+    if ours and error.field.partition(".")[0] in _SERVER_S:
         return str(error)
-    field = error.field if _FIELD.fullmatch(error.field) else "an error"
-    return f"{field}; see the client's own log"
+    system = error.__cause__ if ours else error
+    if ours and _FIELD.fullmatch(error.field):
+        what = error.field
+    elif isinstance(system, OSError) and system.errno is not None:
+        what = os.strerror(system.errno).lower()
+    else:
+        what = "an error" if ours else type(error).__name__
+    return f"{what}; see the client's own log"
