@@ -275,6 +275,9 @@ def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
     assert open_answer(answer.parcel()) == replace(answer, scores={})
 
 
+FULL = OSError(errno.ENOSPC, "full", "/home/a patient's name")
+
+
 def caused(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error
@@ -283,7 +286,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.ENOSPC, "full", "/home/a patient's name"), "no space left on device"),
+        (FULL, "no space left on device"),
         (
             caused(FedspanError("run folder", "/patients", "free"), OSError(errno.ENOSPC, "full")),
             "no space left on device",
