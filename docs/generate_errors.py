@@ -19,8 +19,9 @@ PAGE = Path(__file__).parent / "errors.md"
 INTRO = """# What fedspan says to mistakes
 
 Every mistake is answered with one line: the field, the value, and what would be right. The command line prints it
-behind `error:` and exits with code 2; in Python it is a `FedspanError` with `field`, `value` and `expected`. This page
-is written by `python docs/generate_errors.py`, which makes every one of these mistakes; the tests make them, too.
+behind `error:`, and below it the page that says more, and exits with code 2; in Python it is a `FedspanError` with
+`field`, `value` and `expected`. This page is written by `python docs/generate_errors.py`, which makes every one of
+these mistakes; the tests make them, too.
 FOLDER stands for a folder of the user's, and `...` at the end for a library's words, which differ between versions.
 """
 

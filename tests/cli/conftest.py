@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import tiny
 from fedspan.cli import app
+from fedspan.cli.hints import hint
 
 Call = Callable[..., Result]
 Write = Callable[..., Path]
@@ -38,10 +39,11 @@ def refused(call: Call) -> Callable[..., str]:
         result = call(*arguments)
         assert result.exit_code == 2, result.output
         assert result.stderr.startswith("error: ")
-        assert result.stderr.count("\n") == 1
+        line, *rest = result.stderr.splitlines()
+        assert rest in ([], [f"see docs/{hint(line.removeprefix('error: ').partition(':')[0])}"])
         assert "Traceback" not in result.output
         assert isinstance(result.exception, SystemExit)
-        return result.stderr.removeprefix("error: ").strip()
+        return line.removeprefix("error: ")
 
     return called
 

@@ -106,7 +106,9 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
     )
     assert result.exit_code == 2
     assert "failed" in result.stdout
-    assert result.stderr == "error: training.lr: ['1e30']; a lower one: every trial diverged\n"
+    assert result.stderr == (
+        "error: training.lr: ['1e30']; a lower one: every trial diverged\nsee docs/config.md#training\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])

@@ -54,6 +54,7 @@ def test_the_command_line_says_it_behind_error_and_exits_with_2(tmp_path: Path) 
     from fedspan.cli import app
 
     result = CliRunner().invoke(app, ["run", str(tmp_path / "no.yaml")])
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith("error: config: ")
+    line, page = result.stderr.splitlines()
+    assert (result.exit_code, page) == (2, "see docs/config.md")
+    assert line.startswith("error: config: ")
     assert "Traceback" not in result.output

@@ -9,19 +9,22 @@ from typer.core import TyperGroup
 
 import fedspan
 from fedspan.cli import compare, data, deploy, diagnose, doctor, init, plan, report, reproduce, show, status, train, use
+from fedspan.cli.hints import hint
 from fedspan.errors import FedspanError
 
 __all__ = ["app"]
 
 
 class _Group(TyperGroup):
-    """Says a user's mistake on one line."""
+    """Says a user's mistake on one line, and where to read more on another."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except FedspanError as error:
             typer.echo(f"error: {error}", err=True)
+            if (page := hint(error.field)) is not None:
+                typer.echo(f"see docs/{page}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("stopped", err=True)

@@ -1,0 +1,46 @@
+"""Which page of the documentation says more about a mistake."""
+
+from __future__ import annotations
+
+__all__ = ["PAGES", "hint"]
+
+PAGES = {
+    "baselines": "config.md#top-level",
+    "config": "config.md",
+    "data": "config.md#data",
+    "data.dataset": "data.md",
+    "engine": "config.md#engine",
+    "evaluation": "config.md#evaluation",
+    "evaluation.diagnostics": "diagnostics.md",
+    "federation": "config.md#federation",
+    "federation.ranks": "faq.md#clients-have-different-ranks",
+    "federation.secure": "deployment.md#secure-aggregation",
+    "good replies": "deployment.md#which-replies-count",
+    "limits": "node.md#limits",
+    "method": "config.md#method",
+    "method.name": "choosing.md",
+    "model": "config.md#model",
+    "partition": "config.md#partition",
+    "preset": "reproducing.md",
+    "privacy": "privacy.md",
+    "run folder": "faq.md#the-run-was-killed",
+    "server": "deployment.md",
+    "task": "tasks.md",
+    "training": "config.md#training",
+    "--methods": "choosing.md",
+    "--over": "comparing.md",
+}
+"""By an error's field, or what it begins with: a page of docs/, with the heading to look under."""
+
+
+def hint(field: str) -> str | None:
+    """The page about an error's field; None where there is none that says more.
+
+    Args:
+        field: as the error names it: ``training.lr``. The longest entry that it lies under counts.
+    """
+    parts = field.split(".")
+    for count in range(len(parts), 0, -1):
+        if (page := PAGES.get(".".join(parts[:count]))) is not None:
+            return page
+    return None

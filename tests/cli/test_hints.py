@@ -1,0 +1,32 @@
+"""Where to read more about a mistake: every page and heading is there, and every section of a config has one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedspan.cli.hints import PAGES, hint
+from fedspan.config import RunConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("field", PAGES)
+def test_the_page_and_its_heading_are_there(field: str) -> None:
+    page, _, anchor = PAGES[field].partition("#")
+    titles = re.findall(r"^#+ (.+)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert not anchor or anchor in slugs
+
+
+def test_every_section_of_a_config_has_a_page() -> None:
+    alone = {"seed", "device", "threads", "centralised_lr"}
+    assert set(RunConfig.model_fields) - alone <= PAGES.keys()
+
+
+def test_the_longest_entry_counts() -> None:
+    assert hint("federation.secure.bits") == "deployment.md#secure-aggregation"
+    assert hint("federation.rounds") == "config.md#federation"
+    assert hint("texts") is None
