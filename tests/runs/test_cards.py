@@ -54,4 +54,33 @@ def test_personal_adapters_have_one_each_and_an_export_takes_it_along(tiny_folde
     assert len({card.read_text() for card in cards}) == 1
     out = fedspan.export(folder, tmp_path / "own", client="north")
     assert (out / CARD).is_file()
-    assert not (fedspan.export(out, tmp_path / "cut", rank=1) / CARD).exists()
+    assert (fedspan.export(out, tmp_path / "again") / CARD).read_text() == (out / CARD).read_text()
+
+
+def test_a_merged_model_s_card_is_that_of_a_model(run: Path, tmp_path: Path) -> None:
+    before, card = (ModelCard.load(folder / CARD) for folder in (run / "adapter", merged(run, tmp_path)))
+    assert (card.data.library_name, card.data.base_model) == ("transformers", "bert")
+    assert "lora" not in (card.data.tags or [])
+    assert [one.metric_value for one in card.data.eval_results or []] == [
+        one.metric_value for one in before.data.eval_results or []
+    ]
+    assert "PEFT" not in card.text
+    assert "PeftModel" not in card.text
+    assert 'AutoModelForSequenceClassification.from_pretrained("FOLDER")' in card.text
+    for section in ("## Training", "## Scores", "## Command"):  # the rest is as it was
+        assert text_of(card, section) == text_of(before, section)
+
+
+def test_a_cut_adapter_s_card_says_so_and_claims_no_score(run: Path, tmp_path: Path) -> None:
+    card = ModelCard.load(fedspan.export(run, tmp_path / "cut", rank=1) / CARD)
+    assert card.data.eval_results is None
+    assert "cut to rank 1 afterwards" in text_of(card, "## Scores")
+    assert card.data.library_name == "peft"
+
+
+def merged(run: Path, folder: Path) -> Path:
+    return fedspan.export(run, folder / "merged", form="merged")
+
+
+def text_of(card: ModelCard, section: str) -> str:
+    return card.text.partition(section)[2].partition("\n## ")[0].strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from fedspan.models.export import truncate_adapter
 from fedspan.models.merging import save_model
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.build import prepare
-from fedspan.runs.cards import CARD
+from fedspan.runs.cards import CARD, cut_card, merged_card
 from fedspan.runs.exports import write_adapters
 from fedspan.runs.files import remove, temporary
 from fedspan.runs.folder import RunFolder
@@ -76,7 +77,7 @@ def export(
                 shutil.copytree(source, partial)
                 if rank is not None:
                     truncate_adapter(partial, rank)
-                    (partial / CARD).unlink(missing_ok=True)  # its rank and scores are not this one's
+                    _recast(source, partial, lambda text: cut_card(text, rank))
             else:
                 _merge(source, partial)
             if out.exists():
@@ -117,3 +118,10 @@ def _merge(adapter: Path, out: Path) -> None:
     served = load_served(adapter, device="cpu", quantized=False)  # plain weights, whatever it was trained on
     save_model(out, served.model.merge_and_unload(), served.processor, served.notes["base_model"], served.revision)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
+    _recast(served.folder, out, lambda text: merged_card(text, served.notes["task"]))
+
+
+def _recast(source: Path, out: Path, recast: Callable[[str], str]) -> None:
+    """The model card of a folder, if there is one, as that of what was made of it."""
+    if (source / CARD).is_file():
+        (out / CARD).write_text(recast((source / CARD).read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,12 +5,13 @@ Names of clients, paths and label counts stay out: a card is what people upload.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, cast
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from fedspan.config import RunConfig
 from fedspan.data.catalogue import dataset_of
@@ -20,7 +21,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.report import RunReport
 from fedspan.tasks.metrics import METRICS, shown
 
-__all__ = ["CARD", "card", "write_cards"]
+__all__ = ["CARD", "card", "cut_card", "merged_card", "write_cards"]
 
 CARD = "README.md"
 _PIPELINES = {
@@ -64,10 +65,38 @@ def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapt
     parts.append("## Scores\n\n" + _scores(report))
     if report.privacy:
         parts.append("## Privacy\n\n" + _list(_privacy(report)))
-    parts.append("## Use\n\n" + _use(config, base, adapter))
+    parts.append("## Use\n\n" + _use(config.task, base, adapter))
     if command:
         parts.append(f"## Command\n\n```\n{_command(command)}\n```\n")
     return "\n".join(parts)
+
+
+def merged_card(text: str, task: str) -> str:
+    """An adapter's card, for the whole model that it was merged into.
+
+    Args:
+        text: the adapter's.
+        task: kind of problem.
+    """
+    made = ModelCard(text, ignore_metadata_errors=True)
+    data = cast("ModelCardData", made.data)
+    data.library_name = "transformers"
+    data.tags = [tag for tag in data.tags or [] if tag != "lora"]
+    body = made.text.replace("A PEFT adapter for `", "A model: its adapter is merged into `", 1)
+    made.text = re.sub(r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + _use(task, "", False), body)
+    return str(made)
+
+
+def cut_card(text: str, rank: int) -> str:
+    """An adapter's card after it was cut to a rank: its scores were measured before."""
+    made = ModelCard(text, ignore_metadata_errors=True)
+    cast("ModelCardData", made.data).eval_results = None
+    said = (
+        f"## Scores\n\nThis adapter was cut to rank {rank} afterwards (`relative_error` in `fedspan.json` has what "
+        "each layer lost); these are of the whole one.\n\n"
+    )
+    made.text = made.text.replace("## Scores\n\n", said, 1)
+    return str(made)
 
 
 def _base(config: RunConfig) -> str:
@@ -137,11 +166,11 @@ def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
     ]
 
 
-def _use(config: RunConfig, base: str, adapter: bool) -> str:
+def _use(task: str, base: str, adapter: bool) -> str:
     kind = {
         "causal-lm": "AutoModelForCausalLM",
         "image-classification": "AutoModelForImageClassification",
-    }.get(config.task, "AutoModelForSequenceClassification")
+    }.get(task, "AutoModelForSequenceClassification")
     if not adapter:
         return f'```python\nfrom transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n```\n'
     return (
