@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def test_flower_s_simulation_gives_the_plain_adapter(
         limit = 1e-3 if method == "florg" else 1e-6  # of a Gram matrix' root
         assert all(float((value - theirs[name]).norm()) <= limit * float(value.norm()) for name, value in mine.items())
     ledger = [json.loads(line) for line in (found["secure"] / "ledger.jsonl").read_text().splitlines()]
-    assert len(ledger) == 2 * 3 * 8  # two rounds, three clients, four exchanges both ways
+    sent = Counter(line["purpose"] for line in ledger)
+    assert sent["train"] == 2 * 3 * 8  # two rounds, three clients, four exchanges both ways
+    assert sent["evaluate"] == 3 * 3  # after each round, and of the best round's model; what comes back is a header
+    assert sent.total() == sent["train"] + sent["evaluate"]
     assert not any("failures" in row for row in rounds(found["secure"]))
 
 
