@@ -38,6 +38,7 @@ _HOMES = {
     "load_config": "fedspan.config",
     "plan": "fedspan.api",
     "predict": "fedspan.api",
+    "register": "fedspan.methods.registry",
     "report": "fedspan.api",
     "resume": "fedspan.api",
     "resume_compare": "fedspan.api",

@@ -1,11 +1,19 @@
-"""Every method by its key: the one place that names them all. One line a method."""
+"""Every method by its key: the one place that names them all. One line a method.
+
+Methods of one's own join them by ``register``, or from an installed package that names them as entry points in the
+group ``fedspan.methods`` (``my-method = "my_package:MyMethod"``): the command line and nodes find those, too. A node
+runs what is installed on it; no server can add to this.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from types import MappingProxyType
+from typing import Any
 
-from fedspan.core.method import RegisteredMethod
+from fedspan.core.method import Claims, RegisteredMethod
 from fedspan.errors import FedspanError, nearest
 from fedspan.methods.fed_sb import FedSB
 from fedspan.methods.fedavg import FedAvg
@@ -34,46 +42,91 @@ from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
 from fedspan.methods.slora import SLoRA
 
-__all__ = ["METHODS", "method_class"]
+__all__ = ["GROUP", "METHODS", "method_class", "register"]
 
-METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(
-    {
-        "fed-sb": FedSB,
-        "fedavg": FedAvg,
-        "federa": FeDeRA,
-        "fedex-lora": FedExLoRA,
-        "fedgalore": FedGaLore,
-        "fedhm": FedHM,
-        "fedit": FedIT,
-        "fedloru": FedLoRU,
-        "fedmomentum": FedMomentum,
-        "fedrot-lora": FedRotLoRA,
-        "fedsa-lora": FedSALoRA,
-        "fedsvd": FedSVD,
-        "ffa-lora": FFALoRA,
-        "flexlora": FlexLoRA,
-        "flora": FLoRA,
-        "florg": FLoRG,
-        "fr-lora": FRLoRA,
-        "hetlora": HetLoRA,
-        "local-only": LocalOnly,
-        "lora-a2": LoRAA2,
-        "lora-fair": LoRAFAIR,
-        "mfedloru": MFedLoRU,
-        "pfedlora": PFedLoRA,
-        "pfedloru": PFedLoRU,
-        "rolora": RoLoRA,
-        "slora": SLoRA,
-    }
-)
+GROUP = "fedspan.methods"
+"""Of entry points."""
+_KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+_methods: dict[str, type[RegisteredMethod]] = {
+    "fed-sb": FedSB,
+    "fedavg": FedAvg,
+    "federa": FeDeRA,
+    "fedex-lora": FedExLoRA,
+    "fedgalore": FedGaLore,
+    "fedhm": FedHM,
+    "fedit": FedIT,
+    "fedloru": FedLoRU,
+    "fedmomentum": FedMomentum,
+    "fedrot-lora": FedRotLoRA,
+    "fedsa-lora": FedSALoRA,
+    "fedsvd": FedSVD,
+    "ffa-lora": FFALoRA,
+    "flexlora": FlexLoRA,
+    "flora": FLoRA,
+    "florg": FLoRG,
+    "fr-lora": FRLoRA,
+    "hetlora": HetLoRA,
+    "local-only": LocalOnly,
+    "lora-a2": LoRAA2,
+    "lora-fair": LoRAFAIR,
+    "mfedloru": MFedLoRU,
+    "pfedlora": PFedLoRA,
+    "pfedloru": PFedLoRU,
+    "rolora": RoLoRA,
+    "slora": SLoRA,
+}
+METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(_methods)
 
 
-def method_class(key: str) -> type[RegisteredMethod]:
-    """The class registered under a key.
+def register(key: str, cls: type[RegisteredMethod]) -> None:
+    """Make a method of your own known in this process, in configs, comparisons and plans alike.
+
+    Args:
+        key: lower case, with hyphens; what ``method.name`` says.
+        cls: a frozen dataclass on ``fedspan.core.method.RegisteredMethod`` that declares its ``claims``. Its fields are
+            the options of ``method:``.
 
     Raises:
-        FedspanError: for an unknown key, with the nearest known ones.
+        FedspanError: for a key that is taken by another class or is none, or a class that is no method.
+    """
+    if not _KEY.fullmatch(key):
+        raise FedspanError("method.name", key, "lower case letters and digits, with hyphens between words")
+    if _methods.get(key, cls) is not cls:
+        raise FedspanError("method.name", key, f"a key that is free; this one is {_methods[key].__qualname__}'s")
+    _require_method(key, cls)
+    _methods[key] = cls
+
+
+def _require_method(key: str, cls: Any) -> None:
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if not (isinstance(cls, type) and issubclass(cls, RegisteredMethod)) or missing:
+        lacks = f"; it lacks {', '.join(missing)}" if missing else ""
+        raise FedspanError("method.name", key, f"a class on fedspan.core.method.RegisteredMethod, not {cls!r}{lacks}")
+    if "__dataclass_fields__" not in vars(cls):  # its base is frozen, so it is, too
+        raise FedspanError("method.name", key, f"a class under @dataclass(frozen=True, kw_only=True), not {cls!r}")
+    if not isinstance(getattr(cls, "claims", None), Claims):
+        raise FedspanError("method.name", key, f"a class that declares its claims (a ClassVar[Claims]), not {cls!r}")
+
+
+def method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]:
+    """The class registered under a key, here or by an installed package.
+
+    Args:
+        key: of a method.
+        field: where the user wrote it.
+
+    Raises:
+        FedspanError: for an unknown key, with the nearest known ones, or a package's that can't be loaded.
     """
     if key not in METHODS:
-        raise FedspanError("method.name", key, f"no such method; the nearest are {nearest(key, METHODS)}")
+        for found in entry_points(group=GROUP, name=key):
+            try:
+                cls: Any = found.load()
+            except Exception as error:  # whatever a package's import raises
+                why = f"{type(error).__name__}: {error}"
+                raise FedspanError(field, key, f"{found.value}, which can be imported ({why})") from error
+            register(key, cls)
+            return cls
+        raise FedspanError(field, key, f"no such method; the nearest are {nearest(key, METHODS)}")
     return METHODS[key]

@@ -9,7 +9,7 @@ from typing import Any
 from fedspan.config import RunConfig, override, parse_config
 from fedspan.config.options import method_options
 from fedspan.errors import FedspanError, nearest
-from fedspan.methods.registry import METHODS
+from fedspan.methods.registry import method_class
 from fedspan.runs.series import Step, finite, mean, spread, standard_error, under_seed, valid_seeds, with_shared
 from fedspan.runs.session import RunReport
 from fedspan.runs.tables import Table, heading, megabytes, plus_minus, seconds
@@ -203,8 +203,7 @@ def _require_known(key: str) -> None:
     name, *wrappers = key.split("+")
     if name in WRAPPERS:
         raise FedspanError("--methods", key, f"a method; {name} is a wrapper: fedit+{name}")
-    if name not in METHODS:
-        raise FedspanError("--methods", key, f"no such method; the nearest are {nearest(name, METHODS)}")
+    method_class(name, "--methods")
     for wrapper in wrappers:
         if wrapper not in WRAPPERS:
             raise FedspanError("--methods", key, f"no such wrapper; the nearest are {nearest(wrapper, WRAPPERS)}")

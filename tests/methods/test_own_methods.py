@@ -1,0 +1,141 @@
+"""A method of one's own, registered or from an installed package, is run like any other; what is none is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from safetensors.torch import load_file
+
+import fedspan
+import tiny
+from fedspan import FedspanError
+from fedspan.config import parse_config
+from fedspan.core.method import Claims, RegisteredMethod
+from fedspan.methods import registry
+from fedspan.methods.fedit import FedIT
+from fedspan.methods.registry import METHODS, method_class, register
+
+PACKAGE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from fedspan.config import parse_config
+from fedspan.core.method import Claims, RegisteredMethod
+from fedspan.methods.fedit import FedIT
+
+@dataclass(frozen=True, kw_only=True)
+class Packaged(RegisteredMethod):
+    claims: ClassVar[Claims] = Claims(paper="none", exact=False)
+    init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
+    contribute, update, traffic = FedIT.contribute, FedIT.update, FedIT.traffic
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(RegisteredMethod):
+    """FedIT by another name, with an option that does nothing.
+
+    Args:
+        strength: of nothing.
+    """
+
+    claims: ClassVar[Claims] = Claims(paper="none", exact=False)
+    strength: float = 1.0
+    init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
+    contribute, update, traffic = FedIT.contribute, FedIT.update, FedIT.traffic
+
+
+class Loose(Own):
+    """No dataclass of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished(RegisteredMethod):
+    claims: ClassVar[Claims] = Claims(paper="none", exact=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent(RegisteredMethod):
+    init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
+    contribute, update, traffic = FedIT.contribute, FedIT.update, FedIT.traffic
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    before = dict(METHODS)
+    yield
+    registry._methods.clear()
+    registry._methods.update(before)
+
+
+def test_it_is_run_compared_and_planned_like_any_other(tiny_folder: Path, tmp_path: Path) -> None:
+    fedspan.register("own", Own)
+    values = tiny.settings(tiny_folder, federation={"rounds": 2})
+    fedspan.compare(values, tmp_path, ["fedit", "own", "own+fedprox"], seeds=[0])
+    adapters = [tmp_path / f"{name}-seed0" / "adapter" / "adapter_model.safetensors" for name in ("fedit", "own")]
+    theirs, own = map(load_file, adapters)
+    assert theirs.keys() == own.keys()
+    assert all(bool((theirs[name] == own[name]).all()) for name in own)
+    plan = fedspan.plan(values | {"method": {"name": "own", "r": 2}}, labels=4, clients=4)
+    assert plan.method == "own"
+    assert fedspan.resume(tmp_path / "own-seed0").method == "own"
+
+
+def test_its_fields_are_options(tiny_folder: Path) -> None:
+    register("own", Own)
+    values = tiny.settings(tiny_folder)
+    made = parse_config(values | {"method": {"name": "own", "strength": 2.5}})
+    assert made.method.options == {"strength": 2.5}
+    with pytest.raises(FedspanError, match=r"method\.strength: -1"):
+        parse_config(values | {"method": {"name": "own", "strength": -1}})
+
+
+def test_an_installed_package_s_is_found_by_its_entry_point(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, {"packaged": "own_package:Packaged", "lost": "own_package:Nothing"}, monkeypatch)
+    fedspan.run(tiny.settings(tiny_folder, method={"name": "packaged"}, federation={"rounds": 1}), tmp_path / "run")
+    assert method_class("packaged").__module__ == "own_package"
+    with pytest.raises(FedspanError, match=r"method\.name: 'lost'; own_package:Nothing, which can be imported"):
+        method_class("lost")
+    with pytest.raises(FedspanError, match="no such method"):
+        method_class("own_package:Packaged")  # no module by its name: a server could name one
+
+
+def installed(folder: Path, entries: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own_package.py").write_text(PACKAGE, encoding="utf-8")
+    info = folder / "own_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n", encoding="utf-8")
+    lines = [f"{key} = {value}" for key, value in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[fedspan.methods]", *lines]), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "own_package", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "cls", "expected"),
+    [
+        ("fedit", Own, "a key that is free; this one is FedIT's"),
+        ("Own", Own, "lower case letters and digits"),
+        ("own+more", Own, "lower case letters and digits"),
+        ("own", dict, "a class on fedspan.core.method.RegisteredMethod"),
+        ("own", Unfinished, "it lacks contribute, finish, init, start, sync, traffic, update"),
+        ("own", Loose, "a class under @dataclass"),
+        ("own", Silent, "a class that declares its claims"),
+    ],
+)
+def test_what_is_no_method_or_has_a_taken_key_is_refused(key: str, cls: Any, expected: str) -> None:
+    with pytest.raises(FedspanError, match=expected):
+        register(key, cls)
+    assert METHODS.get(key) is not cls
+
+
+def test_twice_is_once() -> None:
+    register("own", Own)
+    register("own", Own)
+    assert METHODS["own"] is Own
