@@ -5,7 +5,8 @@
 # make check    lint, types and imports         make clean    remove .venv and caches
 # make docs     the documentation as a site, in site/; every link within it is checked
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
-#               (DATA=FOLDER with the data sets, without which those that need none; CLAIMS_ARGS="--one-seed" to try)
+#               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model; what lacks its own is left
+#               out; CLAIMS_ARGS="--one-seed" to try)
 #
 # Variables:
 #   PYTHON       the interpreter that .venv is made with, 3.11 or newer
@@ -20,6 +21,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DATA ?=
+MODEL ?=
 CLAIMS_ARGS ?=
 
 VENV := .venv
@@ -60,7 +62,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 claims: dev
-	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(CLAIMS_ARGS)
+	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)
 
 dev: $(VENV)/.stamp-dev $(VENV)/.stamp-model
 

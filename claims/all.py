@@ -1,4 +1,7 @@
-"""Every claim, one after another: ``python claims/all.py --data PATH`` (a folder with the data sets).
+"""Every claim, one after another: ``python claims/all.py --data PATH --model PATH``.
+
+``--data`` is a folder with the data sets, ``--model`` one with a small language model in Transformers' format; what
+lacks either is left out, and said.
 
 Each is a process of its own, whose page goes to ``--work`` first and to ``--out`` when it is finished. Stopped, the
 same command goes on: pages that are in ``--work`` are not made again, and runs that were begun go on. ``--one-seed``
@@ -8,6 +11,8 @@ plays the first ones on one seed, to see that they run; verdicts need more.
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from report import FOLDER
+
+from fedspan.runs.cells import DATA, MODEL, cells_of
+from fedspan.runs.presets import list_presets
 
 HERE = Path(__file__).resolve().parent
 
@@ -29,19 +37,40 @@ class Job:
         page: its name.
         words: the command's.
         data: folders that it reads, within the data's.
+        model: whether it takes a language model.
         quick: the words for one seed; None: not among those of ``--one-seed``.
     """
 
     page: str
     words: tuple[str, ...]
     data: tuple[str, ...] = ()
+    model: bool = False
     quick: tuple[str, ...] | None = None
 
 
-PRESETS = (
-    *("rolora-table1", "rolora-table12", "rolora-figure3", "fedloru-table1", "fedloru-table10", "fedloru-table4"),
-    *("fedgalore-table3", "fedgalore-table4", "florg-table1", "florg-table2", "florg-table3", "florg-procrustes"),
+FIRST = (
+    *("rolora-table1", "fedloru-table1", "fedgalore-table3", "florg-table1", "florg-procrustes", "rolora-table12"),
+    *("rolora-figure3", "fedloru-table10", "fedloru-table4", "fedgalore-table4", "florg-table2", "florg-table3"),
 )
+"""Presets that are played before the others."""
+
+
+def preset_jobs() -> tuple[Job, ...]:
+    """A page for each preset of which something can be judged; their data and models are what their configs name."""
+    jobs: list[Job] = []
+    for preset in sorted(
+        list_presets(), key=lambda one: (one.id not in FIRST, one.id in FIRST and FIRST.index(one.id))
+    ):
+        if all(claim.needs for claim in preset.claims):  # has a script of its own, or can't be measured here
+            continue
+        text = json.dumps([dict(cell.configs) for cell in cells_of(preset, "small")])
+        data = tuple(sorted(set(re.findall(re.escape(DATA) + r"/([\w-]+)", text))))
+        words = ("reproduced.py", preset.id, "--data", "{data}", "--runs", "{work}/runs")
+        model = MODEL in text
+        jobs.append(Job(preset.id, (*words, *(("--model", "{model}") if model else ())), data, model))
+    return tuple(jobs)
+
+
 JOBS = (
     Job("rolora_linear", ("rolora_linear.py",), quick=("--seeds", "1", "--draws", "2000")),
     Job("fedgalore_ajive", ("fedgalore_ajive.py",), quick=("--seeds", "0")),
@@ -52,23 +81,28 @@ JOBS = (
         "rolora_mnist",
         ("rolora_mnist.py", "--data", "{data}/mnist"),
         ("mnist",),
-        ("--seeds", "0", "--rates", "0.3", "--rounds", "10"),
+        quick=("--seeds", "0", "--rates", "0.3", "--rounds", "10"),
     ),
     Job("fedloru_stable_rank", ("fedloru_stable_rank.py", "--data", "{data}/fashion-mnist"), ("fashion-mnist",)),
     Job("membership_inference", ("membership_inference.py", "--data", "{data}/banking77"), ("banking77",)),
-    *(Job(id, ("reproduced.py", id, "--data", "{data}", "--runs", "{work}/runs"), ("glue",)) for id in PRESETS),
+    *preset_jobs(),
 )
 
 
-def command(job: Job, data: Path | None, work: Path, quick: bool) -> list[str]:
+def command(job: Job, args: argparse.Namespace) -> list[str]:
     """What is called for a page."""
-    words = [word.replace("{data}", str(data)).replace("{work}", str(work)) for word in job.words]
-    more = (job.quick or ()) if quick else ()
-    return [sys.executable, str(HERE / words[0]), *words[1:], *more, "--out", str(work)]
+    places = {"{data}": args.data, "{model}": args.model, "{work}": args.work}
+    words = list(job.words)
+    for token, place in places.items():
+        words = [word.replace(token, str(place)) for word in words]
+    more = (job.quick or ()) if args.one_seed else ()
+    return [sys.executable, str(HERE / words[0]), *words[1:], *more, "--out", str(args.work)]
 
 
-def missing(job: Job, data: Path | None) -> str | None:
-    """What of a page's data is not there."""
+def missing(job: Job, data: Path | None, model: Path | None) -> str | None:
+    """What of a page's data or model is not there."""
+    if job.model and (model is None or not model.is_dir()):
+        return "no --model" if model is None else f"no folder {model}"
     if job.data and data is None:
         return "no --data"
     absent = [name for name in job.data if data is not None and not (data / name).is_dir()]
@@ -81,12 +115,12 @@ def play(jobs: Sequence[Job], args: argparse.Namespace) -> list[str]:
     for job in jobs:
         if (args.work / f"{job.page}.json").is_file():
             print(f"{job.page}: done before", flush=True)
-        elif why := missing(job, args.data):
+        elif why := missing(job, args.data, args.model):
             print(f"{job.page}: left out, {why}", flush=True)
             continue
         else:
             began = time.monotonic()
-            done = subprocess.run(command(job, args.data, args.work, args.one_seed), check=False)
+            done = subprocess.run(command(job, args), check=False)
             said = f"ended with {done.returncode}" if done.returncode else "done"
             print(f"{job.page}: {said}, {time.monotonic() - began:.0f} s", flush=True)
             if done.returncode:
@@ -103,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", help=f"of {', '.join(job.page for job in JOBS)}; left out: all")
     parser.add_argument("--data", type=Path, help="folder with the data sets; what it lacks is left out")
+    parser.add_argument("--model", type=Path, help="folder with a language model; without, what needs one is left out")
     parser.add_argument("--work", type=Path, default=Path("runs/claims"), help="what is made so far")
     parser.add_argument("--out", type=Path, help=f"for finished pages; left out: {FOLDER}, or none with --one-seed")
     parser.add_argument("--one-seed", action="store_true", help="the first ones, on one seed")

@@ -71,6 +71,10 @@ def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     assert scripts <= set(pages) <= scripts | presets
     for job in every.JOBS:
         assert (CLAIMS / job.words[0]).is_file()
+    made = {job.page: job for job in every.JOBS}
+    assert (made["rolora-table1"].data, made["rolora-table1"].model) == (("glue",), False)
+    assert (made["rolora-table12"].data, made["rolora-table12"].model) == (("alpaca",), True)
+    assert "fedloru-figure1" not in made  # fedloru_stable_rank measures it
 
 
 def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
@@ -78,13 +82,16 @@ def test_a_page_is_made_once_and_what_lacks_its_data_is_left_out(
 ) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "pages").mkdir()
-    args = argparse.Namespace(data=tmp_path, work=tmp_path / "work", out=tmp_path / "pages", one_seed=True)
+    args = argparse.Namespace(data=tmp_path, model=None, work=tmp_path / "work", out=tmp_path / "pages", one_seed=True)
     quick = ("--size", "12", "--sizes", "12", "--clients", "2", "--drifts", "1", "--noises", "0.1", "--seeds", "0")
     good = every.Job("fedgalore_ajive", ("fedgalore_ajive.py",), quick=quick)
     bad = every.Job("broken", ("fedgalore_ajive.py", "--nothing"))
     absent = every.Job("rolora_mnist", ("rolora_mnist.py",), ("mnist",))
-    assert every.play([good, bad, absent], args) == ["broken"]
-    assert "left out, no mnist in" in capfd.readouterr().out
+    wordless = every.Job("rolora-table12", ("reproduced.py",), model=True)
+    assert every.play([good, bad, absent, wordless], args) == ["broken"]
+    said = capfd.readouterr().out
+    assert "left out, no mnist in" in said
+    assert "left out, no --model" in said
     assert {path.name for path in (tmp_path / "pages").iterdir()} == {
         f"fedgalore_ajive.{end}" for end in ("md", "json", "svg")
     }

@@ -75,6 +75,37 @@ def test_other_tasks(task: str, tiny_folder: Path) -> None:
     assert json.loads(result.stdout)["plans"]["fedit"]["trainable"] > 0
 
 
+def test_flops_time_and_transfers_are_shown_as_far_as_they_are_known(bare: str) -> None:
+    given = ["--model", bare, "--methods", "fedit,ffa-lora", "--clients", "4", "--rank", "2"]
+    only_a_step = invoked(*given).output
+    assert "FLOPs" in only_a_step
+    assert "in all" in only_a_step  # bytes
+    assert "one device" not in only_a_step
+    assert "tokens, the most (--length: their mean)" in " ".join(only_a_step.split())
+    asked = [*given, "--examples", "400", "--length", "20", "--device", "A100", "--utilisation", "0.5", "--mbit", "10"]
+    shown = invoked(*asked).output
+    assert "on examples of 20 tokens" in shown
+    assert "Time: of training on A100" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 100
+    found = json.loads(invoked(*asked, "--json").stdout)["plans"]["fedit"]
+    assert found["compute"]["length"] == 20
+    assert found["compute"]["client"] == 80 * found["compute"]["example"]
+    assert found["time"]["client"] >= found["compute"]["client"] / (0.5 * 19.5e12)  # more where weights are waited for
+    assert found["transfer"] == pytest.approx(
+        8 * (found["bytes_down"] + found["bytes_up"]) / (4 * 10 * 10e6)
+    )  # 4 clients, 10 rounds
+
+
+def test_a_client_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    large = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 2, "num_attention_heads": 32}
+    config = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, **large}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ["--task", "causal-lm", "--methods", "fedit", "--set", "model.max_length=4096", "--device", "T4"]
+    shown = " ".join(invoked("--model", str(tmp_path), *given).output.split())
+    assert "fedit: a client takes" in shown
+    assert "T4 has 16.0 GB" in shown
+
+
 def test_a_method_that_can_not_is_named_beside_those_that_can(bare: str) -> None:
     given = ["--model", bare, "--methods", "fedit,hetlora", "--set", "federation.ranks=[2,3]", "--clients", "4"]
     found = json.loads(invoked(*given, "--json").stdout)
@@ -95,6 +126,11 @@ def test_a_method_that_can_not_is_named_beside_those_that_can(bare: str) -> None
         (["--model", "{bare}", "--methods", "fedot"], "--methods"),
         (["--model", "{bare}", "--task", "chess"], "task"),
         (["no.yaml", "--task", "causal-lm"], "--task"),
+        (["--model", "{bare}", "--device", "B1000"], "--device"),
+        (["--model", "{bare}", "--utilisation", "0.3"], "--utilisation"),
+        (["--model", "{bare}", "--device", "A100", "--utilisation", "3"], "--utilisation"),
+        (["--model", "{bare}", "--length", "100000"], "--length"),
+        (["--model", "{bare}", "--mbit", "0"], "--mbit"),
         (["--model", "{bare}/none"], "model.name"),
     ],
 )

@@ -33,6 +33,17 @@ LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md")}
 """Pages about runs that are there."""
 
 
+SHAPES = {
+    "FacebookAI/roberta-base": {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50265},
+    "meta-llama/Llama-2-7b-hf": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "intermediate_size": 11008,
+    },
+}
+"""Models of the hub that pages plan for: folders of the same names, with what is needed of their configs."""
+
+
 def of(language: str) -> list[Block]:
     """What is to be run or parsed of a language."""
     return [block for block in BLOCKS if block.language == language and block.exempt is None]
@@ -128,10 +139,9 @@ def worked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     rows = (tiny_folder / "corpus.csv").read_text(encoding="utf-8")
     (folder / "messages.csv").write_text(rows, encoding="utf-8")
-    shape = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50265}
-    roberta = folder / "FacebookAI" / "roberta-base"
-    roberta.mkdir(parents=True)
-    (roberta / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    for name, shape in SHAPES.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     for name in ("first", "second"):
         fedspan.run(values, folder / "runs" / name, overrides=[] if name == "first" else ["method.name=rolora"])
     fedspan.compare(values, folder / "runs" / "three", ["fedit", "rolora", "flora"], seeds=[0])

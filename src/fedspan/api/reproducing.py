@@ -135,7 +135,7 @@ _models: dict[str, PlannedModel] = {}
 def _planned_model(config: RunConfig) -> PlannedModel:
     labels = known_labels(config)
     section = config.model.model_dump(mode="json", exclude={"extras", "extras_lr_scale"})
-    key = json.dumps([config.task, config.device, labels, section], sort_keys=True)
+    key = json.dumps([config.task, config.device, config.data.packing, labels, section], sort_keys=True)
     if key not in _models:
         _models[key] = planned_model(config, labels, architectures().get(config.model.name))
     return _models[key]

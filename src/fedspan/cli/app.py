@@ -124,6 +124,7 @@ app.command(
         "fedspan plan --model FacebookAI/roberta-large --clients 50 --rank 4",
         "fedspan plan my.yaml",
         "fedspan plan my.yaml --methods all --set method.r=16",
+        "fedspan plan my.yaml --examples 5000 --length 25 --device A100 --mbit 100",
     ),
 )(plan.plan)
 app.command("doctor", epilog=_examples("fedspan doctor", "fedspan doctor --folder /data/runs --json"))(doctor.doctor)

@@ -44,13 +44,31 @@ def plan(
         int | None, typer.Option("--examples", metavar="N", help="Of the training set, which steps follow from.")
     ] = None,
     labels: Annotated[int | None, typer.Option("--labels", metavar="N", help="Classes; without a config, 2.")] = None,
+    length: Annotated[
+        int | None,
+        typer.Option("--length", metavar="N", help="Tokens of an example on average; left out: the greatest length."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="NAME", help="Time on a GPU (A100), or here, on this machine, which is timed."
+        ),
+    ] = None,
+    utilisation: Annotated[
+        float | None,
+        typer.Option("--utilisation", metavar="U", help="Of a GPU's peak; left out: 0.35."),
+    ] = None,
+    mbit: Annotated[
+        float | None,
+        typer.Option("--mbit", metavar="N", help="Megabits a second of a client's link: time of transfers."),
+    ] = None,
     task: Annotated[
         str | None, typer.Option("--task", metavar="TASK", help=f"Without a config; left out: {_TASK}.")
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a run takes: trainable numbers, bytes that travel, steps, memory of a client and of the server.
+    """Show what a run takes: trainable numbers, bytes that travel, FLOPs, time, memory of a client and of the server.
 
     No weights and no data are read: a federation of a thousand hospitals is planned on a laptop. Bytes are those that a
     run's ledger will count.
@@ -79,14 +97,24 @@ def plan(
         labels = _BINARY
     screen = console()
     screen.quiet = as_json
-    with screen.status("loading torch and Transformers"):
+    doing = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
+    with screen.status(doing):
         from fedspan.api.planning import plan_methods
         from fedspan.methods.registry import METHODS
 
         wanted = "all" if methods is None and config is None else methods or _own(values)
         keys = list(METHODS) if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
         found = plan_methods(
-            values, keys, overrides=[*texts, *(overrides or ())], clients=clients, examples=examples, labels=labels
+            values,
+            keys,
+            overrides=[*texts, *(overrides or ())],
+            clients=clients,
+            examples=examples,
+            labels=labels,
+            length=length,
+            device=device,
+            utilisation=utilisation,
+            mbit=mbit,
         )
     plans = {key: each for key, each in found.items() if not isinstance(each, FedspanError)}
     if not plans:
@@ -96,7 +124,7 @@ def plan(
         plain = {"plans": {key: _plain(each) for key, each in plans.items()}, "refused": refused}
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
     else:
-        _show(screen, plans, refused)
+        _show(screen, plans, refused, length is None)
 
 
 def _bare(task: str) -> dict[str, Any]:
@@ -127,7 +155,7 @@ def _plain(found: Plan) -> dict[str, Any]:
     return plain
 
 
-def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str]) -> None:
+def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], longest: bool) -> None:
     from fedspan.cli.text import plain_table, size
 
     first = next(iter(plans.values()))
@@ -151,6 +179,7 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str]) -
             *map(size, (each.client.total, each.server.total)),
         )
     out.print(table)
+    _show_compute(out, plans, longest)
     for key, why in refused.items():
         out.print(f"{key}: {why}", style="yellow")
     base, kept = size(first.client.base), size(first.client.activations)
@@ -158,6 +187,62 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str]) -
         "trainable: numbers that a client moves (M: millions). first, later: bytes of tensor data to and from a client "
         "in the first round and in the mean of the later ones. in all: both ways, all rounds (~: clients that come "
         f"back may be sent more). client, server: memory at the most, the model's {base} and a client's activations "
-        f"({kept}, a rough estimate) among it.",
+        f"({kept}) among it.",
         style="dim",
     )
+
+
+def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> None:
+    """FLOPs, and the time of training and transfers as far as it was asked for; ``longest``: no length was given."""
+    from fedspan.cli.text import flops, plain_table, size, span
+
+    def counted(count: int | None) -> str:
+        return "-" if count is None else flops(count)
+
+    def spent_in(seconds: float | None) -> str:
+        return "-" if seconds is None else span(seconds)
+
+    first = next(iter(plans.values()))
+    time, run = first.time, first.compute.run is not None
+    titles = ["FLOPs\na step", *(["FLOPs\na round", "FLOPs\nin all"] if run else [])]
+    if time is not None:
+        titles += ["time\na step", *(["time\na round", "time, on\none device", "time, on\none each"] if run else [])]
+    if first.transfer is not None:
+        titles.append("transfer\na round")
+    table = plain_table()
+    table.add_column("method", style="cyan", no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for key, each in plans.items():
+        compute, spent = each.compute, each.time
+        cells = [flops(compute.step), *(map(counted, (compute.client, compute.run)) if run else ())]
+        if spent is not None:
+            cells.append(span(spent.step))
+            cells += map(spent_in, (spent.client, spent.simulated, spent.deployed)) if run else ()
+        if each.transfer is not None:
+            cells.append(span(each.transfer))
+        table.add_row(key, *cells)
+    out.print(table)
+    tokens, said = first.compute.length, []
+    if tokens is not None:
+        most = ", the most (--length: their mean)" if longest else ""
+        said.append(f"FLOPs: of training, on examples of {tokens:,} tokens{most}. A step, a round: of a client.")
+    else:
+        said.append("FLOPs: of training. A step, a round: of a client.")
+    if first.compute.once:
+        said.append(f"Beside that {flops(first.compute.once)} once for an example, below the first layer that trains.")
+    if time is not None:
+        moved = "" if first.transfer is None else ", with transfers"
+        said.append(
+            f"Time: of training {_where(time.device)}; on one device all clients, on one each those of a round at the "
+            f"same time{moved}. Evaluations and the server's part come on top."
+        )
+    out.print(" ".join(said), style="dim")
+    for key, each in plans.items():
+        if each.time is not None and each.time.memory is not None and each.client.total > each.time.memory:
+            have, needs = size(each.time.memory), size(each.client.total)
+            out.print(f"{key}: a client takes {needs}, and {each.time.device} has {have}", style="yellow")
+
+
+def _where(device: str) -> str:
+    return "on this machine, as some steps took" if device == "here" else f"on {device}, at a share of its peak"

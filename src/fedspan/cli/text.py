@@ -8,7 +8,19 @@ from rich.table import Table
 
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["console", "duration", "number", "one_line", "percent", "plain_table", "score", "size", "titles"]
+__all__ = [
+    "console",
+    "duration",
+    "flops",
+    "number",
+    "one_line",
+    "percent",
+    "plain_table",
+    "score",
+    "size",
+    "span",
+    "titles",
+]
 
 
 def console() -> Console:
@@ -52,6 +64,30 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def flops(count: float) -> str:
+    """Floating-point operations: 186 195 787 776 as 186 G."""
+    if count < 1000:
+        return f"{count:.0f}"
+    for unit in "kMGTPE":
+        count /= 1000
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+    return f"{count / 1000:.3g} Z"
+
+
+def span(seconds: float) -> str:
+    """A time that is known roughly: 0.193 as 0.19 s, 4260 as 71 min, 90 000 as 25 h, 600 000 as 6.9 days."""
+    for unit, length, most in (("s", 1.0, 100.0), ("min", 60.0, 100.0), ("h", 3600.0, 72.0)):
+        if seconds < most * length:
+            return f"{_rough(seconds / length)} {unit}"
+    return f"{_rough(seconds / 86400)} days"
+
+
+def _rough(value: float) -> str:
+    """Two digits, or all before the point."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def one_line(text: str, width: int) -> str:

@@ -86,8 +86,7 @@ class BatchedEngine:
 
         if self.stacking is None:
             early = {client: opened(client) for client in list(sizes)[:_TRIED]}
-            self.stacking = choose(self.wish, self._ready, together, list(early.values()), len(sizes), examples)
-        stacking = self.stacking
+        stacking = self.settle(list(early.values()), len(sizes), examples)
         shares = divided(sizes, min(stacking.workers, len(sizes)))
         workers = self._ready(len(shares))
         calls = [
@@ -97,6 +96,12 @@ class BatchedEngine:
             for worker, share in zip(workers, shares, strict=True)
         ]
         together(calls)
+
+    def settle(self, works: Sequence[Assignment], clients: int, examples: Examples) -> Stacking:
+        """How many clients at once: chosen by the first jobs of a round of so many clients, if it is not known yet."""
+        if self.stacking is None:
+            self.stacking = choose(self.wish, self._ready, together, works, clients, examples)
+        return self.stacking
 
     @property
     def prefixes(self) -> PrefixCaches:

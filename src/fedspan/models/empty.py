@@ -1,4 +1,4 @@
-"""Models without weights, on the meta device: what a run would train, known before anything is downloaded.
+"""Models without weights of their own: what a run would train, known before anything is downloaded.
 
 Only the model's config is read: from the hub, a local folder, or given as an architecture. The classes, heads and
 settings are those of ``models.loading``, so modules and shapes are those of the run.
@@ -10,15 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
+from transformers.initialization import no_init_weights
 
 from fedspan.errors import FedspanError
 from fedspan.models.loading import CLASSES, Head, prepare_config, source_of
 from fedspan.models.names import architecture_of
 from fedspan.models.resnet import SmallResNetConfig
 
-__all__ = ["load_empty", "saved_bytes"]
+__all__ = ["META", "load_empty"]
+
+META = torch.device("meta")
+_SPREAD = 0.03  # of the numbers that weights are drawn from
 
 
 def load_empty(
@@ -31,8 +35,12 @@ def load_empty(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     image_size: int | None = None,
+    device: torch.device = META,
+    depth: int | None = None,
 ) -> Any:
     """A model of the meta device: modules and shapes, no values, in eval mode.
+
+    On a real device it has values, drawn so that nothing overflows, and good for nothing but to see how long it takes.
 
     Args:
         name: as for `load_pretrained`.
@@ -43,6 +51,8 @@ def load_empty(
         dtype: of all weights.
         attention: ``eager`` or ``sdpa``; None: Transformers' choice.
         image_size: rows and columns of images; None: as the config says.
+        device: where it is.
+        depth: blocks, where the config has their number; None: as many as it says.
 
     Raises:
         FedspanError: no config that can be read, or one that has no such head.
@@ -61,47 +71,31 @@ def load_empty(
         prepare_config(config, head, labels)
         if image_size is not None and head == "image-classification":
             config.image_size = image_size
+        if depth is not None and hasattr(config, "num_hidden_layers"):
+            config.num_hidden_layers = min(depth, config.num_hidden_layers)
+        if getattr(config, "pad_token_id", None) is None:  # a run takes its tokenizer's; a classifier looks for it
+            config.pad_token_id = 0
         options = {} if attention is None else {"attn_implementation": attention}
-        with torch.device("meta"):
+        with no_init_weights(), device:
             model = CLASSES[head].from_config(config, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({reason})"
         raise FedspanError("model.name", name, expected) from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if device.type != "meta":
+        _draw(model)
     return model.eval()
 
 
-def saved_bytes(model: nn.Module, trained: Sequence[nn.Parameter], inputs: Mapping[str, Tensor]) -> int:
-    """Bytes that autograd keeps between a forward and a backward pass, found without computing either.
-
-    Args:
-        model: on the meta device.
-        trained: parameters that have a gradient; nothing before the first of them is kept.
-        inputs: of the forward pass, on the meta device.
-    """
-    held = {_address(value.untyped_storage()) for value in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        address = _address(storage)
-        if address not in held:
-            kept[address] = storage  # held on to, so that no other storage gets its address
-        return value
-
-    before = [parameter.requires_grad for parameter in model.parameters()]
-    model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            model(**inputs)
-    finally:
-        for parameter, wanted in zip(model.parameters(), before, strict=True):
-            parameter.requires_grad_(wanted)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    """Tells storages apart that hold nothing, and so have no pointer to data."""
-    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+@torch.no_grad()
+def _draw(model: nn.Module) -> None:
+    """Small numbers for matrices, ones for vectors (a norm's scale), from a generator of their own."""
+    for value in model.parameters():
+        if value.ndim > 1:
+            rng = torch.Generator(value.device).manual_seed(0)
+            value.uniform_(-_SPREAD, _SPREAD, generator=rng)
+        else:
+            value.fill_(1.0)

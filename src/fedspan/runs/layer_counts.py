@@ -1,4 +1,4 @@
-"""How many numbers a method trains, holds and keeps for a target layer, counted on tensors that it makes itself.
+"""What a method trains, holds, keeps and computes with for a target layer, seen on tensors that it makes itself.
 
 Nothing is declared twice: the method's own ``init``, ``sync`` and ``start`` are called. On a layer of a large model
 that would take an SVD of minutes and gigabytes, so three small layers of the same proportions stand in for it: every
@@ -9,19 +9,43 @@ which three points determine. A fourth tells where a method rounds (SLoRA's mask
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedspan.config import MethodConfig
-from fedspan.core.tensors import generator
-from fedspan.core.values import Client, LayerSpec, Spec
+from fedspan.core.lowrank import LowRank
+from fedspan.core.tensors import by_layer, generator
+from fedspan.core.values import Client, Job, LayerSpec, Spec
 
-__all__ = ["LayerCounts", "count_layer"]
+__all__ = ["Computation", "LayerCounts", "count_layer"]
+
+
+Source = Literal["held", "made"] | None
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What a layer computes with, whatever tensors are behind it (``core.parametrization.Effective``).
+
+    Args:
+        base: whether the frozen weight takes part.
+        weight: a weight in its place: ``held`` on the client, ``made`` in every pass, or none.
+        matrix: a matrix added to it, likewise.
+        rank: of the pair of factors added to it; 0: there is none.
+        moves: which of the weight (W), the matrix (D) and the factors (A, B) have a gradient.
+    """
+
+    base: bool = True
+    weight: Source = None
+    matrix: Source = None
+    rank: int = 0
+    moves: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -32,11 +56,13 @@ class LayerCounts:
         trained: of every tensor that moves, in order.
         held: of all tensors of the layer on the client, those included.
         kept: of the server's state.
+        computation: what the layer computes with.
     """
 
     trained: tuple[int, ...]
     held: int
     kept: int
+    computation: Computation
 
 
 class _Noise:
@@ -74,23 +100,29 @@ def _count(
     largest = math.gcd(outputs, channels)
     sides = outputs // largest, channels // largest
 
-    def counted(scale: int) -> list[int]:
+    def measured(scale: int) -> tuple[list[int], Computation]:
         scaled = LayerSpec("layer", sides[0] * scale, sides[1] * scale * taps, kernel)
         return _measure(config, scaled, rank, scaling, clients)
 
     # Below twice the rank, pairs of factors outgrow the matrix that they stand for, and turn into it.
     least = math.ceil((2 * rank + 1) / min(sides))
     points, check = (least, least + 1, least + 2), 4 * least
-    counts = None
     if check < largest:  # else four small layers are no less work than the layer itself
-        found = [counted(at) for at in points]
-        if _extrapolated(points, found, check) == counted(check):
-            counts = _extrapolated(points, found, largest)
-    counts = counts or counted(largest)
-    return LayerCounts(tuple(counts[2:]), counts[0], counts[1])
+        found = [measured(at) for at in points]
+        rows, (checked, computation) = [counts for counts, _ in found], measured(check)
+        if _extrapolated(points, rows, check) == checked:
+            return _of(_extrapolated(points, rows, largest), computation)
+    return _of(*measured(largest))
 
 
-def _measure(config: MethodConfig, layer: LayerSpec, rank: int, scaling: float, clients: int) -> list[int]:
+def _of(counts: Sequence[int], computation: Computation) -> LayerCounts:
+    held, kept, rank, *trained = counts
+    return LayerCounts(tuple(trained), held, kept, replace(computation, rank=rank))
+
+
+def _measure(
+    config: MethodConfig, layer: LayerSpec, rank: int, scaling: float, clients: int
+) -> tuple[list[int], Computation]:
     method = config.build(Spec((layer,), clients=clients), 0)
     client = Client("client", rank, scaling, 1, 1.0)
     state = method.init(_Noise(layer))
@@ -99,7 +131,40 @@ def _measure(config: MethodConfig, layer: LayerSpec, rank: int, scaling: float, 
     held = sum(value.numel() for value in job.tensors.values())
     base = sum(delta.numel() for delta in state.base.total.values())
     trained = [job.tensors[name].numel() for name in job.trainable_names]
-    return [held, sum(value.numel() for value in kept) + base, *trained]
+    computation = _computation(job, layer.name)
+    return [held, sum(value.numel() for value in kept) + base, computation.rank, *trained], computation
+
+
+def _computation(job: Job, layer: str) -> Computation:
+    parametrization = job.parametrization.get(layer)
+    if parametrization is None:
+        return Computation()
+    slots = {
+        slot: value.detach().requires_grad_(f"{layer}/{slot}" in job.trainable_names)
+        for slot, value in by_layer(job.tensors).get(layer, {}).items()
+    }
+    with torch.enable_grad():
+        found = parametrization.effective(slots)
+    pair, tensors = found.pair, dict[str, Tensor]()
+    if isinstance(pair, LowRank):
+        tensors |= {"A": pair.A, "B": pair.B}
+    elif pair is not None:
+        tensors["D"] = pair
+    if found.weight is not None:
+        tensors["W"] = found.weight
+    return Computation(
+        base=found.base,
+        weight=_source(found.weight, slots),
+        matrix=_source(tensors.get("D"), slots),
+        rank=len(pair.A) if isinstance(pair, LowRank) else 0,
+        moves=frozenset(name for name, value in tensors.items() if value.requires_grad),
+    )
+
+
+def _source(value: Tensor | None, slots: Mapping[str, Tensor]) -> Source:
+    if value is None:
+        return None
+    return "held" if any(value is one for one in slots.values()) else "made"
 
 
 def _extrapolated(points: Sequence[int], counts: Sequence[Sequence[int]], at: int) -> list[int]:

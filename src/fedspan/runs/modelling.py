@@ -16,7 +16,7 @@ from fedspan.config import RunConfig
 from fedspan.core.lowrank import LowRank
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.empty import load_empty
+from fedspan.models.empty import META, load_empty
 from fedspan.models.export import read_adapter
 from fedspan.models.loading import Loaded, Processor, load_pretrained, load_scratch
 from fedspan.models.names import published_name
@@ -57,13 +57,21 @@ def build_model(config: RunConfig, labels: tuple[str, ...], device: torch.device
     return RunModel(adapted, loaded.processor, peft_config, _adopt(config, adapted, labels))
 
 
-def empty_model(config: RunConfig, labels: tuple[str, ...], architecture: Mapping[str, Any] | None) -> AdaptedModel:
-    """The model of a run without its weights, on the meta device: target layers, extras and shapes are the run's.
+def empty_model(
+    config: RunConfig,
+    labels: tuple[str, ...],
+    architecture: Mapping[str, Any] | None,
+    device: torch.device = META,
+    depth: int | None = None,
+) -> AdaptedModel:
+    """The model of a run without its weights: target layers, extras and shapes are the run's.
 
     Args:
         config: the run's.
         labels: of the data.
         architecture: as for ``models.empty.load_empty``.
+        device: likewise.
+        depth: likewise.
 
     Raises:
         FedspanError: a model that there is no config of, or layers that are not there.
@@ -78,6 +86,8 @@ def empty_model(config: RunConfig, labels: tuple[str, ...], architecture: Mappin
         dtype=getattr(torch, wanted.dtype),
         attention=_attention(config, _planned_device(config.device)),
         image_size=wanted.image_size,
+        device=device,
+        depth=depth,
     )
     return _with_targets(config, model, ())[0]
 

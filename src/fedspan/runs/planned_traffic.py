@@ -13,7 +13,7 @@ from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import LayerSpec, Spec
 from fedspan.engines.sampling import cohort_of
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.layer_counts import LayerCounts, count_layer
+from fedspan.runs.layer_counts import Computation, LayerCounts, count_layer
 from fedspan.runs.ranks import client_scaling
 from fedspan.wrappers.extras import ExtrasPolicy
 
@@ -78,6 +78,11 @@ class RankCounts:
     trained: int
     held: int
     kept: int
+
+    @property
+    def computations(self) -> dict[LayerSpec, Computation]:
+        """What each kind of layer computes with."""
+        return {kind: counts.computation for kind, (counts, _) in self.layers.items()}
 
     @classmethod
     def of(cls, config: RunConfig, method: RegisteredMethod, rank: int, clients: int) -> Self:

@@ -1,7 +1,8 @@
-"""What a run will take, before anything is downloaded: trainable parameters, bytes, local steps, memory."""
+"""What a run will take, before anything is downloaded: trainable parameters, bytes, steps, FLOPs, memory, time."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,17 +13,17 @@ import torch
 from fedspan.config import RunConfig
 from fedspan.core.values import Job
 from fedspan.data.assign import numbered
-from fedspan.engines.sampling import private_steps
+from fedspan.engines.sampling import cohort_of, private_steps
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.empty import saved_bytes
 from fedspan.models.quantized import left_out
-from fedspan.runs.build import max_length
+from fedspan.runs.accelerators import Duration, Speed
 from fedspan.runs.modelling import empty_model
+from fedspan.runs.planned_compute import Compute, PlannedPasses, Trains, local_training
 from fedspan.runs.planned_traffic import RankCounts, Traffic, extras_of
 from fedspan.runs.ranks import client_ranks
 
-__all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "plan_run", "planned_model"]
+__all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "plan_run", "planned_model", "timed"]
 
 _FLOAT = 4  # bytes: what trains and what travels is float32
 _MOMENTS = {"adamw": 2, "sgd": 1}  # of a trained number; SGD has one with momentum only
@@ -37,8 +38,9 @@ class ClientMemory:
         adapter: the method's tensors of the target layers, and the extras.
         gradients: of what trains.
         optimizer: its moments.
-        activations: a rough estimate: all that autograd keeps of a batch of examples of the greatest length, without
-            what the adapters themselves add, and without fused kernels, which keep less.
+        activations: of a forward and backward pass of a batch of examples of the greatest length, where they are most;
+            on a GPU fused attention keeps less.
+        cache: hidden states of its examples that leave the frozen prefix, where ``layers_to_transform`` leaves one.
     """
 
     base: int
@@ -46,11 +48,12 @@ class ClientMemory:
     gradients: int
     optimizer: int
     activations: int
+    cache: int
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.base + self.adapter + self.gradients + self.optimizer + self.activations
+        return self.base + self.adapter + self.gradients + self.optimizer + self.activations + self.cache
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,10 @@ class Plan:
         all_steps: over cohorts and rounds; None likewise.
         client: memory.
         server: memory.
+        compute: FLOPs of the clients' training.
+        transfer: seconds in which a client receives and sends its messages of a round (the mean one); None where no
+            bandwidth was given.
+        time: of the clients' training; None where no device was given.
     """
 
     method: str
@@ -122,6 +129,9 @@ class Plan:
     all_steps: int | None
     client: ClientMemory
     server: ServerMemory
+    compute: Compute
+    transfer: float | None = None
+    time: Duration | None = None
 
 
 @dataclass(frozen=True)
@@ -131,12 +141,12 @@ class PlannedModel:
     Args:
         adapted: on the meta device.
         base: bytes of the frozen model in its format.
-        kept: bytes that autograd keeps of one example of the greatest length.
+        passes: what its passes take.
     """
 
     adapted: AdaptedModel
     base: int
-    kept: int
+    passes: PlannedPasses
 
 
 def planned_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:
@@ -155,7 +165,7 @@ def planned_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
     base = sum(
         value.numel() * value.element_size() for value in (*adapted.model.parameters(), *adapted.model.buffers())
     )
-    return PlannedModel(adapted, base - _saved_by_quantising(config, adapted.model), _kept(config, adapted))
+    return PlannedModel(adapted, base - _saved_by_quantising(config, adapted.model), PlannedPasses(config, adapted))
 
 
 def _saved_by_quantising(config: RunConfig, model: torch.nn.Module) -> int:
@@ -172,20 +182,15 @@ def _saved_by_quantising(config: RunConfig, model: torch.nn.Module) -> int:
     return sum(weight.numel() * (8 * weight.element_size() - bits) // 8 for weight in weights)
 
 
-def _kept(config: RunConfig, adapted: AdaptedModel) -> int:
-    trained = [layer.stored_weight for layer in adapted.layers.values()]
-    model: Any = adapted.model
-    if config.task == "image-classification":
-        size = config.model.image_size or getattr(model.config, "image_size", None) or 224
-        height, width = (size, size) if isinstance(size, int) else size
-        inputs = {"pixel_values": torch.empty(1, 3, height, width, device="meta", dtype=model.dtype)}
-    else:
-        length = max_length(config, None, model)
-        inputs = {"input_ids": torch.empty(1, length, dtype=torch.long, device="meta")}
-    return saved_bytes(model, [*trained, *adapted.extras.values()], inputs)
-
-
-def plan_run(config: RunConfig, planned: PlannedModel, clients: int | None = None, examples: int | None = None) -> Plan:
+def plan_run(
+    config: RunConfig,
+    planned: PlannedModel,
+    clients: int | None = None,
+    examples: int | None = None,
+    *,
+    length: int | None = None,
+    mbit: float | None = None,
+) -> Plan:
     """The plan of a run.
 
     Args:
@@ -193,10 +198,15 @@ def plan_run(config: RunConfig, planned: PlannedModel, clients: int | None = Non
         planned: its model.
         clients: of the federation; None: those of ``partition.clients``.
         examples: of the training set; None: not known.
+        length: tokens of an example on average; None: as many as the config and the model allow.
+        mbit: megabits a second between a client and the server; None: no transfer is planned.
 
     Raises:
-        FedspanError: a natural partition without ``clients``, or ranks that no layer has room for.
+        FedspanError: a natural partition without ``clients``, ranks that no layer has room for, a length that no
+            example has, or a bandwidth that is none.
     """
+    if mbit is not None and not (0 < mbit < math.inf):
+        raise FedspanError("--mbit", mbit, "megabits a second, more than 0")
     if clients is None and config.partition.partitioner == "natural":
         raise FedspanError("clients", None, "how many values partition.column has: a natural partition does not say")
     count = clients or config.partition.clients
@@ -215,7 +225,17 @@ def plan_run(config: RunConfig, planned: PlannedModel, clients: int | None = Non
     moments = _MOMENTS[config.training.optimizer]
     if config.training.optimizer == "sgd" and not config.training.momentum:
         moments = 0
-    steps = _steps(config, count, examples)
+    own = _own_examples(config, count, examples)
+    steps = _steps(config, own)
+    trains = Trains(most.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
+    cohorts = [
+        cohort_of(config.seed, number, count, config.federation.clients_per_round)
+        for number in range(config.federation.rounds)
+    ]
+    local = local_training(config, planned.passes, trains, own, length, cohorts)
+    bytes_down, bytes_up = sum(each.down for each in sent), sum(each.up for each in sent)
+    asked = sum(each.clients for each in sent)
+    transfer = None if mbit is None else 8 * (bytes_down + bytes_up) / asked / (mbit * 1e6)
     held = 1 if method.declared().reduction == "sum" else first.clients
     return Plan(
         method=config.method.title,
@@ -230,32 +250,45 @@ def plan_run(config: RunConfig, planned: PlannedModel, clients: int | None = Non
         first_up=first.up // first.clients,
         later_down=sum(each.down for each in later) / messages,
         later_up=sum(each.up for each in later) / messages,
-        bytes_down=sum(each.down for each in sent),
-        bytes_up=sum(each.up for each in sent),
+        bytes_down=bytes_down,
+        bytes_up=bytes_up,
         exact=first.clients == count,
         steps=steps,
-        all_steps=None if steps is None else steps * sum(each.clients for each in sent),
+        all_steps=None if steps is None else steps * asked,
         client=ClientMemory(
             base=planned.base,
             adapter=_FLOAT * most.held + extras.bytes,
             gradients=_FLOAT * trainable,
             optimizer=_FLOAT * moments * trainable,
-            activations=planned.kept * config.training.batch_size,
+            activations=local.activations,
+            cache=local.cache,
         ),
         server=ServerMemory(
             base=planned.base,
             state=_FLOAT * most.kept + extras.bytes,
             replies=max(each.up // each.clients for each in sent) * max(2, held),
         ),
+        compute=local.compute,
+        transfer=transfer,
     )
 
 
-def _steps(config: RunConfig, clients: int, examples: int | None) -> int | None:
-    """Optimizer steps of a client in a round; where epochs are asked for, of one with the mean number of examples."""
-    settings = config.training_settings()
-    if settings.steps is not None:
-        return settings.steps
+def timed(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
+    """A plan with the time that training takes on a device of this speed."""
+    return replace(plan, time=speed.duration(plan.compute, plan.client.base, config, plan.transfer))
+
+
+def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int | None:
+    """Training examples of the mean client; None: not known."""
     if examples is None:
         return None
     left = 1 - config.partition.validation - config.partition.test
-    return private_steps(settings, Job({}, {}, ()), max(1, round(examples * left / clients)))
+    return max(1, round(examples * left / clients))
+
+
+def _steps(config: RunConfig, own: int | None) -> int | None:
+    """Optimizer steps of a client in a round; where epochs are asked for, of one with so many examples."""
+    settings = config.training_settings()
+    if settings.steps is not None:
+        return settings.steps
+    return None if own is None else private_steps(settings, Job({}, {}, ()), own)

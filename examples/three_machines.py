@@ -1,0 +1,151 @@
+"""A server and three data holders, each a process of its own, with TLS and keys: docs/deployment.md, step by step.
+
+    pip install 'fedspan[flower]'
+    python examples/three_machines.py
+
+Every command that the script runs is one that an operator or a data holder types; it prints them all. Here they run on
+one machine, over the loopback interface; between machines they are the same, with the server's name in place of
+127.0.0.1. In the end all processes are ended, whatever happened. Times: examples/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import fedspan
+from fedspan.data.builtin import corpus_file
+
+FEDSPAN = (sys.executable, "-m", "fedspan.cli")  # what `fedspan` runs, by this very Python
+HOLDERS = ("clinic-a", "clinic-b", "clinic-c")
+
+
+def call(*arguments: str | Path) -> None:
+    """A command that does its work and ends."""
+    words = [str(argument) for argument in arguments]
+    print("$ fedspan", shlex.join(words), flush=True)
+    subprocess.run([*FEDSPAN, *words], check=True)
+
+
+@contextmanager
+def running(log: Path, *arguments: str | Path) -> Generator[subprocess.Popen[bytes]]:
+    """A command that stays; it ends with all that it started when the block is left."""
+    words = [str(argument) for argument in arguments]
+    print("$ fedspan", shlex.join(words), f"> {log} &", flush=True)
+    with log.open("wb") as output:
+        # A session of its own: its process group can be ended as a whole.
+        process = subprocess.Popen([*FEDSPAN, *words], stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    """Until a process has said something."""
+    until = time.monotonic() + seconds
+    while words not in log.read_text(errors="replace"):
+        if process.poll() is not None or time.monotonic() > until:
+            raise SystemExit(f"no {words!r} in {log}:\n{log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.1)
+
+
+def divided(folder: Path, most: int | None) -> list[str]:
+    """A csv file for each holder, of the built-in corpus; returns its labels, which all must know."""
+    text = corpus_file("builtin:patient-messages", "train", "data.train").read_text(encoding="utf-8")
+    rows = list(csv.DictReader(text.splitlines()))[:most]
+    for number, holder in enumerate(HOLDERS):
+        with (folder / f"{holder}.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ["text", "label"])
+            writer.writeheader()
+            writer.writerows(rows[number :: len(HOLDERS)])
+    return sorted({row["label"] for row in rows})
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="builtin:all-minilm-l6-v2", help="an encoder of BERT's kind: hub id or folder"
+    )
+    parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/three_machines"), help="not there yet, or empty")
+    parser.add_argument("--smoke", action="store_true", help="one round on 120 texts")
+    args = parser.parse_args()
+    out, port = args.out.resolve(), free_port()
+    if out.exists() and any(out.iterdir()):
+        parser.error(f"--out {args.out}: there is something in it; choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    # Asked to end (kill, a scheduler), Python would end at once and leave the others behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    labels = divided(out, 120 if args.smoke else None)
+    server, run = out / "server", out / "run"
+    with ExitStack() as stack:
+        # The operator starts the server, which makes an authority and a certificate.
+        listening = stack.enter_context(
+            running(out / "server.log", "server", "--folder", server, "--host", "127.0.0.1", "--port", str(port))
+        )
+        wait_for("listening on", out / "server.log", listening)
+        for holder in HOLDERS:
+            # A holder makes a key and sends its public half to the operator, who admits it under one name.
+            call("join", "--new-key", out / f"{holder}.key")
+            call("admit", out / f"{holder}.key.pub", "--as", holder, "--server", server)
+            node: dict[str, Any] = {
+                "id": holder,
+                "server": f"127.0.0.1:{port}",
+                "authority": str(server / "ca.crt"),
+                "key": str(out / f"{holder}.key"),
+                "folder": str(out / f"{holder}-state"),
+                "data": {"train": str(out / f"{holder}.csv")},  # neither the file nor its path leaves the holder
+                "threads": 1,
+                "limits": {"methods": ["fedit", "rolora"], "rounds": 50},
+            }
+            (out / f"{holder}.yaml").write_text(yaml.safe_dump(node), encoding="utf-8")
+            stack.enter_context(running(out / f"{holder}.log", "join", out / f"{holder}.yaml"))
+
+        config: dict[str, Any] = {
+            "model": {"name": args.model, "target_modules": ["query", "value"], "layers_to_transform": args.layer},
+            "data": {"labels": labels},
+            "partition": {"clients": len(HOLDERS)},
+            "method": {"name": "fedit", "r": 8, "lora_alpha": 16},
+            "federation": {"rounds": 1 if args.smoke else args.rounds},
+            "training": {"lr": 8e-3, "batch_size": 16},
+        }
+        (out / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        call("submit", out / "config.yaml", "--out", run, "--server", server)
+        call("status", "--server", server)
+
+    report = fedspan.resume(run)  # of a finished run: its report
+    for holder, scores in report.by_client.items():
+        print(f"{holder}: {scores['accuracy']:.1%} on its own test part")
+    print(f"adapter: {run / report.adapters['global']}")
+
+
+if __name__ == "__main__":
+    main()

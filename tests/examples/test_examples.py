@@ -1,0 +1,195 @@
+"""The examples, each as a user runs it: a process of its own, with ``--smoke``, and what it says is what is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedspan import api
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ENCODER = ("--layer", "1", "--model")
+"""The tiny models have two layers."""
+
+
+def command(name: str, out: Path, *arguments: str | Path) -> list[str]:
+    return [sys.executable, str(EXAMPLES / f"{name}.py"), "--smoke", "--out", str(out), *map(str, arguments)]
+
+
+def environment(out: Path) -> dict[str, str]:
+    path = os.pathsep.join(path for path in sys.path if path)
+    shown = {"NO_COLOR": "1", "COLUMNS": "160"}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **shown, "FEDSPAN_EXAMPLE": str(out)}
+
+
+def played(name: str, out: Path, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        command(name, out, *arguments), env=environment(out), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def table(printed: str) -> dict[str, list[str]]:
+    """The cells of every row of a printed table, by the first one."""
+    lines = [re.split("[│┃|]", line)[1:-1] for line in printed.splitlines() if re.match("[│┃|]", line)]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def test_ten_banks(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = played("ten_banks", out, *ENCODER, tiny_folder / "bert")
+    rows = table(printed)
+    for method in ("fedit", "rolora", "flora"):
+        report = api.read_report(out / f"{method}-seed0")
+        assert len(report.by_client) == 10
+        assert rows[method][0] == percent(report.scores["test"]["accuracy"])
+        assert rows[method][2] == percent(report.scores["clients"]["worst"]["accuracy"])
+    # Whoever loads the adapter with PEFT alone gets the same label with the same probability.
+    (_, *ours), (_, *theirs) = re.findall(r"  ([\w -]+): (\w+) \(([\d.]+)\)", printed)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_instruction_tuning(own: bool, decoders: Path, tmp_path: Path) -> None:
+    out, given = tmp_path / "out", tmp_path / "alpaca.json"
+    if not own:
+        rows = [json.loads(line) for line in (decoders / "questions.jsonl").read_text().splitlines()]
+        given.write_text(json.dumps([{"instruction": row["question"], "output": row["answer"]} for row in rows]))
+    more = () if own else ("--data", given)
+    printed = played("instruction_tuning", out, "--model", decoders / "llama-lm", *more)
+    report = api.read_report(out / "run")
+    assert len(report.by_client) == 4
+    assert not own or set(report.by_client) == {"sums", "capitals", "larger", "greetings"}
+    assert f"round 1: held-out loss {report.scores['test']['loss']:.3f}" in printed
+    assert f"perplexity {report.scores['test']['perplexity']:.2f}" in printed
+    assert printed.count("    answered  ") == len(report.examples) + 1
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(decoders / "llama-lm").eval()
+    ids = torch.arange(4, 12)[None]
+    with torch.inference_mode():
+        before = base(input_ids=ids).logits
+        after = PeftModel.from_pretrained(base, str(out / "run" / "adapter")).eval()(input_ids=ids).logits
+    assert (after - before).abs().max() > 1e-3  # it loads, and does something
+
+
+def test_vision_domains(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = played("vision_domains", out)
+    rows = table(printed)
+    assert rows["method"] == ["chalk", "colours", "ink", "mean", "worst domain", "MB up"]
+    for method in ("fedavg", "fedhm"):
+        report = api.read_report(out / method)
+        *own, mean, worst, sent = rows[method]
+        assert own == [percent(report.by_client[domain]["accuracy"]) for domain in ("chalk", "colours", "ink")]
+        assert mean == percent(sum(scores["accuracy"] for scores in report.by_client.values()) / 3)
+        assert percent(report.by_client[worst]["accuracy"]) == min(own, key=float)
+        assert sent == f"{report.bytes['up'] / 1e6:.2f}"
+    assert float(rows["fedhm"][-1]) < float(rows["fedavg"][-1])  # factors are smaller than what they make
+
+    from transformers import AutoModelForImageClassification
+
+    # So that transformers knows the architecture.
+    import fedspan.models.resnet  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    model = AutoModelForImageClassification.from_pretrained(out / "fedavg" / "adapter")
+    assert sorted(model.config.label2id) == ["circle", "cross", "ring", "square", "triangle"]
+
+
+def test_personalisation(tiny_folder: Path, tmp_path: Path) -> None:
+    out, methods = tmp_path / "out", ("local-only", "fedit", "fedsa-lora", "pfedloru")
+    printed = played("personalisation", out, *ENCODER, tiny_folder / "bert")
+    rows, reports = table(printed), {method: api.read_report(out / f"{method}-seed0") for method in methods}
+    clients = [f"client-{number:02}" for number in range(10)]
+    for client in clients:
+        assert rows[client] == [percent(reports[method].by_client[client]["accuracy"]) for method in methods]
+    assert set(reports["fedit"].adapters) == {"global"}
+    for method in ("local-only", "fedsa-lora", "pfedloru"):
+        assert set(reports[method].adapters) == set(clients)
+    first, second = (
+        load_file(out / "fedsa-lora-seed0" / reports["fedsa-lora"].adapters[client] / "adapter_model.safetensors")
+        for client in clients[:2]
+    )
+    alike = {name: bool((first[name] == second[name]).all()) for name in first if ".lora_" in name}
+    assert alike == {name: ".lora_A" in name for name in alike}  # A is shared, B each client's own
+    assert len(re.findall(r"  client-\d\d: \w+ \([\d.]+\), by ", printed)) == 3
+
+
+def test_differential_privacy(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    out = tmp_path / "out"
+    printed = played("differential_privacy", out, "--epsilon", "3", *ENCODER, tiny_folder / "bert")
+    plain, private = api.read_report(out / "plain"), api.read_report(out / "private")
+    assert not plain.privacy
+    assert 0 < private.privacy["epsilon"] <= 3
+    assert f"epsilon {private.privacy['epsilon']:.3f} of 3 spent, at delta 0.0001" in printed
+    scores = [f"{report.scores['test']['accuracy']:.1%}" for report in (plain, private)]
+    assert f"held-out accuracy {scores[0]} without privacy, {scores[1]} with it" in printed
+
+
+def processes_of(out: Path) -> list[int]:
+    """What an example started and is still there: everything that inherited its environment."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            mine = f"FEDSPAN_EXAMPLE={out}\0".encode() in path.read_bytes()
+        except OSError:  # somebody else's, or it has ended meanwhile
+            continue
+        found += [int(path.parent.name)] if mine else []
+    return found
+
+
+@pytest.mark.slow
+def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    out, holders = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
+    printed = played("three_machines", out, *ENCODER, tiny_folder / "bert")
+    report = api.read_report(out / "run")
+    assert set(report.by_client) == set(holders)
+    assert not report.failures
+    for holder in holders:
+        assert f"{holder}: {report.by_client[holder]['accuracy']:.1%} on its own test part" in printed
+    assert (out / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    assert processes_of(out) == []
+
+
+@pytest.mark.slow
+def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command("three_machines", out, *ENCODER, tiny_folder / "bert"),
+        env=environment(out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + 120
+        while not (out / "run" / "config.yaml").is_file():  # the federation has begun
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        assert len(processes_of(out)) >= 7  # the script, the server and its SuperLink, three nodes, the submission
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 143
+    finally:
+        process.kill()
+        process.wait()
+    assert processes_of(out) == []

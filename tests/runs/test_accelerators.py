@@ -1,0 +1,124 @@
+"""Time by data sheet, and by what this machine does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from fedspan import FedspanError, api
+from fedspan.runs.accelerators import ACCELERATORS, UTILISATION, Speed, accelerator_speed
+from fedspan.runs.modelling import empty_model
+from fedspan.runs.planned_compute import Compute
+
+
+def compute(**changes: Any) -> Compute:
+    values = {"length": 32, "example": 10, "once": 0, "step": 100, "client": 400, "run": 8000}
+    return Compute(**{**values, **changes})
+
+
+@pytest.mark.parametrize("name", ["A100", "a100", "rtx 4090", "RTX-4090"])
+def test_a_gpu_is_found_however_it_is_written(name: str) -> None:
+    found = accelerator_speed(name, "bfloat16")
+    peak = ACCELERATORS[found.device].bfloat16
+    assert peak is not None
+    assert found.alone == found.together == pytest.approx(peak * 1e12 * UTILISATION)
+
+
+def test_number_formats_have_rates_of_their_own() -> None:
+    for key, one in ACCELERATORS.items():
+        assert one.float32 < one.float16
+        assert accelerator_speed(key, "float32", 1.0).alone == one.float32 * 1e12
+        assert one.bfloat16 in (None, one.float16)
+    for old in ("T4", "V100"):
+        with pytest.raises(FedspanError, match=rf"^--device: '{old}'; a GPU with bfloat16"):
+            accelerator_speed(old, "bfloat16")
+
+
+def test_mistakes_name_what_there_is() -> None:
+    with pytest.raises(FedspanError, match=r"^--device: 'B1000'; here \(this machine, measured\), or one of T4, V100"):
+        accelerator_speed("B1000", "float32")
+    for share in (0.0, 1.5):
+        with pytest.raises(FedspanError, match=r"^--utilisation: .*; a share of the device's peak"):
+            accelerator_speed("A100", "float32", share)
+
+
+def test_time_follows_from_flops(tiny_folder: Path) -> None:
+    config = tiny.config(tiny_folder, federation={"rounds": 5})
+    found = Speed("x", alone=10.0, together=40.0).duration(compute(), 0, config, 3.0)
+    assert (found.step, found.client, found.simulated) == (10.0, 40.0, 200.0)
+    assert found.deployed == 5 * (40 + 3)
+    unknown = Speed("x", 10.0, 40.0).duration(compute(client=None, run=None), 0, config, None)
+    assert (unknown.step, unknown.client, unknown.simulated, unknown.deployed) == (10.0, None, None, None)
+
+
+def test_a_small_batch_waits_for_the_weights(tiny_folder: Path) -> None:
+    """Two passes over the weights take longer than the products: a step lasts as long as they do."""
+    config = tiny.config(tiny_folder, training={"gradient_accumulation_steps": 3})
+    found = Speed("x", 10.0, 10.0, bandwidth=2.0).duration(compute(), 50, config, None)
+    assert found.step == 3 * 2 * 50 / 2
+    assert found.client == pytest.approx(4 * found.step)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / f"cache-{engine}-{kind}"))
+    found = api.plan(
+        tiny.settings(tiny_folder, kind, engine={"name": engine}), labels=4, clients=4, device="here", length=7
+    ).time
+    assert found is not None
+    assert found.client is not None
+    assert found.simulated is not None
+    assert (found.device, found.memory) == ("here", None)
+    assert 0 < found.step < found.client < found.simulated + found.client
+    if engine == "loop":
+        assert (found.start, found.simulated) == (0.0, pytest.approx(3 * 3 * found.client))
+
+
+def test_images_are_timed_too() -> None:
+    values = {
+        "task": "image-classification",
+        "device": "cpu",
+        "data": {"train": "unread"},
+        "model": {"name": "builtin:resnet-8", "target_modules": "all-linear", "image_size": 16},
+        "method": {"r": 2},
+        "training": {"local_steps": 1, "batch_size": 2},
+        "partition": {"clients": 2},
+    }
+    found = api.plan(values, labels=3, device="here")
+    assert found.time is not None
+    assert found.time.step > 0
+
+
+def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedspan.runs.calibration._WHOLE", 0)
+    asked: list[int | None] = []
+
+    def watched(config: Any, labels: Any, architecture: Any, device: Any, depth: int | None) -> Any:
+        asked.append(depth)
+        return empty_model(config, labels, architecture, device, depth)
+
+    monkeypatch.setattr("fedspan.runs.calibration.empty_model", watched)
+    values = tiny.settings(tiny_folder, model={"layers_to_transform": [3]})
+    shape = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
+    architecture = {"model_type": "bert", "vocab_size": 100, "max_position_embeddings": 32, **shape}
+    values["partition"] = {"clients": 3}
+    found = api.plan(values, architecture=architecture, labels=4, device="here").time
+    assert asked == [2, 2]
+    assert found is not None
+    assert found.step > 0
+
+
+def test_what_can_not_be_timed(tiny_folder: Path) -> None:
+    values = tiny.settings(tiny_folder, model={"quantization": "nf4"})
+    with pytest.raises(FedspanError, match=r"^--device: 'here'; a GPU's name: a base in nf4"):
+        api.plan(values, labels=4, clients=4, device="here")
+    for device in (None, "here"):
+        with pytest.raises(FedspanError, match=r"^--utilisation: 0\.5; a GPU's name beside it"):
+            api.plan(tiny.settings(tiny_folder), labels=4, clients=4, device=device, utilisation=0.5)
+    for mbit in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(FedspanError, match=r"^--mbit: .*; megabits a second, more than 0"):
+            api.plan(tiny.settings(tiny_folder), labels=4, clients=4, mbit=mbit)

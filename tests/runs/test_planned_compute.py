@@ -1,0 +1,167 @@
+"""FLOPs and memory of local training: torch's own counter on real steps of every method, and known formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny
+from fedspan import FedspanError, api
+from fedspan.core.values import Client, Job
+from fedspan.methods.registry import METHODS
+from fedspan.runs.build import Prepared
+from fedspan.runs.plans import PlannedModel, plan_run, planned_model
+
+RANK, BATCH, LENGTH = 3, 8, 11
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def planned(tiny_folder: Path) -> PlannedModel:
+    return planned_model(tiny.config(tiny_folder), len(tiny.LABELS))
+
+
+def first_job(prepared: Prepared) -> Job:
+    """That of a client in the first round."""
+    federation = prepared.federation
+    one = next(iter(federation.members.values())).client
+    client = Client(one.id, one.rank, one.scaling, one.examples, one.weight)
+    return federation.method.start(federation.method.sync(federation.begin().state, client), client, {})
+
+
+def counted(prepared: Prepared, job: Job, rows: int, length: int) -> int:
+    """FLOPs of a real forward and backward pass, by torch's counter."""
+    adapted = prepared.engine.adapted
+    adapted.train_mode(job.buffers)
+    adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
+    ids = torch.ones(rows, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        adapted.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.sum().backward()
+    adapted.install({}, {}, frozenset())
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_flops_of_a_step_are_those_of_a_real_one(
+    key: str, prepared: Prepared, planned: PlannedModel, tiny_folder: Path
+) -> None:
+    changes = {"training": {"batch_size": BATCH, "gradient_accumulation_steps": 2}}
+    config = tiny.config(tiny_folder, method={"name": key, "r": RANK, "lora_alpha": 6}, **changes)
+    job = first_job(tiny.variant(prepared, config))
+    found = plan_run(config, planned, clients=len(tiny.SITES), length=LENGTH).compute
+    real = counted(prepared, job, BATCH, LENGTH)
+    assert found.step == 2 * BATCH * found.example
+    assert found.example * BATCH == pytest.approx(real, rel=2e-3)  # what is done once a step is left out
+
+
+def llama(**changes: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "task": "causal-lm",
+        "data": {"train": "unread.jsonl", "prompt": "{text}"},
+        "model": {"name": "nobody/llama", "target_modules": ["q_proj", "v_proj"], "max_length": 512},
+        "partition": {"clients": 1000},
+        "federation": {"rounds": 20, "clients_per_round": 50},
+        "training": {"local_steps": 10, "batch_size": 4},
+    }
+    for section, change in changes.items():
+        values[section] = {**values.get(section, {}), **change}
+    values["model"]["dtype"] = "bfloat16"
+    return values
+
+
+def test_a_thousand_hospitals_with_llama_2_7b_are_planned_without_it() -> None:
+    """Kaplan et al. (arXiv:2001.08361): 2 FLOPs a weight and token forwards, and attention beside; of a frozen base as
+    much backwards, where whole training takes twice that."""
+    found = api.plan(llama(), architecture=LLAMA, device="A100", mbit=100)
+    tokens, width, blocks = 512, 4096, 32
+    assert found.parameters == 6_738_415_616
+    weights = found.parameters - 32000 * width  # the embedding is a look-up
+    forward = 2 * weights * tokens + blocks * 4 * tokens**2 * width
+    assert found.compute.example == pytest.approx(2 * forward, rel=0.03)
+    assert found.compute.step == 4 * found.compute.example
+    assert found.compute.client == 10 * found.compute.step
+    assert found.compute.run == 20 * 50 * found.compute.client
+    assert found.trainable == blocks * 2 * 8 * 2 * width
+    assert found.time is not None
+    assert found.time.client == pytest.approx(found.compute.client / (0.35 * 312e12))
+    assert found.transfer == pytest.approx(8 * 2 * 4 * found.trainable / 100e6)
+    assert found.time.deployed == pytest.approx(20 * (found.time.client + found.transfer))
+
+
+def test_frozen_lower_blocks_are_computed_once_and_have_no_backward() -> None:
+    whole = api.plan(llama(), architecture=LLAMA).compute
+    upper = llama(model={"layers_to_transform": list(range(24, 32))}, engine={"prefix_memory": 100.0})
+    kept = api.plan(upper, architecture=LLAMA, examples=40_000)
+    blocks = (whole.example / 2) / 32  # all blocks count the same, the head 2 % of them
+    assert kept.compute.once == pytest.approx(24 * blocks, rel=0.05)
+    assert kept.compute.example == pytest.approx(2 * 8 * blocks, rel=0.1)
+    own = 32  # 40 examples less the validation and test parts
+    assert kept.client.cache == own * 512 * 4096 * 2
+    assert kept.compute.client is not None
+    # At most all clients are drawn in the end, and each computes its own examples' hidden states once.
+    assert kept.compute.run is not None
+    assert 0 < kept.compute.run - 1000 * kept.compute.client <= 1000 * own * kept.compute.once
+    for change in ({"prefix_cache": False}, {"prefix_memory": 0.01}):
+        given = llama(model={"layers_to_transform": list(range(24, 32))}, engine=change)
+        again = api.plan(given, architecture=LLAMA, examples=40_000)
+        assert (again.compute.once, again.client.cache) == (0, 0)
+        assert again.compute.example == pytest.approx(kept.compute.example + kept.compute.once, rel=1e-3)
+
+
+def test_recomputed_activations_take_less_memory_and_more_flops() -> None:
+    kept = api.plan(llama(), architecture=LLAMA)
+    again = api.plan(llama(model={"gradient_checkpointing": True}), architecture=LLAMA)
+    assert again.client.activations < 0.3 * kept.client.activations
+    # Three passes in place of two, but that torch ends a block's third with the last activation that is asked for.
+    assert 1.35 < again.compute.example / kept.compute.example < 1.5
+
+
+def test_flops_are_of_the_mean_length_and_memory_of_the_greatest() -> None:
+    long, short = (api.plan(llama(), architecture=LLAMA, length=length) for length in (None, 128))
+    assert (long.compute.length, short.compute.length) == (512, 128)
+    assert 4 < long.compute.example / short.compute.example < 4.3
+    assert long.client == short.client
+    for length in (0, 513):
+        with pytest.raises(FedspanError, match=rf"^--length: {length}; a whole number from 1 to 512"):
+            api.plan(llama(), architecture=LLAMA, length=length)
+
+
+def test_packed_batches_are_one_row() -> None:
+    one, packed = (api.plan(llama(data={"packing": packing}), architecture=LLAMA).compute for packing in (False, True))
+    attention = 3 * 32 * 4 * 512**2 * 4096  # of an example, forwards and, both of its factors moving, twice backwards
+    assert packed.example == pytest.approx(one.example + 3 * attention, rel=0.01)  # each token meets those of all four
+
+
+def test_without_examples_or_steps_only_a_step_is_known() -> None:
+    given = llama(training={"local_steps": None, "local_epochs": 2})
+    unknown = api.plan(given, architecture=LLAMA, device="h100")
+    assert (unknown.compute.client, unknown.compute.run, unknown.time and unknown.time.client) == (None, None, None)
+    known = api.plan(given, architecture=LLAMA, examples=1_000_000)
+    assert known.compute.client == 2 * 800 * known.compute.example  # a fifth is for validation and test
+
+
+def test_images_have_no_length(tmp_path: Path) -> None:
+    values = {
+        "task": "image-classification",
+        "data": {"train": "unread"},
+        "model": {"name": "builtin:resnet-8", "target_modules": "all-linear", "image_size": 32},
+        "training": {"local_steps": 1},
+    }
+    found = api.plan(values, labels=10)
+    assert found.compute.length is None
+    assert found.compute.example > 0
+    with pytest.raises(FedspanError, match=r"^--length: 5; left out: images have none"):
+        api.plan(values, labels=10, length=5)
