@@ -14,9 +14,10 @@ import report
 from matplotlib.figure import Figure
 
 from fedspan.api.reproducing import Reproduction, reproduce
-from fedspan.runs.judging import CellScore, Judged
+from fedspan.runs.judging import CellScore, Judged, difference
 from fedspan.runs.presets import Preset, preset_of
 from fedspan.runs.tables import markdown
+from fedspan.tasks.metrics import METRICS
 
 POINTS = 100.0
 """Of a metric's unit: they are shares."""
@@ -27,26 +28,22 @@ def finding(judged: Judged) -> report.Finding:
     statement = f"{judged.says}: {judged.better} against {judged.worse}"
     if judged.overall is None:
         return report.Finding(statement, judged.why or "", judged.verdict)
-    mean, error = judged.overall.mean, judged.overall.error
-    if judged.metric.startswith("bytes"):
-        return report.Finding(statement, f"{mean / 1e6:+.2f} MB fewer in a run", judged.verdict)
-    spread = "" if error is None else f" ± {POINTS * error:.1f}"
-    return report.Finding(statement, f"by {POINTS * mean:+.1f}{spread} points of {judged.metric}", judged.verdict)
+    known = METRICS.get(judged.metric)
+    unit = "" if known is None else f" {'points of ' if known.percent else ''}{known.title}"
+    return report.Finding(statement, f"by {difference(judged.metric, judged.overall)}{unit}", judged.verdict)
 
 
 def by_cell(verdicts: Sequence[Judged]) -> str:
     """The same, cell by cell, where there are several."""
     rows = [
-        [judged.says, judged.better, judged.worse, cell.cell, f"{POINTS * cell.mean:+.1f}", cell.verdict]
+        [judged.says, judged.better, judged.worse, cell.cell, difference(judged.metric, cell), cell.verdict]
         for judged in verdicts
         if len(judged.cells) > 1 and not judged.metric.startswith("bytes")
         for cell in judged.cells
     ]
     if not rows:
         return ""
-    return "Cell by cell, in points:\n\n" + report.table(
-        ("statement", "better", "worse", "cell", "by", "verdict"), rows
-    )
+    return "Cell by cell:\n\n" + report.table(("statement", "better", "worse", "cell", "by", "verdict"), rows)
 
 
 def draw(scores: Sequence[CellScore]) -> Figure:

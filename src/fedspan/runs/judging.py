@@ -12,7 +12,7 @@ from fedspan.runs.curves import Point, common_target, reached
 from fedspan.runs.statements import Claim
 from fedspan.runs.tables import Table, plus_minus
 
-__all__ = ["CellScore", "Judged", "JudgedCell", "judge", "verdict_table"]
+__all__ = ["CellScore", "Judged", "JudgedCell", "difference", "judge", "verdict_table"]
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
 
@@ -213,7 +213,7 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
         (
             one.says,
             f"{one.better} over {one.worse}",
-            "-" if one.overall is None else _difference(one),
+            "-" if one.overall is None else difference(one.metric, one.overall),
             f"{sum(cell.verdict == 'holds' for cell in one.cells)} of {len(one.cells)}" if one.cells else "-",
             one.verdict if one.why is None else f"{one.verdict}: {one.why}",
         )
@@ -228,12 +228,12 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
     )
 
 
-def _difference(one: Judged) -> str:
-    assert one.overall is not None
-    if one.metric in ("bytes_up", "bytes_down", "bytes_to"):
-        return f"{one.overall.mean / 1e6:+.3f} MB"
-    if one.metric in ("rounds_to", "seconds_to"):
-        return f"{one.overall.mean:+.1f} {one.metric.removesuffix('_to')}"
-    if one.metric in _SIGNS:
-        return f"{one.overall.mean:+.3g}" + ("" if one.overall.error is None else f" ± {one.overall.error:.2g}")
-    return plus_minus(one.metric, one.overall.mean, one.overall.error, sign=True)
+def difference(metric: str, found: JudgedCell) -> str:
+    """By how much the better row is better, with its unit: positive in the paper's direction."""
+    if metric in ("bytes_up", "bytes_down", "bytes_to"):
+        return f"{found.mean / 1e6:+.3f} MB"
+    if metric in ("rounds_to", "seconds_to"):
+        return f"{found.mean:+.1f} {metric.removesuffix('_to')}"
+    if metric in _SIGNS:
+        return f"{found.mean:+.3g}" + ("" if found.error is None else f" ± {found.error:.2g}")
+    return plus_minus(metric, found.mean, found.error, sign=True)
