@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import fedspan
 import tiny
 from fedspan import FedspanError, api
 from fedspan.methods.registry import METHODS
@@ -152,7 +153,20 @@ def test_an_architecture_takes_the_place_of_the_model_s_config(tiny_folder: Path
     encoder = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
     found = api.plan(values, architecture={"model_type": "roberta", **encoder}, labels=4)
     assert found.layers == 3
+    elsewhere = ["data.train=nowhere.csv"]
     with pytest.raises(FedspanError, match=r"^data\.labels: None; the labels"):
-        api.plan(values, architecture={"model_type": "roberta", **encoder})
+        api.plan(values, architecture={"model_type": "roberta", **encoder}, overrides=elsewhere)
     with pytest.raises(FedspanError, match=r"^model\.name: 'nobody/knows-it'; a hub id that can be reached"):
         api.plan(values, labels=4)
+
+
+def test_what_a_local_file_tells_need_not_be_said(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder)  # by site: a natural partition
+    run = fedspan.run(values, tmp_path / "run", overrides=["federation.rounds=1"])
+    found = fedspan.plan(values, overrides=["federation.rounds=1"])
+    told = fedspan.plan(values, overrides=["federation.rounds=1"], labels=4, clients=4, examples=96)
+    assert found == told
+    assert found.clients == len(run.by_client) == 4
+    gone = values | {"data": {**values["data"], "train": str(tmp_path / "elsewhere.csv")}}
+    with pytest.raises(FedspanError, match=r"data\.labels: None"):
+        fedspan.plan(gone)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fedspan.api.series import ConfigLike, plain_values
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.catalogue import DatasetEntry, dataset_of
+from fedspan.data.loading import load
+from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.runs.accelerators import HERE, UTILISATION, Speed, accelerator_speed
@@ -39,9 +42,10 @@ def plan(
         overrides: changes to the config, each ``section.field=value``.
         architecture: a Transformers config as plain values with its ``model_type``, in place of the named model's;
             left out, the model's own ``config.json`` is read (from the hub, if it is there).
-        clients: of the federation, which a natural partition does not tell; left out: ``partition.clients``.
-        examples: of the training set; left out: what the catalogue knows of ``data.dataset``.
-        labels: how many classes there are; left out: those of the config, or of the catalogue.
+        clients: of the federation; left out: ``partition.clients``, or of a natural partition as many as the data have.
+        examples: of the training set; left out: what the catalogue knows of ``data.dataset``, or as many as there are.
+        labels: how many classes there are; left out: those of the config, of the catalogue, or of the data. The data
+            are read for any of the three only where they are a file or a folder on this machine.
         length: tokens of an example on average, which FLOPs and time are those of; left out: as many as
             ``model.max_length`` and the model allow.
         device: that clients train on: a GPU (``A100``, see ``fedspan.runs.accelerators``), or ``here``, this machine,
@@ -55,9 +59,7 @@ def plan(
     checked = (
         config if isinstance(config, RunConfig) and not overrides else parse_config(plain_values(config, overrides))
     )
-    if examples is None:
-        examples = known_examples(checked)
-    labels = known_labels(checked) if labels is None else labels
+    clients, examples, labels = _facts(checked, clients, examples, labels)
     _require_device(device, utilisation)
     model = planned_model(_placed(checked, device), labels, architecture)
     found = plan_run(checked, model, clients, examples, length=length, mbit=mbit)
@@ -104,15 +106,14 @@ def plan_methods(
     values = plain_values(config, overrides)
     steps = plan_comparison(values, methods, [0], {}, None).steps
     first = steps[0].config
-    labels = known_labels(first) if labels is None else labels
+    clients, examples, labels = _facts(first, clients, examples, labels)
     _require_device(device, utilisation)
     model = planned_model(_placed(first, device), labels, architecture)
     found: dict[str, Plan | FedspanError] = {}
     speed: Speed | None = None
     for step in steps:
-        count = known_examples(step.config) if examples is None else examples
         try:
-            made = plan_run(step.config, model, clients, count, length=length, mbit=mbit)
+            made = plan_run(step.config, model, clients, examples, length=length, mbit=mbit)
         except FedspanError as error:
             found[step.group] = error
             continue
@@ -121,6 +122,32 @@ def plan_methods(
             made = timed(made, speed, step.config)
         found[step.group] = made
     return found
+
+
+def _facts(
+    config: RunConfig, clients: int | None, examples: int | None, labels: int | None
+) -> tuple[int | None, int | None, int]:
+    """Clients, examples and labels: as given, as the config or the catalogue say, or as counted in a local file."""
+    told = _entry(config) is not None
+    natural = clients is None and config.partition.partitioner == "natural"
+    if natural or (not told and (labels is None or examples is None)):
+        here = _counted(config)
+        if here is not None:
+            clients = here[0] if natural else clients
+            examples = here[1] if examples is None else examples
+            labels = here[2] if labels is None else labels
+    examples = known_examples(config) if examples is None else examples
+    return clients, examples, known_labels(config) if labels is None else labels
+
+
+def _counted(config: RunConfig) -> tuple[int, int, int] | None:
+    """Clients, training examples and labels of data that lie on this machine; None of others."""
+    train = config.data.train
+    if train is None or not (train.startswith("builtin:") or Path(train).exists()):
+        return None
+    data = load(config.data, seed=config.data_seed, task=config.task)
+    parts = partition(data.train, config.partition, config.data_seed)
+    return len(parts.clients), len(data.train), len(data.labels) if PROBLEMS[config.task].classifies else 0
 
 
 def _require_device(device: str | None, utilisation: float | None) -> None:

@@ -70,8 +70,8 @@ def plan(
 ) -> None:
     """Show what a run takes: trainable numbers, bytes that travel, FLOPs, time, memory of a client and of the server.
 
-    No weights and no data are read: a federation of a thousand hospitals is planned on a laptop. Bytes are those that a
-    run's ledger will count.
+    No weights are read, and of data only a local file of the config's own, to count: a federation of a thousand
+    hospitals is planned on a laptop. Bytes are those that a run's ledger will count.
     """
     if config is None and model is None:
         raise FedspanError("--model", None, "a model, or a config")
