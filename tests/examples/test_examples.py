@@ -144,6 +144,15 @@ def test_differential_privacy(tiny_folder: Path, tmp_path: Path) -> None:
     assert f"held-out accuracy {scores[0]} without privacy, {scores[1]} with it" in printed
 
 
+def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    printed = played("own_method", out, *ENCODER, tiny_folder / "bert")
+    for method in ("fedit", "slow-a"):
+        report = api.read_report(out / f"{method}-seed0")
+        assert report.method == method
+        assert f"{method}: held-out accuracy {report.scores['test']['accuracy']:.1%}" in printed
+
+
 def processes_of(out: Path) -> list[int]:
     """What an example started and is still there: everything that inherited its environment."""
     found: list[int] = []

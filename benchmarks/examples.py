@@ -1,0 +1,66 @@
+"""How long the examples take, each with its defaults as a user would run it, one after another.
+
+    python benchmarks/examples.py --model PATH --page examples/README.md
+
+``--model`` is a folder with a causal language model, for the example that trains one: its default comes from a hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NOTE = "\nSeconds of wall-clock time"
+
+
+def timed(script: Path, out: Path, model: Path | None) -> float:
+    """Seconds of an example."""
+    words = ["--model", str(model)] if model is not None and script.stem == "instruction_tuning" else []
+    began = time.monotonic()
+    subprocess.run([sys.executable, str(script), "--out", str(out / script.stem), *words], check=True)
+    return time.monotonic() - began
+
+
+def page(text: str, seconds: dict[str, float], command: str) -> str:
+    """The page with its last column filled in, and where that comes from."""
+    for name, value in seconds.items():
+        text = re.sub(rf"(\| \[`{name}\.py`\].*\|) [^|]+ \|\n", rf"\g<1> {value:.0f} |\n", text)
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return (
+        text.partition(NOTE)[0].rstrip()
+        + f"\n{NOTE}, with each script's defaults (`instruction_tuning.py` on the model that `--model` names).\n\n"
+        f"Command: `{command}`  \nDate: {datetime.date.today()}. Machine: {machine}.\n"
+    )
+
+
+def main() -> None:
+    """Time them; write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of examples; left out: all")
+    parser.add_argument("--model", type=Path, help="folder with a causal language model")
+    parser.add_argument("--page", type=Path, help="whose table is filled in")
+    args = parser.parse_args()
+    found = sorted(path for path in EXAMPLES.glob("*.py") if not args.names or path.stem in args.names)
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for script in found:
+            seconds[script.stem] = timed(script, Path(name), args.model)
+            print(f"{script.stem}: {seconds[script.stem]:.1f} s", flush=True)
+    if args.page is not None:
+        model = "" if args.model is None else f" --model PATH/{args.model.name}"
+        command = " ".join(["python benchmarks/examples.py", *args.names]) + model
+        args.page.write_text(page(args.page.read_text(encoding="utf-8"), seconds, command), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
