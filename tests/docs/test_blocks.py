@@ -24,11 +24,6 @@ from fedspan.config.node import NodeConfig
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 FRAGMENTS = {Path("docs/adding-a-method.md"): ("methods/ffa_lora.py", "methods/registry.py")}
 """Pages whose Python is a module in pieces, and the modules."""
-REAL = "builtin:all-minilm-l6-v2"
-SLOW = {Path("docs/index.md")}
-"""Pages whose commands train the real model; others use it only if they name it."""
-
-
 LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md")}
 """Pages about runs that are there."""
 
@@ -49,12 +44,10 @@ def of(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language and block.exempt is None]
 
 
-def stories() -> list[Any]:
-    """The pages with something to run, each from its first block to its last, as a reader would."""
+def stories() -> list[Path]:
+    """The pages with something to run."""
     pages = dict.fromkeys(block.page for block in BLOCKS if block.language in ("bash", "python"))
-    runnable = [page for page in pages if page not in FRAGMENTS]
-    slow = {page for page in runnable if page in SLOW or any(REAL in block.text for block in blocks_of(page))}
-    return [pytest.param(page, marks=[pytest.mark.slow] if page in slow else [], id=str(page)) for page in runnable]
+    return [page for page in pages if page not in FRAGMENTS]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -100,7 +93,8 @@ def test_pieces_of_a_module_are_its_own(page: Path) -> None:
         assert any(shown in module for module in modules), piece
 
 
-@pytest.mark.parametrize("page", stories())
+@pytest.mark.slow  # together they take minutes, so they are a step of their own in .ci/run
+@pytest.mark.parametrize("page", stories(), ids=str)
 def test_a_page_runs_from_its_first_block_to_its_last(
     page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

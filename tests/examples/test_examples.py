@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from fedspan import api
 
+pytestmark = pytest.mark.slow  # together they take minutes, so they are a step of their own in .ci/run
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ENCODER = ("--layer", "1", "--model")
 """The tiny models have two layers."""
@@ -165,7 +166,6 @@ def processes_of(out: Path) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     out, holders = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
@@ -179,7 +179,6 @@ def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
     assert processes_of(out) == []
 
 
-@pytest.mark.slow
 def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     out = tmp_path / "out"
