@@ -46,6 +46,25 @@ def by_cell(verdicts: Sequence[Judged]) -> str:
     return "Cell by cell:\n\n" + report.table(("statement", "better", "worse", "cell", "by", "verdict"), rows)
 
 
+def at_ends(found: Reproduction, preset: Preset) -> str:
+    """Which rows' settings were chosen at an end of their grid; empty if none were."""
+    rows: list[str] = []
+    for path, grid in preset.sweep_at(found.scale).items():
+        numbers = [value for value in grid if isinstance(value, int | float)]
+        if len(numbers) < 2:
+            continue
+        ends = {min(numbers): "smallest", max(numbers): "largest"}
+        for end, name in ends.items():
+            cells: dict[str, list[str]] = {}
+            for score in found.scores:
+                if score.chosen.get(path) == end:
+                    cells.setdefault(score.method, []).append(score.cell)
+            rows += [f"- {path} {end:g}, the {name}: {method} in {', '.join(own)}" for method, own in cells.items()]
+    if not rows:
+        return ""
+    return "Chosen at an end of the grid, beyond which more might be found:\n\n" + "\n".join(rows)
+
+
 def draw(scores: Sequence[CellScore]) -> Figure:
     """Every cell's scores, a group of bars each."""
     cells = list(dict.fromkeys(score.cell for score in scores))
@@ -82,6 +101,7 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
         "--scale full --out FOLDER`.",
         "\n".join(markdown(found.table())),
         shown,
+        at_ends(found, preset),
         by_cell(found.verdicts),
         f"## Setting\n\n{notes}",
     ]
