@@ -138,14 +138,19 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", help=f"of {', '.join(job.page for job in JOBS)}; left out: all")
     parser.add_argument("--data", type=Path, help="folder with the data sets; what it lacks is left out")
     parser.add_argument("--model", type=Path, help="folder with a language model; without, what needs one is left out")
-    parser.add_argument("--work", type=Path, default=Path("runs/claims"), help="what is made so far")
+    parser.add_argument("--work", type=Path, help="what is made so far; left out: runs/claims, or runs/claims-one-seed")
     parser.add_argument("--out", type=Path, help=f"for finished pages; left out: {FOLDER}, or none with --one-seed")
     parser.add_argument("--one-seed", action="store_true", help="the first ones, on one seed")
     args = parser.parse_args()
     if unknown := set(args.pages) - {job.page for job in JOBS}:
         parser.error(f"no such claim: {', '.join(sorted(unknown))}")
+    # not one folder for both: a page of one seed would be taken for the verdict
+    args.work = args.work or Path("runs/claims-one-seed" if args.one_seed else "runs/claims")
     args.work.mkdir(parents=True, exist_ok=True)
     args.out = args.out or (None if args.one_seed else FOLDER)
+    slow = [job.page for job in JOBS if job.page in args.pages and job.quick is None]
+    if args.one_seed and slow:
+        parser.error(f"--one-seed: not of {', '.join(slow)}")
     wanted = [job for job in JOBS if not args.pages or job.page in args.pages]
     failed = play([job for job in wanted if job.quick is not None or not args.one_seed], args)
     if args.out is not None:

@@ -19,9 +19,6 @@ from fedspan.runs.presets import Preset, preset_of
 from fedspan.runs.tables import markdown
 from fedspan.tasks.metrics import METRICS
 
-POINTS = 100.0
-"""Of a metric's unit: they are shares."""
-
 
 def finding(judged: Judged) -> report.Finding:
     """A verdict as a row."""
@@ -69,6 +66,8 @@ def draw(scores: Sequence[CellScore]) -> Figure:
     """Every cell's scores, a group of bars each."""
     cells = list(dict.fromkeys(score.cell for score in scores))
     labels = list(dict.fromkeys(score.method for score in scores))
+    metric = METRICS[next(score.metric for score in scores if score.metric)]
+    factor = 100.0 if metric.percent else 1.0
     figure = Figure(figsize=(max(6.0, 1.2 * len(cells) * len(labels) / 2), 4))
     axes = figure.subplots()
     width = 0.8 / len(labels)
@@ -78,16 +77,16 @@ def draw(scores: Sequence[CellScore]) -> Figure:
         ]
         axes.bar(
             [place + (at - (len(labels) - 1) / 2) * width for place, _ in shown],
-            [POINTS * (score.mean or 0.0) for _, score in shown],
+            [factor * (score.mean or 0.0) for _, score in shown],
             width,
-            yerr=[POINTS * (score.deviation or 0.0) for _, score in shown],
+            yerr=[factor * (score.deviation or 0.0) for _, score in shown],
             label=label,
             hatch=("", "//", "..", "xx", "\\\\", "++", "oo", "--")[at % 8],
             edgecolor="black",
             linewidth=0.5,
         )
     axes.set_xticks(range(len(cells)), [cell.replace(" / ", "\n") for cell in cells], fontsize="small")
-    axes.set_ylabel("held-out, % (mean ± deviation over seeds)")
+    axes.set_ylabel(f"{metric.title}{', %' if metric.percent else ''} (mean ± deviation over seeds)")
     axes.legend(fontsize="small")
     return figure
 

@@ -37,9 +37,12 @@ def main() -> None:
     )
     parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=Path("runs/differential_privacy"))
+    parser.add_argument(
+        "--out", type=Path, help="left out: runs/differential_privacy, or runs/differential_privacy-smoke"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round on 120 texts")
     args = parser.parse_args()
+    args.out = args.out or Path("runs/differential_privacy-smoke" if args.smoke else "runs/differential_privacy")
 
     config: dict[str, Any] = {
         "model": {"name": args.model, "target_modules": ["query", "value"], "layers_to_transform": args.layer},

@@ -64,9 +64,10 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=300, help="of --data at most")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--ask", default="Add 2 and 5.")
-    parser.add_argument("--out", type=Path, default=Path("runs/instruction_tuning"))
+    parser.add_argument("--out", type=Path, help="left out: runs/instruction_tuning, or runs/instruction_tuning-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round on 40 instructions")
     args = parser.parse_args()
+    args.out = args.out or Path("runs/instruction_tuning-smoke" if args.smoke else "runs/instruction_tuning")
 
     partition: dict[str, Any] = {"partitioner": "iid", "clients": 4}
     data = args.data

@@ -70,9 +70,10 @@ def main() -> None:
     )
     parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("runs/own_method"))
+    parser.add_argument("--out", type=Path, help="left out: runs/own_method, or runs/own_method-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round on 120 texts")
     args = parser.parse_args()
+    args.out = args.out or Path("runs/own_method-smoke" if args.smoke else "runs/own_method")
 
     fedspan.register("slow-a", SlowA)
     config: dict[str, Any] = {

@@ -37,9 +37,10 @@ def main() -> None:
     parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--text", default="Can I come in on Tuesday instead?")
-    parser.add_argument("--out", type=Path, default=Path("runs/personalisation"))
+    parser.add_argument("--out", type=Path, help="left out: runs/personalisation, or runs/personalisation-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round on 200 texts")
     args = parser.parse_args()
+    args.out = args.out or Path("runs/personalisation-smoke" if args.smoke else "runs/personalisation")
 
     config: dict[str, Any] = {
         "model": {

@@ -85,9 +85,10 @@ def main() -> None:
     parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--text", default="How much will I be charged?")
-    parser.add_argument("--out", type=Path, default=Path("runs/ten_banks"))
+    parser.add_argument("--out", type=Path, help="left out: runs/ten_banks, or runs/ten_banks-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round on 120 texts")
     args = parser.parse_args()
+    args.out = args.out or Path("runs/ten_banks-smoke" if args.smoke else "runs/ten_banks")
 
     report = fedspan.compare(config_of(args), args.out, METHODS, seeds=[0], listener=Progress())
 

@@ -94,9 +94,10 @@ def main() -> None:
     )
     parser.add_argument("--layer", type=int, default=5, help="the layer to adapt; MiniLM's last one is 5")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/three_machines"), help="not there yet, or empty")
+    parser.add_argument("--out", type=Path, help="left out: runs/three_machines, or runs/three_machines-smoke")
     parser.add_argument("--smoke", action="store_true", help="one round on 120 texts")
     args = parser.parse_args()
+    args.out = args.out or Path("runs/three_machines-smoke" if args.smoke else "runs/three_machines")
     out, port = args.out.resolve(), free_port()
     if out.exists() and any(out.iterdir()):
         parser.error(f"--out {args.out}: there is something in it; choose another folder")

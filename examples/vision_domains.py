@@ -72,9 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=Path, help="folder with domain/class/picture")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("runs/vision_domains"))
+    parser.add_argument("--out", type=Path, help="left out: runs/vision_domains, or runs/vision_domains-smoke")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: one round on 125 pictures")
     args = parser.parse_args()
+    args.out = args.out or Path("runs/vision_domains-smoke" if args.smoke else "runs/vision_domains")
 
     pictures = args.pictures
     if pictures is None:

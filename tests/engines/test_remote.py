@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import socket
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +296,9 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (caused(FedspanError("data.train", "/patients", "a file"), OSError(errno.ENOENT, "none")), "data.train"),
         (FedspanError("/patients", "secret", "nothing"), "an error"),
         (OSError("a patient's name"), "OSError"),
+        (OSError("a patient's", "name"), "OSError"),
+        (ssl.SSLCertVerificationError(1, "a patient's name"), "SSLCertVerificationError"),
+        (socket.gaierror(-2, "a patient's name"), "gaierror"),
         (FedspanError("serial", 3, "more than 3"), "serial: 3; more than 3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

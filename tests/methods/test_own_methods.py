@@ -122,6 +122,7 @@ def installed(folder: Path, entries: dict[str, str], monkeypatch: pytest.MonkeyP
     [
         ("fedit", Own, "a key that is free; this one is FedIT's"),
         ("Own", Own, "lower case letters and digits"),
+        ("all", Own, "not all"),
         ("own+more", Own, "lower case letters and digits"),
         ("own", dict, "a class on fedspan.core.method.RegisteredMethod"),
         ("own", Unfinished, "it lacks contribute, finish, init, start, sync, traffic, update"),
@@ -139,3 +140,11 @@ def test_twice_is_once() -> None:
     register("own", Own)
     register("own", Own)
     assert METHODS["own"] is Own
+
+
+def test_a_wrapper_s_key_breaks_no_wrapper(tiny_folder: Path) -> None:
+    register("fedprox", Own)
+    values = tiny.settings(tiny_folder)
+    assert parse_config(values | {"method": {"name": "fedit", "wrappers": ["fedprox"]}}).method.title == "fedit+fedprox"
+    with pytest.raises(FedspanError, match=r"method\.name: 'fedprox'; a method; this is a wrapper"):
+        parse_config(values | {"method": {"name": "fedprox"}})

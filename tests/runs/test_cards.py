@@ -75,6 +75,7 @@ def test_a_cut_adapter_s_card_says_so_and_claims_no_score(run: Path, tmp_path: P
     card = ModelCard.load(fedspan.export(run, tmp_path / "cut", rank=1) / CARD)
     assert card.data.eval_results is None
     assert "cut to rank 1 afterwards" in text_of(card, "## Scores")
+    assert "- Method: fedit, cut to rank 1\n" in card.text
     assert card.data.library_name == "peft"
 
 

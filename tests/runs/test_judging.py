@@ -12,7 +12,7 @@ import tiny
 from fedspan.runs.cells import Cell
 from fedspan.runs.curves import Point, common_target, curve_of, reached
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.judging import CellScore, Judged, judge, verdict_table
+from fedspan.runs.judging import CellScore, Judged, JudgedCell, difference, judge, verdict_table
 from fedspan.runs.statements import Claim
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
@@ -125,3 +125,18 @@ def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path
     assert curve[-1].bytes == report.bytes["down"] + report.bytes["up"]
     assert 0 < curve[0].bytes < curve[-1].bytes
     assert 0 < curve[0].seconds < curve[1].seconds
+
+
+@pytest.mark.parametrize(
+    ("metric", "mean", "shown"),
+    [
+        ("accuracy", 0.05, "+5.0 ± 1.0"),
+        ("exact_match", 0.05, "+5.0 ± 1.0"),
+        ("loss", -0.25, "-0.2500 ± 0.0100"),
+        ("barrier", 0.05, "+0.05 ± 0.01"),
+        ("bytes_up", 2.5e6, "+2.500 MB"),
+        ("rounds_to", -2.67, "-2.7 rounds"),
+    ],
+)
+def test_a_difference_has_its_own_unit(metric: str, mean: float, shown: str) -> None:
+    assert difference(metric, JudgedCell("all", mean, 0.01, "holds")) == shown

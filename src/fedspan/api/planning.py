@@ -70,7 +70,7 @@ def plan(
 
 def plan_methods(
     config: ConfigLike,
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] | None = None,
     *,
     overrides: Sequence[str] = (),
     architecture: Mapping[str, Any] | None = None,
@@ -86,7 +86,7 @@ def plan_methods(
 
     Args:
         config: as for ``plan``; options that only some of the methods have may stand in it.
-        methods: registry keys, with wrappers as in ``fedit+fedprox``.
+        methods: registry keys, with wrappers as in ``fedit+fedprox``; left out: all that are registered.
         overrides: as for ``plan``, as are all others.
         architecture: likewise.
         clients: likewise.
@@ -104,7 +104,7 @@ def plan_methods(
         FedspanError: for what is wrong under any method.
     """
     values = plain_values(config, overrides)
-    steps = plan_comparison(values, methods, [0], {}, None).steps
+    steps = plan_comparison(values, tuple(METHODS) if methods is None else methods, [0], {}, None).steps
     first = steps[0].config
     clients, examples, labels = _facts(first, clients, examples, labels)
     _require_device(device, utilisation)
@@ -128,9 +128,13 @@ def _facts(
     config: RunConfig, clients: int | None, examples: int | None, labels: int | None
 ) -> tuple[int | None, int | None, int]:
     """Clients, examples and labels: as given, as the config or the catalogue say, or as counted in a local file."""
+    for name, value in (("clients", clients), ("examples", examples), ("labels", labels)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise FedspanError(name, value, "a whole number from 1")
     told = _entry(config) is not None
     natural = clients is None and config.partition.partitioner == "natural"
-    if natural or (not told and (labels is None or examples is None)):
+    unnamed = labels is None and not config.data.labels
+    if natural or (not told and (unnamed or examples is None)):
         here = _counted(config)
         if here is not None:
             clients = here[0] if natural else clients
@@ -146,8 +150,10 @@ def _counted(config: RunConfig) -> tuple[int, int, int] | None:
     if train is None or not (train.startswith("builtin:") or Path(train).exists()):
         return None
     data = load(config.data, seed=config.data_seed, task=config.task)
-    parts = partition(data.train, config.partition, config.data_seed)
-    return len(parts.clients), len(data.train), len(data.labels) if PROBLEMS[config.task].classifies else 0
+    clients = config.partition.clients
+    if config.partition.partitioner == "natural":
+        clients = len(partition(data.train, config.partition, config.data_seed).clients)
+    return clients, len(data.train), len(data.labels) if PROBLEMS[config.task].classifies else 0
 
 
 def _require_device(device: str | None, utilisation: float | None) -> None:

@@ -7,9 +7,12 @@ that is retried, or a reply that is lost, never advances it twice.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
+import socket
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -279,8 +282,13 @@ def told(error: Exception) -> str:
     system = error.__cause__ if ours else error
     if ours and _FIELD.fullmatch(error.field):
         what = error.field
-    elif isinstance(system, OSError) and system.errno is not None:
+    elif isinstance(system, OSError) and _is_system_s(system):
         what = os.strerror(system.errno).lower()
     else:
         what = "an error" if ours else type(error).__name__
     return f"{what}; see the client's own log"
+
+
+def _is_system_s(error: OSError) -> bool:
+    """Whether an error's number is the operating system's; those of TLS and of looking up names are not."""
+    return error.errno in errno.errorcode and not isinstance(error, socket.gaierror | socket.herror | ssl.SSLError)

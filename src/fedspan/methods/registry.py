@@ -1,8 +1,9 @@
 """Every method by its key: the one place that names them all. One line a method.
 
 Methods of one's own join them by ``register``, or from an installed package that names them as entry points in the
-group ``fedspan.methods`` (``my-method = "my_package:MyMethod"``): the command line and nodes find those, too. A node
-runs what is installed on it; no server can add to this.
+group ``fedspan.methods`` (``my-method = "my_package:MyMethod"``): wherever a config names one, on the command line and
+on nodes, it is found there. The tables of ``fedspan methods`` show those of the registry itself. A node runs what is
+installed on it; no server can add to this.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ __all__ = ["GROUP", "METHODS", "method_class", "register"]
 
 GROUP = "fedspan.methods"
 """Of entry points."""
+_RESERVED = {"all"}
 _KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 _methods: dict[str, type[RegisteredMethod]] = {
@@ -90,8 +92,12 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
     Raises:
         FedspanError: for a key that is taken by another class or is none, or a class that is no method.
     """
-    if not _KEY.fullmatch(key):
-        raise FedspanError("method.name", key, "lower case letters and digits, with hyphens between words")
+    if not _KEY.fullmatch(key) or key in _RESERVED:
+        raise FedspanError(
+            "method.name",
+            key,
+            "lower case letters and digits, with hyphens between words; not all",
+        )
     if _methods.get(key, cls) is not cls:
         raise FedspanError("method.name", key, f"a key that is free; this one is {_methods[key].__qualname__}'s")
     _require_method(key, cls)

@@ -126,16 +126,19 @@ class Speed:
         passes, slower = config.training.gradient_accumulation_steps, 1.0
         step = compute.step / self.alone
         if self.bandwidth is not None:
-            slower = max(1.0, _PASSES * base * passes / self.bandwidth / step)
-        first = None if compute.client is None else compute.client / self.alone * slower
-        rounds = config.federation.rounds
-        run = None if compute.run is None or self.together is None else compute.run / self.together * slower
+            slower = max(1.0, _PASSES * base * compute.above * passes / self.bandwidth / step)
+        client = None if compute.client is None else compute.client / self.alone * slower
+        deployed = run = None
+        if client is not None and compute.first is not None:
+            deployed = compute.first / self.alone + config.federation.rounds * (client + (transfer or 0.0))
+        if compute.run is not None and compute.kept is not None and self.together is not None:
+            run = ((compute.run - compute.kept) * slower + compute.kept) / self.together
         return Duration(
             device=self.device,
             step=step * slower,
-            client=first,
+            client=client,
             simulated=run,
-            deployed=None if first is None else rounds * (first + (transfer or 0.0)),
+            deployed=deployed,
             start=self.start,
             memory=self.memory,
         )

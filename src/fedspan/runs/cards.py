@@ -91,6 +91,7 @@ def cut_card(text: str, rank: int) -> str:
     """An adapter's card after it was cut to a rank: its scores were measured before."""
     made = ModelCard(text, ignore_metadata_errors=True)
     cast("ModelCardData", made.data).eval_results = None
+    made.text = re.sub(r"(- Method: [^\n]*), rank [^\n,]*", rf"\g<1>, cut to rank {rank}", made.text, count=1)
     said = (
         f"## Scores\n\nThis adapter was cut to rank {rank} afterwards (`relative_error` in `fedspan.json` has what "
         "each layer lost); these are of the whole one.\n\n"

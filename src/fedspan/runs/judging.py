@@ -11,6 +11,7 @@ from fedspan.runs.cells import Cell
 from fedspan.runs.curves import Point, common_target, reached
 from fedspan.runs.statements import Claim
 from fedspan.runs.tables import Table, plus_minus
+from fedspan.tasks.metrics import METRICS
 
 __all__ = ["CellScore", "Judged", "JudgedCell", "difference", "judge", "verdict_table"]
 
@@ -234,6 +235,6 @@ def difference(metric: str, found: JudgedCell) -> str:
         return f"{found.mean / 1e6:+.3f} MB"
     if metric in ("rounds_to", "seconds_to"):
         return f"{found.mean:+.1f} {metric.removesuffix('_to')}"
-    if metric in _SIGNS:
+    if metric in _SIGNS and metric not in METRICS:
         return f"{found.mean:+.3g}" + ("" if found.error is None else f" ± {found.error:.2g}")
     return plus_minus(metric, found.mean, found.error, sign=True)

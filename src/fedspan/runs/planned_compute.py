@@ -63,6 +63,8 @@ class Compute:
         client: of a client's round (where clients differ, of the mean one), without ``once``; None where nobody says
             how many examples it has.
         run: of all clients and rounds, ``once`` among it; None likewise.
+        first: of the hidden states of all of a client's examples, before its first round; None likewise.
+        kept: the same of all clients that take part at all, as it is in ``run``; None likewise.
     """
 
     length: int | None
@@ -71,6 +73,14 @@ class Compute:
     step: int
     client: int | None
     run: int | None
+    first: int | None
+    kept: int | None
+
+    @property
+    def above(self) -> float:
+        """Share of the weights that a pass reads: those above the kept hidden states, by their FLOPs."""
+        forward = self.example / 2  # a frozen layer's backward pass costs as much
+        return forward / (forward + self.once) if self.once else 1.0
 
 
 @dataclass(frozen=True)
@@ -262,7 +272,7 @@ def local_training(
         FedspanError: a length that no example has.
     """
     longest = passes.longest
-    if length is not None and (longest is None or not 1 <= length <= longest):
+    if length is not None and (longest is None or not isinstance(length, int) or not 1 <= length <= longest):
         expected = "left out: images have none" if longest is None else f"a whole number from 1 to {longest}, the most"
         raise FedspanError("--length", length, expected)
     length, settings, batch = length or longest, config.training_settings(), config.training.batch_size
@@ -276,11 +286,13 @@ def local_training(
     example = (each.forward + each.backward) // batch
     once = 0 if prefix is None or length is None else passes.prefix_flops(prefix, batch, length) // batch
     client = None if seen is None else round(seen * example)
-    run = None
+    run = first = kept = None
     if client is not None and own is not None:
         asked = [at for cohort in cohorts for at in cohort]
-        run = client * len(asked) + round(once * own) * len({*asked})
-    compute = Compute(length, example, once, example * batch * settings.accumulate, client, run)
+        first = round(once * own)
+        kept = first * len({*asked})
+        run = client * len(asked) + kept
+    compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, kept)
     return Local(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
 
 

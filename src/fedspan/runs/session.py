@@ -164,7 +164,7 @@ class _Session:
                 if number == first and note is not None:
                     self.listener.noted(note)
             row = self._row(result) | ({} if seen is None else {"diagnostics": seen})
-            self.seconds += time.monotonic() - began
+            self.seconds += time.monotonic() - began - (0.0 if seen is None else seen["seconds"])
             progress = self._commit(result, {**row, "seconds": self.seconds})
             del result  # what the cohort keeps is on the disk now
         if self.looks.seconds:

@@ -44,11 +44,11 @@ def wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWr
     Raises:
         FedspanError: for an unknown key, with the nearest known ones.
     """
+    if key in WRAPPERS:  # first: a method of somebody's own may have taken the key
+        return WRAPPERS[key]
     if key in METHODS:
         raise FedspanError(field, key, "a wrapper; this is a method, which goes into method.name")
-    if key not in WRAPPERS:
-        raise FedspanError(field, key, f"no such wrapper; the nearest are {nearest(key, WRAPPERS)}")
-    return WRAPPERS[key]
+    raise FedspanError(field, key, f"no such wrapper; the nearest are {nearest(key, WRAPPERS)}")
 
 
 def wrap(
