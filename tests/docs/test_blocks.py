@@ -89,7 +89,7 @@ def test_pieces_of_a_module_are_its_own(page: Path) -> None:
     pieces = [block.text for block in blocks_of(page) if block.language == "python"]
     assert pieces
     for piece in pieces:
-        parts = [part.strip("\n ") for part in piece.replace('"""', "").split("...")]
+        parts = [part.strip('\n "') for part in piece.split("...")]
         assert parts[0]
         assert all(any(part in module for module in modules) for part in parts), piece
 

@@ -16,6 +16,7 @@ from fedspan.runs.planned_compute import Compute
 
 def compute(**changes: Any) -> Compute:
     values = {"length": 32, "example": 10, "once": 0, "step": 100, "client": 400, "run": 8000}
+    values |= {"first": 0, "kept": 0}
     return Compute(**{**values, **changes})
 
 
@@ -60,6 +61,20 @@ def test_a_small_batch_waits_for_the_weights(tiny_folder: Path) -> None:
     found = Speed("x", 10.0, 10.0, bandwidth=2.0).duration(compute(), 50, config, None)
     assert found.step == 3 * 2 * 50 / 2
     assert found.client == pytest.approx(4 * found.step)
+
+
+def test_what_is_computed_once_is_paid_once_and_its_weights_are_read_once(tiny_folder: Path) -> None:
+    """Two clients, five rounds; three quarters of the forward pass lie below what trains."""
+    config = tiny.config(tiny_folder, federation={"rounds": 5})
+    made = compute(once=15, first=600, kept=1200, run=1200 + 10 * 400)
+    found = Speed("x", 10.0, 10.0).duration(made, 0, config, None)
+    assert found.simulated == (1200 + 10 * 400) / 10
+    assert found.deployed == 60 + 5 * 40
+    bound = Speed("x", 10.0, 10.0, bandwidth=2.0).duration(made, 80, config, None)
+    assert bound.step == 2 * 80 / 4 / 2  # of 80 bytes a quarter, twice
+    assert bound.client == pytest.approx(4 * bound.step)
+    assert bound.simulated == pytest.approx(10 * 4 * bound.step + 120)
+    assert bound.deployed == pytest.approx(60 + 5 * 4 * bound.step)
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])

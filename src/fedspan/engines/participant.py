@@ -279,16 +279,18 @@ def told(error: Exception) -> str:
     ours = isinstance(error, FedspanError)
     if ours and error.field.partition(".")[0] in _SERVER_S:
         return str(error)
-    system = error.__cause__ if ours else error
+    system = _system_s(error.__cause__ if ours else error)
     if ours and _FIELD.fullmatch(error.field):
         what = error.field
-    elif isinstance(system, OSError) and _is_system_s(system):
-        what = os.strerror(system.errno).lower()
+    elif system is not None:
+        what = system
     else:
         what = "an error" if ours else type(error).__name__
     return f"{what}; see the client's own log"
 
 
-def _is_system_s(error: OSError) -> bool:
-    """Whether an error's number is the operating system's; those of TLS and of looking up names are not."""
-    return error.errno in errno.errorcode and not isinstance(error, socket.gaierror | socket.herror | ssl.SSLError)
+def _system_s(error: BaseException | None) -> str | None:
+    """What the operating system calls an error; None of others, those of TLS and of looking up names among them."""
+    if not isinstance(error, OSError) or isinstance(error, socket.gaierror | socket.herror | ssl.SSLError):
+        return None
+    return os.strerror(error.errno).lower() if error.errno in errno.errorcode else None

@@ -63,8 +63,8 @@ class Compute:
         client: of a client's round (where clients differ, of the mean one), without ``once``; None where nobody says
             how many examples it has.
         run: of all clients and rounds, ``once`` among it; None likewise.
-        first: of the hidden states of all of a client's examples, before its first round; None likewise.
-        kept: the same of all clients that take part at all, as it is in ``run``; None likewise.
+        first: a client's ``once`` of all its examples; None likewise.
+        kept: the same of all clients, as it is in ``run``; None likewise.
     """
 
     length: int | None
@@ -288,8 +288,7 @@ def local_training(
     client = None if seen is None else round(seen * example)
     run = first = kept = None
     if client is not None and own is not None:
-        asked = [at for cohort in cohorts for at in cohort]
-        first = round(once * own)
+        asked, first = [at for cohort in cohorts for at in cohort], round(once * own)
         kept = first * len({*asked})
         run = client * len(asked) + kept
     compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, kept)
