@@ -293,4 +293,5 @@ def _system_s(error: BaseException | None) -> str | None:
     """What the operating system calls an error; None of others, those of TLS and of looking up names among them."""
     if not isinstance(error, OSError) or isinstance(error, socket.gaierror | socket.herror | ssl.SSLError):
         return None
-    return os.strerror(error.errno).lower() if error.errno in errno.errorcode else None
+    number = error.errno
+    return os.strerror(number).lower() if number is not None and number in errno.errorcode else None

@@ -79,8 +79,7 @@ class Compute:
     @property
     def above(self) -> float:
         """Share of the weights that a pass reads: those above the kept hidden states, by their FLOPs."""
-        forward = self.example / 2  # a frozen layer's backward pass costs as much
-        return forward / (forward + self.once) if self.once else 1.0
+        return self.example / (self.example + 2 * self.once)  # a frozen layer's backward pass costs as much again
 
 
 @dataclass(frozen=True)
@@ -289,8 +288,7 @@ def local_training(
     run = first = kept = None
     if client is not None and own is not None:
         asked, first = [at for cohort in cohorts for at in cohort], round(once * own)
-        kept = first * len({*asked})
-        run = client * len(asked) + kept
+        run = client * len(asked) + (kept := first * len({*asked}))
     compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, kept)
     return Local(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
 
