@@ -60,7 +60,7 @@ def running(log: Path, *arguments: str | Path) -> Generator[subprocess.Popen[byt
         process.wait()
 
 
-def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: float = 180) -> None:
     """Until a process has said something."""
     until = time.monotonic() + seconds
     while words not in log.read_text(errors="replace"):

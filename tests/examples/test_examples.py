@@ -35,7 +35,7 @@ def environment(out: Path) -> dict[str, str]:
 
 def played(name: str, out: Path, *arguments: str | Path) -> str:
     done = subprocess.run(
-        command(name, out, *arguments), env=environment(out), capture_output=True, text=True, timeout=300
+        command(name, out, *arguments), env=environment(out), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -189,14 +189,14 @@ def test_three_machines_leave_no_process_behind_when_asked_to_end(tiny_folder: P
         stderr=subprocess.DEVNULL,
     )
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 400
         while not (out / "run" / "config.yaml").is_file():  # the federation has begun
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.2)
         assert len(processes_of(out)) >= 7  # the script, the server and its SuperLink, three nodes, the submission
         process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 143
+        assert process.wait(300) == 143
     finally:
         process.kill()
         process.wait()
