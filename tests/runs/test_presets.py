@@ -44,7 +44,8 @@ def test_every_cell_is_a_valid_config_on_a_model_of_known_shape(id: str) -> None
 
 @pytest.mark.parametrize(("id", "scale"), SIZES)
 def test_a_dry_run_needs_neither_weights_nor_data(id: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "local_training", lambda *_: Local(Compute(None, 0, 0, 0, None, None), 0, 0))
+    nothing = Local(Compute(None, 0, 0, 0, None, None, None, None), 0, 0)
+    monkeypatch.setattr(plans, "local_training", lambda *_: nothing)
     found = dry_run(id, scale=scale)
     preset = preset_of(id)
     assert {each.method for each in found} == set(preset.labels_at(scale))
