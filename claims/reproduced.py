@@ -14,6 +14,7 @@ import report
 from matplotlib.figure import Figure
 
 from fedspan.api.reproducing import Reproduction, reproduce
+from fedspan.methods import METHODS
 from fedspan.runs.judging import CellScore, Judged, difference
 from fedspan.runs.presets import Preset, preset_of
 from fedspan.runs.tables import markdown
@@ -104,7 +105,8 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
         by_cell(found.verdicts),
         f"## Setting\n\n{notes}",
     ]
-    title = f"{preset.paper.split(':')[0].split(' (')[0]}, {preset.item}: {preset.title}"
+    system = METHODS[preset.id.split("-")[0]].__name__
+    title = f"{system}, {preset.item}: {preset.title}"
     findings = [finding(judged) for judged in found.verdicts]
     report.write(folder, found.id, title, preset.paper, findings, [part for part in sections if part])
 
