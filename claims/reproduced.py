@@ -14,7 +14,7 @@ import report
 from matplotlib.figure import Figure
 
 from fedspan.api.reproducing import Reproduction, reproduce
-from fedspan.methods import METHODS
+from fedspan.methods.registry import METHODS
 from fedspan.runs.judging import CellScore, Judged, difference
 from fedspan.runs.presets import Preset, preset_of
 from fedspan.runs.tables import markdown

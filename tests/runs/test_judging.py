@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import fedspan
 import tiny
 from fedspan.runs.cells import Cell
-from fedspan.runs.curves import Point, common_target, curve_of, reached
+from fedspan.runs.curves import Point, curve_of, reached, target_of
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.judging import CellScore, Judged, JudgedCell, difference, judge, verdict_table
 from fedspan.runs.statements import Claim
@@ -79,11 +80,13 @@ def points(*scores: float, cost: int = 10) -> tuple[Point, ...]:
     return tuple(Point(number, score, number * cost, number * 0.5) for number, score in enumerate(scores, 1))
 
 
-def test_the_cost_of_the_score_that_both_reach() -> None:
-    """A comes to 0.8, the best of B, in the second round; B in its fourth and third."""
+def test_the_cost_of_coming_to_nine_tenths_of_the_way() -> None:
+    """From 0.5 to 0.9: the target is 0.86. B comes to 0.87 in its fourth and third round, A in its second."""
     scores = (
-        score("iid", "A", 0.9, 0.9, curves=(points(0.5, 0.8, 0.9), points(0.7, 0.85, 0.9))),
-        score("iid", "B", 0.8, 0.8, curves=(points(0.5, 0.6, 0.7, 0.8, cost=20), points(0.6, 0.7, 0.8, 0.75, cost=20))),
+        score("iid", "A", 0.9, 0.9, curves=(points(0.5, 0.87, 0.9), points(0.7, 0.88, 0.9))),
+        score(
+            "iid", "B", 0.8, 0.8, curves=(points(0.5, 0.6, 0.7, 0.87, cost=20), points(0.5, 0.7, 0.87, 0.7, cost=20))
+        ),
     )
     for measure, mean in (("rounds_to", 1.5), ("bytes_to", 10 * 5), ("seconds_to", 0.75)):
         claim = Claim.model_validate({"says": "A is sooner", "better": "A", "worse": ["B"], "measure": measure})
@@ -95,6 +98,24 @@ def test_the_cost_of_the_score_that_both_reach() -> None:
     assert found.verdict == "not runnable here"
     (found,) = judge([claim], CELLS[:1], (scores[0], score("iid", "B", 0.8, 0.8, curves=((), ()))))
     assert found.verdict == "not runnable here"
+
+
+def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
+    """So one that learns nothing is no reason to time the others to an untrained model's score."""
+    learns = score("iid", "A", 0.9, 0.9, curves=(points(0.5, 0.9, 0.9, 0.9),) * 2)
+    stuck = score("iid", "B", 0.5, 0.5, curves=(points(0.5, 0.5, 0.5, 0.5),) * 2)
+    one = Claim(says="A is sooner", better="A", worse=["B"], measure="rounds_to")
+    (found,) = judge([one], CELLS[:1], (learns, stuck))
+    assert found.overall is not None
+    assert (found.verdict, found.overall.mean, found.overall.bound) == ("holds", 2.0, "at least ")
+    assert verdict_table([found]).rows[0][2] == "at least +2.0 rounds"
+    (other,) = judge([one.model_copy(update={"better": "B", "worse": ["A"]})], CELLS[:1], (learns, stuck))
+    assert verdict_table([other]).rows[0][2] == "at most -2.0 rounds"
+    both = [replace(row, cell="skewed") for row in (learns, stuck)]
+    swapped = [replace(row, method={"A": "B", "B": "A"}[row.method]) for row in both]
+    (found,) = judge([one], CELLS, (learns, stuck, *swapped))
+    assert found.overall is not None
+    assert (found.overall.bound, [cell.bound for cell in found.cells]) == ("about ", ["at least ", "at most "])
 
 
 @pytest.mark.parametrize(("measure", "verdict"), [("alignment", "contradicted"), ("barrier", "holds")])
@@ -110,12 +131,12 @@ def test_what_is_measured_beside_scores(measure: str, verdict: str) -> None:
 
 
 def test_a_score_is_reached_from_below_or_from_above() -> None:
-    assert reached(points(0.1, 0.5, 0.4, 0.6), 0.5, True).round == 2
-    assert reached(points(2.0, 1.5, 1.0), 1.6, False).round == 2
-    assert common_target([points(2.0, 1.5), points(3.0, 1.0)], higher=False) == 1.5
-    assert common_target([points(0.5), ()], higher=True) is None
-    with pytest.raises(ValueError, match="never"):
-        reached(points(0.1), 0.2, True)
+    found = [reached(points(0.1, 0.5, 0.4, 0.6), 0.5, True), reached(points(2.0, 1.5, 1.0), 1.6, False)]
+    assert [point and point.round for point in found] == [2, 2]
+    assert reached(points(0.1), 0.2, True) is None
+    assert target_of([points(2.0, 1.5), points(3.0, 1.0)], higher=False) == pytest.approx(3.0 - 0.9 * 2.0)
+    assert target_of([points(0.5, 0.6), points(0.2, 0.7)], higher=True) == pytest.approx(0.2 + 0.9 * 0.5)
+    assert target_of([points(0.5), ()], higher=True) is None
 
 
 def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ from typing import Any, cast
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Totals, read_lines, read_totals
 
-__all__ = ["Point", "common_target", "curve_of", "reached", "score_of", "sent_until"]
+__all__ = ["Point", "curve_of", "reached", "score_of", "sent_until", "target_of"]
+
+SHARE = 0.9
+"""Of the way from the worst first score to the best score: what runs are timed to."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,26 @@ def sent_until(totals: Totals, rounds: int) -> list[int]:
     return list(accumulate(each))
 
 
-def common_target(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
-    """The best score that all of some runs reach; None if one has no score at all."""
+def target_of(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
+    """What some runs are timed to: nine tenths of the way from the worst of their first scores to the best of all.
+
+    Not the best score that all of them come to: where one of them learns nothing, that is what an untrained model has,
+    and everything is there at once.
+
+    Args:
+        curves: of the runs.
+        higher: whether more is better.
+
+    Returns:
+        The score; None if a run has none at all.
+    """
     if not all(curves):
         return None
-    best = [max(point.score if higher else -point.score for point in curve) for curve in curves]
-    return min(best) if higher else -min(best)
+    worst, best = (min, max) if higher else (max, min)
+    begun = worst(curve[0].score for curve in curves)
+    return begun + SHARE * (best(point.score for curve in curves for point in curve) - begun)
 
 
-def reached(curve: Sequence[Point], target: float, higher: bool) -> Point:
-    """The first round with a score.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    for point in curve:
-        if point.score >= target if higher else point.score <= target:
-            return point
-    raise ValueError(f"{target} is never reached")
+def reached(curve: Sequence[Point], target: float, higher: bool) -> Point | None:
+    """The first round with such a score; None if there is none."""
+    return next((point for point in curve if (point.score >= target if higher else point.score <= target)), None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fedspan.analysis.verdict import Within, near, paired
 from fedspan.runs.cells import Cell
-from fedspan.runs.curves import Point, common_target, reached
+from fedspan.runs.curves import Point, reached, target_of
 from fedspan.runs.statements import Claim
 from fedspan.runs.tables import Table, plus_minus
 from fedspan.tasks.metrics import METRICS
@@ -22,7 +22,8 @@ COSTS: Mapping[str, Callable[[Point], float]] = {
     "bytes_to": lambda point: float(point.bytes),
     "seconds_to": lambda point: point.seconds,
 }
-"""Of reaching the best score that both rows of a pair reach, seed by seed: the less the better."""
+"""Of coming to a score (``runs.curves.target_of`` both rows of a pair), seed by seed: the less the better."""
+Bound = Literal["", "at least ", "at most ", "about "]
 _SIGNS = {"exact_match": 1.0, "alignment": 1.0, "barrier": -1.0, "state_step": -1.0}
 """Of other measures, which end is better."""
 
@@ -73,12 +74,15 @@ class JudgedCell:
         mean: how much better the better row was, mean over the seeds, in the metric's unit.
         error: standard error of that; None for one seed.
         verdict: by the rule.
+        bound: of costs, what the mean is where a run of the worse row (at least), of the better one (at most) or of
+            both (about) ended before it came to the score: all that it had cost is counted, less than it would take.
     """
 
     cell: str
     mean: float
     error: float | None
     verdict: Verdict
+    bound: Bound = ""
 
 
 @dataclass(frozen=True)
@@ -132,9 +136,11 @@ def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tup
         return unjudged(f"it takes {claim.needs}, which is not measured")
     fitting = [cell for cell in cells if all(cell.values[axis] in names for axis, names in claim.cells.items())]
     found: dict[str, tuple[list[float], list[float]]] = {}
+    bounds: dict[str, Bound] = {}
     for cell in fitting:
         if claim.measure in COSTS:
-            pair = _costs(COSTS[claim.measure], scores.get((cell.name, claim.better)), scores.get((cell.name, worse)))
+            rows = (scores.get((cell.name, claim.better)), scores.get((cell.name, worse)))
+            *pair, bounds[cell.name] = _costs(COSTS[claim.measure], *rows)
         else:
             pair = [_values(claim, cell, label, cells, scores) for label in (claim.better, worse)]
         if pair[0] is not None and pair[1] is not None:
@@ -142,9 +148,9 @@ def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tup
     if not found:
         return unjudged("no cell of it is played, or measured, at this scale, or a row of it failed everywhere")
     rule = _rule(claim)
-    single = tuple(_cell(name, rule(*pair)) for name, pair in found.items())
+    single = tuple(_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in found.items())
     mean = [_means([pair[side] for pair in found.values()]) for side in (0, 1)]
-    overall = _cell("all", rule(mean[0], mean[1]))
+    overall = _cell("all", rule(mean[0], mean[1]), _bound({bounds[name] for name in found} if bounds else ()))
     return Judged(claim.says, claim.better, worse, metric, overall.verdict, overall, single)
 
 
@@ -155,8 +161,14 @@ def _rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
     return lambda better, worse: near([one - other for one, other in zip(better, worse, strict=True)], 0.0, within)
 
 
-def _cell(name: str, found: Within) -> JudgedCell:
-    return JudgedCell(name, found.mean, found.error if found.error < float("inf") else None, found.verdict)
+def _cell(name: str, found: Within, bound: Bound) -> JudgedCell:
+    return JudgedCell(name, found.mean, found.error if found.error < float("inf") else None, found.verdict, bound)
+
+
+def _bound(bounds: Collection[Bound]) -> Bound:
+    """Of a mean of what is bounded so."""
+    some: set[Bound] = set(bounds) - {""}
+    return "about " if len(some) > 1 else some.pop() if some else ""
 
 
 def _values(
@@ -178,17 +190,21 @@ def _values(
 
 def _costs(
     cost: Callable[[Point], float], better: CellScore | None, worse: CellScore | None
-) -> list[list[float] | None]:
-    """What it costs both to come to the score that both reach, one for each seed, so that more is better."""
-    values: list[list[float]] = [[], []]
+) -> tuple[list[float] | None, list[float] | None, Bound]:
+    """What it costs both to come to the pair's score, one for each seed, so that more is better; and the bound."""
+    sides: tuple[list[float], list[float]] = ([], [])
+    bounds: set[Bound] = set()
     for pair in zip(() if better is None else better.curves, () if worse is None else worse.curves, strict=False):
         assert better is not None
-        target = common_target(pair, better.higher)
+        target = target_of(pair, better.higher)
         if target is None:
-            return [None, None]
-        for side, curve in zip(values, pair, strict=True):
-            side.append(-cost(reached(curve, target, better.higher)))
-    return [side or None for side in values]
+            return None, None, ""
+        ends: tuple[Bound, Bound] = ("at most ", "at least ")
+        for side, curve, bound in zip(sides, pair, ends, strict=True):
+            point = reached(curve, target, better.higher)
+            side.append(-cost(point or curve[-1]))
+            bounds |= {bound} if point is None else set()
+    return sides[0] or None, sides[1] or None, _bound(bounds)
 
 
 def _oriented(score: CellScore | None, measure: str) -> list[float] | None:
@@ -232,9 +248,9 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
 def difference(metric: str, found: JudgedCell) -> str:
     """By how much the better row is better, with its unit: positive in the paper's direction."""
     if metric in ("bytes_up", "bytes_down", "bytes_to"):
-        return f"{found.mean / 1e6:+.3f} MB"
+        return f"{found.bound}{found.mean / 1e6:+.3f} MB"
     if metric in ("rounds_to", "seconds_to"):
-        return f"{found.mean:+.1f} {metric.removesuffix('_to')}"
+        return f"{found.bound}{found.mean:+.1f} {metric.removesuffix('_to')}"
     if metric in _SIGNS and metric not in METRICS:
         return f"{found.mean:+.3g}" + ("" if found.error is None else f" ± {found.error:.2g}")
     return plus_minus(metric, found.mean, found.error, sign=True)

@@ -52,9 +52,9 @@ class Claim(Record):
         worse: labels of those that it is better than.
         cells: by axis, the values in which; an axis left out: in all.
         measure: what is compared: the held-out metric; bytes of a run; the rounds, the bytes both ways or the seconds
-            of its rounds until the score that both rows reach; the exact matches of generated answers; the alignment
-            of the clients' updates with the global one, the barrier between their models, or the last round's step of
-            the server's tensors.
+            of its rounds until a score (``runs.curves.target_of`` the two rows); the exact matches of generated
+            answers; the alignment of the clients' updates with the global one, the barrier between their models, or
+            the last round's step of the server's tensors.
         gap: compare the loss of score between two cells; the smaller is the better.
         within: the two are level, up to this much of the metric's own unit (shares, not percent).
         needs: what would have to be measured and is not; such a claim is never judged.
