@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tiny_decoders
@@ -120,28 +119,3 @@ def test_packing_is_refused_where_it_would_be_wrong(decoders: Path) -> None:
     with pytest.raises(FedspanError, match="OPTForCausalLM does not keep packed examples apart") as caught:
         prepare(parse_config(tiny_decoders.settings(decoders, "opt", data={"packing": True})))
     assert (caught.value.field, caught.value.value) == ("data.packing", True)
-
-
-@pytest.mark.parametrize("method", ["flora", "fedex-lora", "flexlora"])
-def test_a_language_model_s_adapter_is_one_that_inference_servers_take(
-    method: str, decoders: Path, tmp_path: Path
-) -> None:
-    """vLLM: one rank for all layers, which may be padded, plain LoRA, and no modules that are saved whole."""
-    changes = {
-        "method": {"name": method, "r": 3},
-        "federation": {"rounds": 2},
-        "model": {"target_modules": "all-linear"},
-    }
-    if method != "fedex-lora":
-        changes["federation"] |= {"ranks": [1, 3]}
-    api.run(tiny_decoders.settings(decoders, "llama", **changes), tmp_path / "run")
-    adapter = tmp_path / "run" / "adapter"
-    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    assert (config["peft_type"], config["bias"], config["use_dora"]) == ("LORA", "none", False)
-    assert not config["modules_to_save"]
-    assert not config["rank_pattern"]
-    assert not config["alpha_pattern"]
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in tensors)
-    assert {value.shape[0] for name, value in tensors.items() if ".lora_A." in name} == {config["r"]}
-    assert {value.shape[1] for name, value in tensors.items() if ".lora_B." in name} == {config["r"]}
