@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
 COMMANDS = ("fedspan", "pip", "make")
-_EXEMPT = re.compile(r"<!-- not run: (.+) -->\s*")
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,12 @@ class Block:
         line: counted from 1.
         language: as its fence says; "indented" without one.
         text: what it holds.
-        exempt: why it is not run, as a comment before it says.
     """
 
     page: Path
     line: int
     language: str
     text: str
-    exempt: str | None
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -42,18 +38,11 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """All blocks of a page, in their order."""
     found: list[Block] = []
-    exempt: str | None = None
     for token in MarkdownIt().parse((ROOT / page).read_text(encoding="utf-8")):
-        if token.type == "html_block":
-            said = _EXEMPT.fullmatch(token.content)
-            exempt = said[1] if said else None
-        elif token.type in ("fence", "code_block"):
+        if token.type in ("fence", "code_block"):
             assert token.map is not None
             language = token.info.strip() if token.type == "fence" else "indented"
-            found.append(Block(page, token.map[0] + 1, language, token.content, exempt))
-            exempt = None
-        elif token.block and token.nesting >= 0:
-            exempt = None
+            found.append(Block(page, token.map[0] + 1, language, token.content))
     return found
 
 

@@ -1,4 +1,8 @@
-"""Every code block of README.md, CONTRIBUTING.md and docs/ does what its page says: it is run, parsed or compared."""
+"""Every code block of README.md, CONTRIBUTING.md and docs/ does what its page says.
+
+Commands and Python are run, configs are parsed (those of methods and of privacy run, too), and pieces of a module are
+compared with it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import yaml
 from blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
@@ -17,16 +22,29 @@ from typer.testing import CliRunner
 
 import fedspan
 import tiny
+import tiny_decoders
 from fedspan.cli.app import app
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
+from fedspan.models.names import resolve
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 FRAGMENTS = {Path("docs/adding-a-method.md"): ("methods/ffa_lora.py", "methods/registry.py")}
 """Pages whose Python is a module in pieces, and the modules."""
-LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md")}
+LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/tasks.md")}
 """Pages about runs that are there."""
-
+TASK = """
+task: own_task
+dataset_path: json
+dataset_kwargs: {data_files: {test: tasks/rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: [" a1", " b2 b3"]
+doc_to_target: right
+metric_list: [{metric: acc}]
+"""
+"""One of lm-evaluation-harness, for docs/tasks.md."""
 
 SHAPES = {
     "FacebookAI/roberta-base": {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 50265},
@@ -41,13 +59,18 @@ SHAPES = {
 
 def of(language: str) -> list[Block]:
     """What is to be run or parsed of a language."""
-    return [block for block in BLOCKS if block.language == language and block.exempt is None]
+    return [block for block in BLOCKS if block.language == language]
 
 
 def stories() -> list[Path]:
     """The pages with something to run."""
     pages = dict.fromkeys(block.page for block in BLOCKS if block.language in ("bash", "python"))
     return [page for page in pages if page not in FRAGMENTS]
+
+
+def configs_of_runs() -> list[Block]:
+    """The configs that a run on any model and data can have: those of methods and of privacy."""
+    return [block for block in of("yaml") if block.page.parent.name == "methods" or block.page.name == "privacy.md"]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -94,16 +117,29 @@ def test_pieces_of_a_module_are_its_own(page: Path) -> None:
         assert all(any(part in module for module in modules) for part in parts), piece
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", configs_of_runs(), ids=str)
+def test_a_config_trains(block: Block, tiny_folder: Path, tmp_path: Path) -> None:
+    """Beside the sections of a tiny run, which it changes: two of its rounds."""
+    values = yaml.safe_load(block.text)
+    values["federation"] = {"rounds": 2, **values.get("federation", {})}
+    if values.get("method", {}).get("r", 0) > 16:
+        values["method"]["r"] = 16  # no rank fits that is above a layer's shorter side, 16 of the tiny model
+    if isinstance(values["federation"].get("clients_per_round"), int):
+        values["partition"] = {"partitioner": "iid", "clients": 40, "column": None}
+    report = fedspan.run(tiny.settings(tiny_folder, **values), tmp_path / "run")
+    assert report.rounds == 2
+
+
 @pytest.mark.slow  # together they take minutes, so they are a step of their own in .ci/run
 @pytest.mark.parametrize("page", stories(), ids=str)
 def test_a_page_runs_from_its_first_block_to_its_last(
-    page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, desk: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(desk)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
     names: dict[str, Any] = {}
     for block in blocks_of(page):
-        if block.exempt is not None:
-            continue
         if block.language == "python":
             exec(compile(block.text, str(block), "exec"), names)
         elif block.language == "bash":
@@ -126,7 +162,18 @@ def called(words: list[str], block: Block) -> None:
 
 
 @pytest.fixture(scope="module")
-def worked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hub's cache, which holds the built-in model under the name that it was published by."""
+    folder = tmp_path_factory.mktemp("hub")
+    place = folder / "models--sentence-transformers--all-MiniLM-L6-v2"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(resolve("builtin:all-minilm-l6-v2"), place / "snapshots" / ("0" * 40))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worked(tiny_folder: Path, decoders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A desk on which some things have been done: configs, data, a model's shape, runs and a series."""
     folder = tmp_path_factory.mktemp("desk")
     values = tiny.settings(tiny_folder, federation={"rounds": 2})
@@ -139,8 +186,24 @@ def worked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     for name in ("first", "second"):
         fedspan.run(values, folder / "runs" / name, overrides=[] if name == "first" else ["method.name=rolora"])
+    instruct = tiny_decoders.settings(decoders, "llama", federation={"rounds": 1}, evaluation={"generate": False})
+    fedspan.run(instruct, folder / "runs" / "instruct")
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "own_task.yaml").write_text(TASK, encoding="utf-8")
+    questions = [{"question": f"a{number} b{number}", "right": number % 2} for number in range(6)]
+    (folder / "tasks" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions), encoding="utf-8")
+    save_pairs(folder / "data" / "glue" / "MRPC")
     fedspan.compare(values, folder / "runs" / "three", ["fedit", "rolora", "flora"], seeds=[0])
     return folder
+
+
+def save_pairs(folder: Path) -> None:
+    """A small MRPC: pairs of sentences with the columns of the real one."""
+    folder.mkdir(parents=True)
+    header = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    for name, count in (("train", 640), ("dev", 40)):
+        rows = [f"{at % 2}\t{at}\t{at}\tThey met at {at} .\tAt {at + at % 2} they met .\n" for at in range(count)]
+        (folder / f"{name}.tsv").write_text(header + "".join(rows), encoding="utf-8")
 
 
 @pytest.fixture
