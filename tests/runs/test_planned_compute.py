@@ -67,18 +67,22 @@ def test_flops_of_a_step_are_those_of_a_real_one(
     assert found.example * BATCH == pytest.approx(real, rel=2e-3)  # what is done once a step is left out
 
 
-def llama(**changes: dict[str, Any]) -> dict[str, Any]:
+def llama(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "task": "causal-lm",
         "data": {"train": "unread.jsonl", "prompt": "{text}"},
-        "model": {"name": "nobody/llama", "target_modules": ["q_proj", "v_proj"], "max_length": 512},
+        "model": {
+            "name": "nobody/llama",
+            "target_modules": ["q_proj", "v_proj"],
+            "max_length": 512,
+            "dtype": "bfloat16",
+        },
         "partition": {"clients": 1000},
         "federation": {"rounds": 20, "clients_per_round": 50},
         "training": {"local_steps": 10, "batch_size": 4},
     }
     for section, change in changes.items():
-        values[section] = {**values.get(section, {}), **change}
-    values["model"]["dtype"] = "bfloat16"
+        values[section] = {**values.get(section, {}), **change} if isinstance(change, dict) else change
     return values
 
 
@@ -151,6 +155,32 @@ def test_without_examples_or_steps_only_a_step_is_known() -> None:
     assert (unknown.compute.client, unknown.compute.run, unknown.time and unknown.time.client) == (None, None, None)
     known = api.plan(given, architecture=LLAMA, examples=1_000_000)
     assert known.compute.client == 2 * 800 * known.compute.example  # a fifth is for validation and test
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "target", "why"),
+    [
+        (
+            {"model_type": "t5", "decoder_start_token_id": 0},
+            {"task": "sequence-classification", "data": {"prompt": None, "labels": ["no", "yes"]}},
+            "q",
+            "unique_consecutive",
+        ),
+        (
+            {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 256, "num_local_experts": 4},
+            {},
+            "q_proj",
+            "BF16",
+        ),
+    ],
+)
+def test_a_model_that_asks_for_values_or_another_dtype_is_refused(
+    architecture: dict[str, Any], config: dict[str, Any], target: str, why: str
+) -> None:
+    """T5 looks for the last end-of-text token of a batch; a mixture's fused experts are multiplied in bfloat16."""
+    model = {"name": "org/model", "target_modules": [target], "max_length": 64, "dtype": "float32"}
+    with pytest.raises(FedspanError, match=f"^model.name: 'org/model'; a model that can be planned.*{why}"):
+        api.plan(llama(model=model, **config), architecture=architecture)
 
 
 def test_images_have_no_length(tmp_path: Path) -> None:

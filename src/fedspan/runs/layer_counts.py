@@ -13,17 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fedspan.config import MethodConfig
 from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import Effective
 from fedspan.core.tensors import by_layer, generator
 from fedspan.core.values import Client, Job, LayerSpec, Spec
 
-__all__ = ["Computation", "LayerCounts", "count_layer"]
+__all__ = ["Computation", "LayerCounts", "StandIn", "count_layer"]
 
 
 Source = Literal["held", "made"] | None
@@ -46,6 +47,34 @@ class Computation:
     matrix: Source = None
     rank: int = 0
     moves: frozenset[str] = frozenset()
+
+
+class StandIn:
+    """A parametrization of which no more is known than what the layer computes with."""
+
+    def __init__(self, computation: Computation) -> None:
+        self._computation = computation
+
+    def effective(self, slots: Mapping[str, Tensor]) -> Effective:
+        wanted = self._computation
+        pair: Any = LowRank(slots["B"], slots["A"]) if wanted.rank else slots.get("D")
+        weight = slots.get("W")
+        if wanted.matrix == "made":
+            pair = pair.clone()
+        if wanted.weight == "made" and weight is not None:
+            weight = weight.clone()
+        return Effective(pair, weight, wanted.base)
+
+    def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+        """Of the tensors by slot."""
+        wanted, found = self._computation, dict[str, tuple[int, int]]()
+        if wanted.rank:
+            found |= {"A": (wanted.rank, inputs), "B": (outputs, wanted.rank)}
+        if wanted.matrix:
+            found["D"] = (outputs, inputs)
+        if wanted.weight:
+            found["W"] = (outputs, inputs)
+        return found
 
 
 @dataclass(frozen=True)

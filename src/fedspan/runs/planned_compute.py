@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedspan.config import RunConfig
-from fedspan.core.lowrank import LowRank
-from fedspan.core.parametrization import Effective
 from fedspan.core.tensors import extra_name
 from fedspan.core.values import LayerSpec
 from fedspan.engines.settings import TrainingSettings
@@ -28,7 +26,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.metering import Meter, PassCost, metered
 from fedspan.models.prefix import FrozenPrefix, live_modules
 from fedspan.runs.build import max_length
-from fedspan.runs.layer_counts import Computation
+from fedspan.runs.layer_counts import Computation, StandIn
 from fedspan.tasks.means import widened
 
 __all__ = ["Compute", "Local", "PlannedPasses", "Trains", "local_training"]
@@ -101,44 +99,18 @@ class Prefix:
         return tokens * self.features * self.dtype.itemsize
 
 
-class _StandIn:
-    """A parametrization of which no more is known than what the layer computes with."""
-
-    def __init__(self, computation: Computation) -> None:
-        self._computation = computation
-
-    def effective(self, slots: Mapping[str, Tensor]) -> Effective:
-        wanted = self._computation
-        pair: Any = LowRank(slots["B"], slots["A"]) if wanted.rank else slots.get("D")
-        weight = slots.get("W")
-        if wanted.matrix == "made":
-            pair = pair.clone()
-        if wanted.weight == "made" and weight is not None:
-            weight = weight.clone()
-        return Effective(pair, weight, wanted.base)
-
-    def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """Of the tensors by slot."""
-        wanted, found = self._computation, dict[str, tuple[int, int]]()
-        if wanted.rank:
-            found |= {"A": (wanted.rank, inputs), "B": (outputs, wanted.rank)}
-        if wanted.matrix:
-            found["D"] = (outputs, inputs)
-        if wanted.weight:
-            found["W"] = (outputs, inputs)
-        return found
-
-
 class PlannedPasses:
     """Passes of a model without weights; what was counted once is not counted again.
 
     Args:
         config: the run's; its task, data and batches.
         adapted: the model, on the meta device.
+
+    All raise FedspanError for a model whose own code asks what its values are, or has no operation for its dtype.
     """
 
     def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
-        self._adapted = adapted
+        self._adapted, self._name = adapted, config.model.name
         self._task, self._packing = config.task, config.data.packing
         self.longest = None if config.task == "image-classification" else max_length(config, None, adapted.model)
         """Tokens of an example at the most; None of images."""
@@ -175,12 +147,12 @@ class PlannedPasses:
     def _install(self, trains: Trains) -> list[Tensor]:
         """Put stand-ins for a method's tensors into the model; those that have a gradient."""
         adapted = self._adapted
-        parametrization, tensors, names = dict[str, _StandIn](), dict[str, Tensor](), set[str]()
+        parametrization, tensors, names = dict[str, StandIn](), dict[str, Tensor](), set[str]()
         for layer in adapted.spec.layers:
             computation = trains.computations.get(LayerSpec("", *layer.shape, layer.kernel))
             if computation is None:
                 continue
-            parametrization[layer.name] = standin = _StandIn(computation)
+            parametrization[layer.name] = standin = StandIn(computation)
             for slot, shape in standin.shapes(*layer.shape).items():
                 tensors[f"{layer.name}/{slot}"] = torch.empty(shape, device="meta")
             names |= {f"{layer.name}/{slot}" for slot in computation.moves}
@@ -203,9 +175,17 @@ class PlannedPasses:
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         return {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
 
+    def _outputs(self, inputs: Mapping[str, Any]) -> Any:
+        try:
+            return self._adapted.model(**inputs)
+        except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # of somebody else's code
+            why = next(iter(str(error).splitlines()), "")[:160]
+            expected = "a model that can be planned, one that computes without its weights, too"
+            raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {why})") from error
+
     def _loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
         options = {"use_cache": False} if self._task == "causal-lm" else {}
-        logits: Tensor = self._adapted.model(**inputs, **options).logits
+        logits: Tensor = self._outputs({**inputs, **options}).logits
         if self._task == "causal-lm":  # at the most: of all tokens
             logits = logits[:, :-1].flatten(0, 1)
         labels = torch.empty(len(logits), dtype=torch.long, device="meta")
@@ -220,7 +200,7 @@ class PlannedPasses:
                 found = FrozenPrefix.find(self._adapted, live_modules(self._adapted))
                 if found is not None:
                     with found.recorded() as made:
-                        self._adapted.model(**self._inputs(1, 2))
+                        self._outputs(self._inputs(1, 2))
                     self._prefix = Prefix(found, made.hidden.shape[-1], made.hidden.dtype)
         self._searched = True
         return self._prefix
@@ -230,7 +210,7 @@ class PlannedPasses:
         self._install(Trains({}, False))
         inputs = self._inputs(rows, length)
         with Meter() as meter, torch.no_grad(), prefix.found.recorded():
-            self._adapted.model(**inputs)
+            self._outputs(inputs)
         return meter.flops
 
 
