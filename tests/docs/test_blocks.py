@@ -192,18 +192,17 @@ def worked(tiny_folder: Path, decoders: Path, tmp_path_factory: pytest.TempPathF
     (folder / "tasks" / "own_task.yaml").write_text(TASK, encoding="utf-8")
     questions = [{"question": f"a{number} b{number}", "right": number % 2} for number in range(6)]
     (folder / "tasks" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions), encoding="utf-8")
-    save_pairs(folder / "data" / "glue" / "MRPC")
+    save_reviews(folder / "data" / "glue" / "SST-2")
     fedspan.compare(values, folder / "runs" / "three", ["fedit", "rolora", "flora"], seeds=[0])
     return folder
 
 
-def save_pairs(folder: Path) -> None:
-    """A small MRPC: pairs of sentences with the columns of the real one."""
+def save_reviews(folder: Path) -> None:
+    """A small SST-2: sentences with the columns of the real one."""
     folder.mkdir(parents=True)
-    header = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
     for name, count in (("train", 640), ("dev", 40)):
-        rows = [f"{at % 2}\t{at}\t{at}\tThey met at {at} .\tAt {at + at % 2} they met .\n" for at in range(count)]
-        (folder / f"{name}.tsv").write_text(header + "".join(rows), encoding="utf-8")
+        rows = [f"{('a dull', 'a fine')[at % 2]} film number {at}\t{at % 2}\n" for at in range(count)]
+        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(rows), encoding="utf-8")
 
 
 @pytest.fixture
