@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import report
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedspan.api.reproducing import Reproduction, reproduce
@@ -18,7 +19,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.judging import CellScore, Judged, difference
 from fedspan.runs.presets import Preset, preset_of
 from fedspan.runs.tables import markdown
-from fedspan.tasks.metrics import METRICS
+from fedspan.tasks.metrics import METRICS, Metric
 
 
 def finding(judged: Judged) -> report.Finding:
@@ -64,13 +65,22 @@ def at_ends(found: Reproduction, preset: Preset) -> str:
 
 
 def draw(scores: Sequence[CellScore]) -> Figure:
-    """Every cell's scores, a group of bars each."""
+    """Every cell's scores, a group of bars each; those of another metric on axes of their own."""
+    metrics = list(dict.fromkeys(score.metric for score in scores if score.metric))
+    parts = [[score for score in scores if score.metric == metric] for metric in metrics]
+    bars = [1.2 * len({score.cell for score in part}) * len({score.method for score in part}) / 2 for part in parts]
+    figure = Figure(figsize=(max(6.0, sum(bars)), 4), layout="constrained")
+    axes = figure.subplots(1, len(parts), squeeze=False, width_ratios=bars)[0]
+    for one, metric, part in zip(axes, metrics, parts, strict=True):
+        _bars(one, METRICS[metric], part)
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+def _bars(axes: Axes, metric: Metric, scores: Sequence[CellScore]) -> None:
     cells = list(dict.fromkeys(score.cell for score in scores))
     labels = list(dict.fromkeys(score.method for score in scores))
-    metric = METRICS[next(score.metric for score in scores if score.metric)]
     factor = 100.0 if metric.percent else 1.0
-    figure = Figure(figsize=(max(6.0, 1.2 * len(cells) * len(labels) / 2), 4))
-    axes = figure.subplots()
     width = 0.8 / len(labels)
     for at, label in enumerate(labels):
         shown = [
@@ -88,8 +98,6 @@ def draw(scores: Sequence[CellScore]) -> Figure:
         )
     axes.set_xticks(range(len(cells)), [cell.replace(" / ", "\n") for cell in cells], fontsize="small")
     axes.set_ylabel(f"{metric.title}{', %' if metric.percent else ''} (mean ± deviation over seeds)")
-    axes.legend(fontsize="small")
-    return figure
 
 
 def page(found: Reproduction, preset: Preset, folder: Path) -> None:

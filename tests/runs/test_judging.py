@@ -76,6 +76,21 @@ def test_less_of_a_loss_is_better_and_a_row_that_failed_leaves_its_cell_out() ->
     assert table.rows[0][2].startswith("+1.0")
 
 
+def test_scores_of_which_less_is_better_and_others_have_no_mean() -> None:
+    """A claim of cells with one kind alone is judged by that kind."""
+    scores = (
+        *SCORES[:1],
+        *SCORES[2:3],
+        score("skewed", "A", 1.0, 1.1, 1.2, metric="loss", higher=False),
+        score("skewed", "B", 2.0, 2.2, 2.1, metric="loss", higher=False),
+    )
+    claim = Claim(says="s", better="A", worse=["B"])
+    (found,) = judge([claim], CELLS, scores)
+    assert (found.verdict, found.why) == ("not runnable here", "accuracy and loss have no mean: a claim for each")
+    (found,) = judge([claim.model_copy(update={"cells": {"split": ["skewed"]}})], CELLS, scores)
+    assert (found.verdict, found.metric) == ("holds", "loss")
+
+
 def points(*scores: float, cost: int = 10) -> tuple[Point, ...]:
     return tuple(Point(number, score, number * cost, number * 0.5) for number, score in enumerate(scores, 1))
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import tiny
 from fedspan import api
 from fedspan.config import parse_config
+from fedspan.data import PartitionConfig
+from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
 from fedspan.runs.build import Prepared, prepare
 from fedspan.tasks.regression import Regression
@@ -104,12 +106,28 @@ def test_the_best_round_may_be_chosen_by_another_metric(tiny_folder: Path, tmp_p
         assert (caught.value.field, caught.value.value) == ("evaluation.metric", metric)
 
 
+@pytest.mark.parametrize("partitioner", ["dirichlet", "pathological"])
+def test_numbers_are_divided_by_ranges(partitioner: str) -> None:
+    """The ranges, of as many examples each, are what labels are to a division of classes."""
+    numbers = np.random.default_rng(0).normal(size=400)
+    ranks = np.argsort(np.argsort(numbers))
+    config = PartitionConfig.model_validate({"partitioner": partitioner, "clients": 8, "alpha": 0.3, "bins": 5})
+    found = partition(datasets.Dataset.from_dict({"target": numbers}), config, 7)
+    classes = partition(datasets.Dataset.from_dict({"label": ranks // 80}), config.model_copy(update={"bins": None}), 7)
+    assert found.fingerprint == classes.fingerprint
+    tied = partition(datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100}), config, 7)
+    assert sum(len(client.indices) for client in tied.clients) == 400
+
+
 def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     values = settings(tiny_folder, tmp_path)
     dirichlet = {"partitioner": "dirichlet", "clients": 3}
     with pytest.raises(FedspanError, match="these examples have no classes") as caught:
         prepare(parse_config({**values, "partition": dirichlet}))
     assert (caught.value.field, caught.value.value) == ("partition.partitioner", "dirichlet")
+    labelled = tiny.settings(tiny_folder, partition={**dirichlet, "column": None, "bins": 4})
+    with pytest.raises(FedspanError, match=r"^partition.bins: 4; left out: these examples have labels"):
+        prepare(parse_config(labelled))
     with pytest.raises(FedspanError, match=r"a column of numbers; row 2 of .* has 'site0'") as caught:
         prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))
     assert caught.value.field == "data.label"

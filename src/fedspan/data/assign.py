@@ -67,16 +67,13 @@ def assign(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field:
     """
     if config.partitioner != "natural" and config.clients > len(dataset):
         raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of examples")
-    if config.partitioner in ("dirichlet", "pathological") and "label" not in dataset.column_names:
-        expected = "iid, quantity or natural: these examples have no classes (causal-lm: name a column in data.label)"
-        raise FedspanError(f"{field}.partitioner", config.partitioner, expected)
     match config.partitioner:
         case "natural":
             shares = _natural(dataset, config, field)
         case "dirichlet":
-            shares = _dirichlet(dataset, config, seed, field)
+            shares = _dirichlet(_classes(dataset, config, field), config, seed, field)
         case "pathological":
-            shares = _pathological(dataset, config, seed, field)
+            shares = _pathological(_classes(dataset, config, field), config, seed, field)
         case _:
             shares = _at_random(dataset, config, seed, field)
     sizes = np.diff(shares.bounds)
@@ -96,7 +93,7 @@ def _at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fi
     if not sizes.all():  # sizes that round to nothing; the first client's is the smallest
         raise _too_few(ids[0], 0, config, field)
     holders = np.empty(len(dataset), np.int64)
-    holders[_order(dataset, seed)] = np.repeat(np.arange(config.clients), sizes)
+    holders[_order(len(dataset), seed)] = np.repeat(np.arange(config.clients), sizes)
     return Shares.of(ids, holders)
 
 
@@ -109,16 +106,31 @@ def _unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
     return sizes
 
 
-def _dirichlet(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
+def _classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> np.ndarray:
+    """What a division by label goes by, a number for each example: its label, or the range that its number is in."""
+    if "label" in dataset.column_names:
+        if config.bins is not None:
+            raise FedspanError(f"{field}.bins", config.bins, "left out: these examples have labels, not numbers")
+        return arrow_column(dataset, "label").to_numpy()
+    if config.bins is None or "target" not in dataset.column_names:
+        way = f"regression: set {field}.bins; causal-lm: name a column in data.label"
+        expected = f"iid, quantity or natural: these examples have no classes ({way})"
+        raise FedspanError(f"{field}.partitioner", config.partitioner, expected)
+    numbers = arrow_column(dataset, "target").to_numpy()
+    borders = np.quantile(numbers, np.linspace(0, 1, config.bins + 1)[1:-1])
+    return np.searchsorted(borders, numbers, side="right")
+
+
+def _dirichlet(classes: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
     """As Flower's DirichletPartitioner: label by label, by new shares; all anew while a client has too few."""
-    order = _order(dataset, seed)
-    labels = arrow_column(dataset, "label").to_numpy()[order]
+    order = _order(len(classes), seed)
+    labels = classes[order]
     of_label = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     rng = np.random.default_rng(_partitioner_seed(seed))
     alpha = np.full(config.clients, float(config.alpha))
     for _ in range(_DRAWS):
         sizes = np.zeros(config.clients, np.int64)
-        holders = np.empty(len(dataset), np.int64)
+        holders = np.empty(len(classes), np.int64)
         for rows in of_label:
             ends = (np.cumsum(rng.dirichlet(alpha)) * len(rows)).astype(np.int64)[:-1]
             taken = np.diff(np.minimum(ends, len(rows)), prepend=0, append=len(rows))  # shares may sum to 1 + 2e-16
@@ -128,15 +140,14 @@ def _dirichlet(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fi
             return Shares.of(numbered(config.clients), holders)
     expected = (
         f"a larger alpha, fewer clients or a smaller {field}.min_examples: no draw gave each of "
-        f"{config.clients} clients {config.min_examples} of the {len(dataset)} examples"
+        f"{config.clients} clients {config.min_examples} of the {len(classes)} examples"
     )
     raise FedspanError(f"{field}.alpha", config.alpha, expected)
 
 
-def _pathological(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
+def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
     from flwr_datasets.partitioner import PathologicalPartitioner
 
-    labels = arrow_column(dataset, "label").to_numpy()
     present = np.unique(labels)
     option, asked = f"{field}.classes_per_client", config.classes_per_client
     if asked > len(present):
@@ -159,7 +170,7 @@ def _pathological(dataset: datasets.Dataset, config: PartitionConfig, seed: int,
     )
     bundles = order[np.searchsorted(present, labels)] // bundle
     try:
-        order = _order(dataset, seed)
+        order = _order(len(labels), seed)
         rows = datasets.Dataset.from_dict({_ROW: order, _BY: bundles[order]})
         return _divide(partitioner, numbered(config.clients), rows)
     except ValueError as error:  # a label shared by more clients than it has examples
@@ -193,9 +204,9 @@ def _divide(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset
     return Shares.of(ids, holders)
 
 
-def _order(dataset: datasets.Dataset, seed: int) -> np.ndarray:
+def _order(count: int, seed: int) -> np.ndarray:
     """Rows in the order in which they are handed out: files are often sorted by label."""
-    return generator(seed, "partition", "order").permutation(len(dataset))
+    return generator(seed, "partition", "order").permutation(count)
 
 
 def _partitioner_seed(seed: int) -> int:

@@ -240,6 +240,12 @@ class PartitionConfig(BaseModel):
         ge=1,
         description="pathological: at most this many labels for each client; all labels are handed out.",
     )
+    bins: int | None = Field(
+        default=None,
+        ge=2,
+        description="dirichlet and pathological of numbers (task: regression), which have no labels: into how many "
+        "ranges with about as many examples each they are cut; a range is then what a label is.",
+    )
     column: str | None = Field(
         default=None,
         min_length=1,

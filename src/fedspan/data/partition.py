@@ -216,7 +216,8 @@ def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fie
     """Divide `dataset` among clients.
 
     Args:
-        dataset: with a column ``label`` (int) for divisions by label, and ``config.column`` for a natural partition.
+        dataset: with a column ``label`` (int) for divisions by label, or ``target`` (float) for those by ranges
+            (``config.bins``), and ``config.column`` for a natural partition.
         config: how.
         seed: the same seed gives the same indices, whatever the state of any global generator.
         field: what the user calls `config`; it opens the field of every error.

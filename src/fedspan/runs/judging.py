@@ -127,14 +127,18 @@ def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellS
 
 
 def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]) -> Judged:
-    metric = claim.measure if claim.measure != "score" else next((s.metric for s in scores.values() if s.metric), "")
+    fitting = [cell for cell in cells if all(cell.values[axis] in names for axis, names in claim.cells.items())]
+    named = {cell.name for cell in fitting}
+    metrics = {s.metric: s.higher for s in scores.values() if s.metric and s.cell in named}
+    metric = claim.measure if claim.measure != "score" else next(iter(metrics), "")
 
     def unjudged(why: str) -> Judged:
         return Judged(claim.says, claim.better, worse, metric, "not runnable here", None, (), why)
 
     if claim.needs is not None:
         return unjudged(f"it takes {claim.needs}, which is not measured")
-    fitting = [cell for cell in cells if all(cell.values[axis] in names for axis, names in claim.cells.items())]
+    if claim.measure == "score" and len({*metrics.values()}) > 1:
+        return unjudged(f"{' and '.join(sorted(metrics))} have no mean: a claim for each")
     found: dict[str, tuple[list[float], list[float]]] = {}
     bounds: dict[str, Bound] = {}
     for cell in fitting:
