@@ -21,8 +21,10 @@ matplotlib.use("svg")
 from matplotlib.figure import Figure
 
 from fedspan.analysis.verdict import Verdict
+from fedspan.methods.registry import METHODS
+from fedspan.runs.presets import Preset
 
-__all__ = ["FOLDER", "Finding", "command_line", "save_figure", "table", "write"]
+__all__ = ["FOLDER", "Finding", "command_line", "save_figure", "table", "title_of", "write"]
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "claims"
 
@@ -53,6 +55,11 @@ def save_figure(figure: Figure, folder: Path, name: str, alt: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
     return f"![{alt}]({name}.svg)"
+
+
+def title_of(preset: Preset) -> str:
+    """Of a preset's page: the system's name, the table or figure, and what that is about."""
+    return f"{METHODS[preset.id.split('-')[0]].__name__}, {preset.item}: {preset.title}"
 
 
 def command_line() -> str:

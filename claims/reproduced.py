@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedspan.api.reproducing import Reproduction, reproduce
-from fedspan.methods.registry import METHODS
 from fedspan.runs.judging import CellScore, Judged, difference
 from fedspan.runs.presets import Preset, preset_of
 from fedspan.runs.tables import markdown
@@ -113,10 +112,8 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
         by_cell(found.verdicts),
         f"## Setting\n\n{notes}",
     ]
-    system = METHODS[preset.id.split("-")[0]].__name__
-    title = f"{system}, {preset.item}: {preset.title}"
     findings = [finding(judged) for judged in found.verdicts]
-    report.write(folder, found.id, title, preset.paper, findings, [part for part in sections if part])
+    report.write(folder, found.id, report.title_of(preset), preset.paper, findings, [part for part in sections if part])
 
 
 def main() -> None:

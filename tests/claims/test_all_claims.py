@@ -47,6 +47,17 @@ def played(id: str, data: Path) -> Reproduction:
     return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data))
 
 
+def test_the_index_names_what_was_not_played(scripts: None, tmp_path: Path) -> None:
+    index = importlib.import_module("index").index
+    saved = {"name": "rolora-table1", "title": "RoLoRA, Table 1", "date": "2026-11-22", "findings": []}
+    assert "| `rolora-table1` |" in index(tmp_path)
+    (tmp_path / "rolora-table1.json").write_text(json.dumps(saved), encoding="utf-8")
+    page = index(tmp_path)
+    assert "| `rolora-table1` |" not in page
+    assert "| `fedloru-table1` | FedLoRU, Table 1: FedLoRU, FedLoRA and FedHM on three image sets" in page
+    assert "fedloru-figure1" not in page  # its statement is claims/fedloru_stable_rank.py's
+
+
 @pytest.mark.parametrize("id", ["rolora-table1", "fedloru-table1", "florg-table1", "fedgalore-table3"])
 def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
     reproduced = importlib.import_module("reproduced")
