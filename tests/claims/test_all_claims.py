@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from fedspan.api.reproducing import Reproduction
-from fedspan.runs.cells import cells_of
+from fedspan.runs.cells import cells_of, settings_table
 from fedspan.runs.judging import CellScore, judge
 from fedspan.runs.presets import list_presets, preset_of
 
@@ -44,7 +44,7 @@ def played(id: str, data: Path) -> Reproduction:
                 CellScore(cell.name, label, chosen, "accuracy", True, values, mean, 0.001, 2e6, 1e6, 3.0, why)
             )
     verdicts = judge(preset.claims, cells, scores)
-    return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data))
+    return Reproduction(id, "small", (0, 1, 2), tuple(scores), verdicts, str(data), settings_table(cells))
 
 
 def test_the_index_names_what_was_not_played(scripts: None, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fedspan.api.reproducing import dry_run
 from fedspan.config import parse_config
 from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve
 from fedspan.runs import plans
-from fedspan.runs.cells import cells_of
+from fedspan.runs.cells import cells_of, row_folders, settings_table
 from fedspan.runs.planned_compute import Compute, Local
 from fedspan.runs.presets import SCALES, architectures, list_presets, merged, preset_of, read_preset
 
@@ -36,10 +36,26 @@ def test_every_cell_is_a_valid_config_on_a_model_of_known_shape(id: str) -> None
                 assert config.method.name == preset.methods[label].key
                 known = {*architectures(), *(f"builtin:{name}" for name in ARCHITECTURES)}
                 assert config.model.name in known
+        rows = row_folders(preset.labels_at(scale))
+        assert len({*rows.values()}) == len(preset.labels_at(scale))
         small_rounds = max(
             parse_config(each).federation.rounds for cell in cells_of(preset, "small") for each in cell.configs.values()
         )
         assert small_rounds <= 30
+
+
+def test_rows_whose_labels_differ_by_a_sign_have_folders_of_their_own() -> None:
+    names = row_folders(["FedGaLore-", "FedGaLore", "tau 2", "tau", "tau-"])
+    assert list(names.values()) == ["fedgalore", "fedgalore-2", "tau-2", "tau", "tau-3"]
+
+
+def test_what_stands_for_a_paper_s_cell_is_said() -> None:
+    shown = settings_table(cells_of(preset_of("fedgalore-table4"), "small", "/data"))
+    assert [row[:5] for row in shown.rows] == [
+        ("iid-clipart", "fashion-mnist", "3,000", "IID", "10, 5 a round"),
+        ("non-iid-clipart", "fashion-mnist", "3,000", "Dirichlet 0.5", "10, 5 a round"),
+    ]
+    assert settings_table(cells_of(preset_of("fedloru-table1"), "small", "/data")).rows[0][6] == "16, 24"
 
 
 @pytest.mark.parametrize(("id", "scale"), SIZES)

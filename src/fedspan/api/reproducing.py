@@ -20,7 +20,7 @@ from fedspan.api.sweeping import sweep
 from fedspan.config import RunConfig, parse_config
 from fedspan.engines.prefix_rows import shared_prefixes
 from fedspan.errors import FedspanError
-from fedspan.runs.cells import DATA, MODEL, Cell, cells_of, folder_name
+from fedspan.runs.cells import DATA, MODEL, Cell, cells_of, row_folders, settings_table
 from fedspan.runs.curves import curve_of
 from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
@@ -71,6 +71,7 @@ class Reproduction:
         scores: of all rows in all cells.
         verdicts: on the paper's statements.
         folder: with the runs.
+        played: what the cells are.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Reproduction:
     scores: tuple[CellScore, ...]
     verdicts: tuple[Judged, ...]
     folder: str
+    played: Table
 
     def table(self) -> Table:
         """The scores as people read them."""
@@ -203,12 +205,14 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprod
     _begin(folder, settings)
     with shared_prefixes():
         scores = tuple(
-            _row(preset, scale, cell, label, folder / cell.name / folder_name([label]), watcher)
+            _row(preset, scale, cell, label, folder / cell.name / name, watcher)
             for cell in cells
-            for label in cell.configs
+            for label, name in row_folders(cell.configs).items()
         )
     verdicts = judge(preset.claims, cells, scores)
-    report = Reproduction(preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder))
+    report = Reproduction(
+        preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder), settings_table(cells)
+    )
     _write(report, preset, settings["command"])
     return report
 
@@ -282,7 +286,9 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
 def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None:
     folder = Path(report.folder)
     lines = [f"# {preset.paper}: {preset.item}", "", preset.title, "", f"Command: `{' '.join(command)}`", ""]
-    lines += [*markdown(report.table()), "", *markdown(verdict_table(report.verdicts)), "", "Notes:", ""]
+    for table in (report.played, report.table(), verdict_table(report.verdicts)):
+        lines += [*markdown(table), ""]
+    lines += ["Notes:", ""]
     lines += [f"- {' '.join(note.split())}" for note in preset.notes]
     with disk_errors(folder):
         write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())

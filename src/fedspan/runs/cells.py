@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fedspan.config import override
+from fedspan.config import override, parse_config
 from fedspan.errors import FedspanError
 from fedspan.runs.presets import Preset, Scale, Where, merged
+from fedspan.runs.tables import Table
 
-__all__ = ["DATA", "MODEL", "Cell", "cells_of"]
+__all__ = ["DATA", "MODEL", "Cell", "cells_of", "row_folders", "settings_table"]
 
 DATA, MODEL = "{data}", "{model}"
 """What stands in presets for the folder with the data, and for the folder with a model that no package brings."""
@@ -74,14 +76,55 @@ def cells_of(
                 config = merged(config, preset.small.methods.get(label, {}))
             method = {**config.get("method", {}), "name": entry.key}
             configs[label] = override(_filled({**config, "method": method}, given), overrides)
-        cells.append(Cell(folder_name(values.values()), values, configs))
+        cells.append(Cell(_folder(values.values()), values, configs))
     names = [cell.name for cell in cells]
     if len(set(names)) != len(names):
         raise FedspanError(preset.id, names, "values of axes whose names differ in letters or digits")
     return tuple(cells)
 
 
-def folder_name(values: Any) -> str:
+def settings_table(cells: Sequence[Cell]) -> Table:
+    """What is played in each cell: at the small scale a name is the paper's, and what stands for it is another thing.
+
+    Raises:
+        FedspanError: for a config that is none.
+    """
+    rows: list[tuple[str, ...]] = []
+    for cell in cells:
+        configs = [parse_config(values) for values in cell.configs.values()]
+        one = configs[0]
+        split, asked = one.partition, one.federation.clients_per_round
+        division = {"dirichlet": f"Dirichlet {split.alpha:g}", "iid": "IID"}.get(split.partitioner, split.partitioner)
+        ranks = dict.fromkeys(f"{values['method']['r']}" for values in cell.configs.values())
+        most = one.data.max_examples
+        clients = str(split.clients) if asked is None else f"{split.clients}, {asked} a round"
+        rows.append(
+            (
+                cell.name,
+                one.data.dataset or Path(one.data.train or "").stem,
+                "all" if most is None else f"{most:,}",
+                division,
+                clients,
+                Path(one.model.name).name,
+                ", ".join(ranks),
+                str(one.federation.rounds),
+            )
+        )
+    head = ("cell", "data", "examples", "division", "clients", "model", "rank", "rounds")
+    return Table(head, tuple(rows), None, ())
+
+
+def row_folders(labels: Iterable[str]) -> dict[str, str]:
+    """A folder's name for each row: numbered where two would have the same (FedGaLore and the paper's FedGaLore-)."""
+    names: dict[str, str] = {}
+    for label in labels:
+        name = _folder([label])
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        names[label] = next(one for one in itertools.chain([name], numbered) if one not in names.values())
+    return names
+
+
+def _folder(values: Iterable[str]) -> str:
     """A name of a folder from labels: letters, digits and dots, the rest as dashes."""
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-").lower() for value in values) or "all"
 
