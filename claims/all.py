@@ -76,6 +76,7 @@ JOBS = (
     Job("fedgalore_ajive", ("fedgalore_ajive.py",), quick=("--seeds", "0")),
     Job("fedgalore_trap", ("fedgalore_trap.py",), quick=("--seeds", "10", "--settings", "2", "--drawn", "1")),
     Job("fedloru_theory", ("fedloru_theory.py",), quick=("--seeds", "0")),
+    Job("bytes", ("bytes.py",), quick=("--methods", "fedit", "rolora", "flora", "fedloru", "fedgalore", "florg")),
     Job("fedgalore_ajive_time", ("fedgalore_ajive_time.py",)),
     Job(
         "rolora_mnist",

@@ -22,6 +22,7 @@ SMOKE = {
         *("--size", "20", "--sizes", "24", "--clients", "2", "3", "--drifts", "1", "--noises", "0.1"),
         *("--seeds", "0", "1"),
     ],
+    "bytes": ["--layer", "1", "--methods", "fedit", "rolora", "lora-a2", "flora"],
     "fedgalore_ajive_time": ["--sizes", "24", "32", "--views", "1", "2", "--rank", "4", "--seeds", "0", "1"],
     "fedgalore_trap": ["--seeds", "4", "--calibration", "8", "--settings", "2", "--drawn", "1", "--steps", "20"],
     "fedloru_stable_rank": [
@@ -81,6 +82,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
     for script, words in SMOKE.items():
         data = {
             "fedloru_stable_rank": ["--data", str(digits)],
+            "bytes": ["--model", str(questions / "bert")],
             "rolora_mnist": ["--data", str(digits)],
             "membership_inference": ["--data", str(questions), "--model", str(questions / "bert")],
         }.get(script, [])
@@ -98,7 +100,7 @@ def test_every_claim_has_a_smoke_size() -> None:
 def test_a_page_has_its_findings_command_machine_date_and_figure(script: str, pages: Path) -> None:
     page, saved = (pages / f"{script}.md").read_text(), json.loads((pages / f"{script}.json").read_text())
     assert saved["name"] == script
-    assert re.search(rf"Command: `python claims/{script}.py .*--seeds", page)
+    assert re.search(rf"Command: `python claims/{script}.py .*--(seeds|methods)", page)
     assert str(pages) not in page
     assert re.search(r"Date: \d{4}-\d\d-\d\d\. Machine: \S+, \d+ cores, torch", page)
     assert f"({script}.svg)" in page
@@ -106,6 +108,15 @@ def test_a_page_has_its_findings_command_machine_date_and_figure(script: str, pa
     assert saved["findings"]
     for finding in saved["findings"]:
         assert f"| {finding['statement']} | {finding['measured']} | **{finding['verdict']}** |" in page
+
+
+def test_bytes_are_judged_by_the_paper_s_formula(pages: Path) -> None:
+    """The tiny model's layers are 16 x 16 (three), 24 x 16 and 16 x 24; of FLoRA's stack of rank 16 none is smaller."""
+    found = json.loads((pages / "bytes.json").read_text())["findings"]
+    assert [one["verdict"] for one in found] == ["holds", "holds", "contradicted", "holds"]
+    assert [one["measured"] for one in found[:2]] == ["up as said, down as said"] * 2
+    assert "slots" in found[2]["measured"]
+    assert found[3]["measured"].startswith("up as said, down 0.")
 
 
 def test_the_index_lists_every_finding(pages: Path) -> None:

@@ -1,0 +1,229 @@
+"""What every method sends, off the ledgers of real runs, against what its paper says that it sends.
+
+``python claims/bytes.py`` takes some minutes. The formulas are the papers', written down here by themselves: nothing of
+the methods' own ``traffic`` is used. A paper counts numbers; here they are numbers of 4 bytes, of one client and one
+round in which everybody takes part, after the first two rounds (whose differences the methods' pages give).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import report
+from matplotlib.figure import Figure
+
+import fedspan
+from fedspan.config import parse_config
+from fedspan.runs.build import prepare
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.ledger import read_totals
+
+RANK, CLIENTS, ROUNDS = 4, 4, 4
+LATER = (3, 4)  # both halves of an alternation
+Count = Callable[[int, int], float]
+"""Numbers of a layer with so many outputs and inputs."""
+
+
+def factors(m: int, n: int) -> float:
+    """Both factors of rank r, which is what LoRA sends."""
+    return RANK * (m + n)
+
+
+def weight(m: int, n: int) -> float:
+    """The whole layer."""
+    return m * n
+
+
+def nothing(m: int, n: int) -> float:
+    """Of a direction in which nothing travels."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a paper says of one method.
+
+    Args:
+        up: numbers that a client sends.
+        down: numbers that it is sent.
+        formula: both in words.
+        method: what the run sets beside the rank.
+        why: where more or less is sent here, the reason.
+    """
+
+    up: Count
+    down: Count
+    formula: str
+    method: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+LORA = Said(factors, factors, "r (m + n) up and down")
+ALL: Mapping[str, Said] = {
+    "fedit": LORA,
+    "fedavg": Said(weight, weight, "m n up and down"),
+    "local-only": Said(nothing, nothing, "nothing"),
+    "ffa-lora": Said(lambda m, n: RANK * m, lambda m, n: RANK * m, "r m up and down"),
+    "rolora": Said(
+        lambda m, n: factors(m, n) / 2,
+        lambda m, n: factors(m, n) / 2,
+        "r m and r n in turn, up and down",
+    ),
+    "fedsa-lora": Said(lambda m, n: RANK * n, lambda m, n: RANK * n, "r n up and down"),
+    "fedsvd": Said(lambda m, n: RANK * m, factors, "r m up, r (m + n) down"),
+    "flora": Said(factors, lambda m, n: CLIENTS * factors(m, n), "r (m + n) up, all clients' stack, K r (m + n), down"),
+    "flexlora": LORA,
+    "hetlora": Said(factors, factors, "r (m + n) up and down", {"gamma": 1.0}),
+    "federa": LORA,
+    "fedex-lora": Said(
+        factors,
+        lambda m, n: factors(m, n) + weight(m, n),
+        "r (m + n) up, r (m + n) and a residual of m n down",
+        why="the residual has rank (K - 1) r and travels as factors",
+    ),
+    "fr-lora": Said(
+        factors,
+        factors,
+        "r (m + n) up and down, the clients finding the residual themselves",
+        why="what the base gained is sent, so that clients that were away can follow; the paper's clients never are",
+    ),
+    "fedmomentum": Said(
+        factors,
+        lambda m, n: factors(m, n) + weight(m, n),
+        "r (m + n) up, r (m + n) and what the base gains, m n, down",
+        why="what the base gains has rank (K - 1) r and travels as factors",
+    ),
+    "lora-fair": LORA,
+    "fedrot-lora": LORA,
+    "lora-a2": Said(
+        lambda m, n: factors(m, n) / 2,
+        lambda m, n: factors(m, n) / 2,
+        "of a budget of r slots a layer r m and r n in turn, up and down",
+        why="where the chosen slots stand travels, too",
+    ),
+    "fed-sb": Said(lambda m, n: RANK**2, lambda m, n: RANK**2, "r^2 up and down"),
+    "fedhm": LORA,
+    "slora": Said(factors, factors, "r (m + n) up and down, in the second stage", {"sparse_rounds": 1}),
+    "florg": Said(lambda m, n: RANK * min(m, n), lambda m, n: RANK * min(m, n), "r min(m, n) up and down"),
+    "fedloru": Said(factors, factors, "r (m + n) up and down, in a round without accumulation"),
+    "mfedloru": Said(factors, factors, "r (m + n) up and down, for clients of the greatest rank"),
+    "pfedloru": Said(factors, factors, "r (m + n) up and down: the personal factors stay"),
+    "pfedlora": Said(weight, weight, "m n up and down: the personal factors stay"),
+    "fedgalore": Said(
+        lambda m, n: 2 * RANK * max(m, n),
+        lambda m, n: 2 * RANK * max(m, n),
+        "r max(m, n) twice, update and second moment, up and down, with seeded projectors",
+        {"adaptive_refreshes": 0},
+        why="the update comes down as both of its factors, so that who was away needs no projectors of old rounds",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of tensors of one client and round, off a ledger, and what the paper's formula gives."""
+
+    up: float
+    down: float
+    said_up: float
+    said_down: float
+
+
+def play(key: str, folder: Path, model: str, layer: int) -> Sent:
+    """Some rounds of a method on a small model with wide, tall and square layers."""
+    said = ALL[key]
+    values: dict[str, Any] = {
+        "model": {
+            "name": model,
+            "target_modules": ["query", "intermediate.dense", "output.dense"],
+            "layers_to_transform": [layer],
+            "max_length": 16,
+            "extras": "frozen",
+        },
+        "data": {"train": "builtin:patient-messages", "max_examples": 120},
+        "partition": {"clients": CLIENTS},
+        "method": {"name": key, "r": RANK, "lora_alpha": 2 * RANK, **said.method},
+        "federation": {"rounds": ROUNDS},
+        "training": {"lr": 1e-4, "local_steps": 1, "batch_size": 4},
+        "evaluation": {"every": ROUNDS},
+    }
+    config = parse_config(values)
+    fedspan.run(config, folder)
+    shapes = [layer.shape for layer in prepare(config).engine.adapted.spec.layers]
+    totals = read_totals(RunFolder(folder).ledger)
+    rounds = [(totals.round("up", number), totals.round("down", number)) for number in LATER]
+    up, down = (sum(each[at].payload for each in rounds) / len(LATER) / CLIENTS for at in (0, 1))
+    return Sent(up, down, *(4 * sum(count(*shape) for shape in shapes) for count in (said.up, said.down)))
+
+
+def finding(key: str, sent: Sent) -> report.Finding:
+    """Holds where no more is sent than the paper says; what is sent beyond it has its reason beside it."""
+    parts: list[str] = []
+    for direction, ours, said in (("up", sent.up, sent.said_up), ("down", sent.down, sent.said_down)):
+        if ours == said:
+            parts.append(f"{direction} as said")
+        else:
+            parts.append(f"{direction} {ours / said:.4g} times as much" if said else f"{direction} {ours:.0f} bytes")
+    more = sent.up > sent.said_up or sent.down > sent.said_down
+    measured = ", ".join(parts) + (f": {ALL[key].why}" if parts != ["up as said", "down as said"] else "")
+    statement = f"{key}: {ALL[key].formula}"
+    return report.Finding(statement, measured, "contradicted" if more else "holds")
+
+
+def draw(found: Mapping[str, Sent]) -> Figure:
+    """Both directions of every method, on a logarithmic axis."""
+    figure = Figure(figsize=(10, 4.5))
+    axes = figure.subplots()
+    for at, (name, hatch) in enumerate((("up", ""), ("down", "//"))):
+        places = [place + 0.4 * at for place in range(len(found))]
+        sizes = [max(1.0, getattr(sent, name)) / 1024 for sent in found.values()]
+        axes.bar(places, sizes, 0.4, label=name, hatch=hatch, edgecolor="black", linewidth=0.5)
+    axes.set_yscale("log")
+    axes.set_ylabel("KiB of a client and round")
+    axes.set_xticks([place + 0.2 for place in range(len(found))], list(found), rotation=60, ha="right")
+    axes.legend()
+    return figure
+
+
+def page(found: Mapping[str, Sent], folder: Path) -> None:
+    """Write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        (key, *(f"{number:,.0f}" for number in (sent.up, sent.said_up, sent.down, sent.said_down)))
+        for key, sent in found.items()
+    ]
+    sections = [
+        f"Layers m x n (outputs x inputs) of all three kinds, square, tall and wide; rank r = {RANK}, K = {CLIENTS} "
+        f"clients, {ROUNDS} rounds; the mean of rounds {LATER[0]} and {LATER[1]}. Holds: no more than the paper says. "
+        "Heads are frozen, so that target layers alone are counted; headers are not (the ledger has them, too).",
+        report.table(("method", "bytes up", "the paper's", "bytes down", "the paper's"), rows),
+        report.save_figure(draw(found), folder, "bytes", "Bytes of one client and round by method"),
+    ]
+    findings = [finding(key, sent) for key, sent in found.items()]
+    report.write(folder, "bytes", "Bytes: what every method sends", "of each method its own", findings, sections)
+
+
+def measure(methods: Sequence[str], model: str, layer: int) -> dict[str, Sent]:
+    """Every method in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {key: play(key, Path(folder) / key, model, layer) for key in methods}
+
+
+def main() -> None:
+    """Play, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="*", choices=ALL, default=list(ALL), metavar="KEY", help="left out: all")
+    parser.add_argument("--model", default="builtin:all-minilm-l6-v2", help="one of BERT's family")
+    parser.add_argument("--layer", type=int, default=5, help="the block whose layers are adapted, from 0")
+    parser.add_argument("--out", type=Path, default=report.FOLDER)
+    args = parser.parse_args()
+    page(measure(args.methods, args.model, args.layer), args.out)
+
+
+if __name__ == "__main__":
+    main()
