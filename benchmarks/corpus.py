@@ -16,7 +16,7 @@ from sklearn.linear_model import LogisticRegression
 from transformers import AutoModel, AutoTokenizer
 
 from fedspan.data.builtin import corpus_file
-from fedspan.models.names import resolve
+from fedspan.models.names import resolve_model
 
 
 def read(split: str) -> tuple[list[str], list[str]]:
@@ -29,7 +29,7 @@ def read(split: str) -> tuple[list[str], list[str]]:
 @torch.no_grad()
 def sentence_vectors(texts: list[str]) -> np.ndarray:
     """Mean-pooled vectors of the frozen model, normalised: (texts, hidden)."""
-    folder = resolve("builtin:all-minilm-l6-v2")
+    folder = resolve_model("builtin:all-minilm-l6-v2")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
     vectors: list[np.ndarray] = []
     for at in range(0, len(texts), 64):

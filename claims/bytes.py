@@ -19,12 +19,14 @@ from matplotlib.figure import Figure
 
 import fedspan
 from fedspan.config import parse_config
+from fedspan.methods.describe import list_methods
 from fedspan.runs.build import prepare
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
 
 RANK, CLIENTS, ROUNDS = 4, 4, 4
 LATER = (3, 4)  # both halves of an alternation
+NAMES = {row.key: row.name for row in list_methods()}
 Count = Callable[[int, int], float]
 """Numbers of a layer with so many outputs and inputs."""
 
@@ -171,7 +173,7 @@ def finding(key: str, sent: Sent) -> report.Finding:
             parts.append(f"{direction} {ours / said:.4g} times as much" if said else f"{direction} {ours:.0f} bytes")
     more = sent.up > sent.said_up or sent.down > sent.said_down
     measured = ", ".join(parts) + (f": {ALL[key].why}" if parts != ["up as said", "down as said"] else "")
-    statement = f"{key}: {ALL[key].formula}"
+    statement = f"{NAMES[key]}: {ALL[key].formula}"
     return report.Finding(statement, measured, "contradicted" if more else "holds")
 
 

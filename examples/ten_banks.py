@@ -23,7 +23,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 import fedspan
-from fedspan.models.names import resolve
 
 METHODS = ["fedit", "rolora", "flora"]
 
@@ -66,9 +65,9 @@ def by_peft_alone(adapter: Path, model: str, text: str) -> tuple[str, float]:
     """Label and probability, as anybody computes them who has never heard of fedspan."""
     logging.set_verbosity_error()  # that the classification head is new is no news: the adapter brings it
     labels = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))["labels"]
-    base = AutoModelForSequenceClassification.from_pretrained(resolve(model), num_labels=len(labels))
+    base = AutoModelForSequenceClassification.from_pretrained(fedspan.resolve_model(model), num_labels=len(labels))
     classifier = PeftModel.from_pretrained(base, str(adapter)).eval()
-    tokens = AutoTokenizer.from_pretrained(resolve(model))(text, return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(fedspan.resolve_model(model))(text, return_tensors="pt")
     with torch.inference_mode():
         probabilities = classifier(**tokens).logits.softmax(-1)[0]
     return labels[int(probabilities.argmax())], float(probabilities.max())

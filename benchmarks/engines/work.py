@@ -19,7 +19,7 @@ from fedspan.core.tensors import is_extra
 from fedspan.core.values import Job
 from fedspan.engines.batching import job_batches, training_batches
 from fedspan.engines.work import Assignment
-from fedspan.models.names import resolve
+from fedspan.models.names import resolve_model
 from fedspan.runs.build import Prepared, prepare
 
 __all__ = ["CHECKED", "Work", "write_plan"]
@@ -91,7 +91,7 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_start(job), folder / "start.safetensors")
     plan = {
-        "model": resolve(MODEL),
+        "model": resolve_model(MODEL),
         "labels": len(prepared.labels),
         "layers": work.layers,
         "modules_to_save": sorted(_saved(prepared)),

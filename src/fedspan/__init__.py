@@ -40,6 +40,7 @@ _HOMES = {
     "predict": "fedspan.api",
     "register": "fedspan.methods.registry",
     "report": "fedspan.api",
+    "resolve_model": "fedspan.models.names",
     "resume": "fedspan.api",
     "resume_compare": "fedspan.api",
     "resume_sweep": "fedspan.api",

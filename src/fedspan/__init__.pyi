@@ -19,6 +19,7 @@ from fedspan.data.catalogue import list_datasets as list_datasets
 from fedspan.errors import FedspanError as FedspanError
 from fedspan.methods.describe import list_methods as list_methods
 from fedspan.methods.registry import register as register
+from fedspan.models.names import resolve_model as resolve_model
 from fedspan.runs.comparing import CompareReport as CompareReport
 from fedspan.runs.diagnosing import Diagnosis as Diagnosis
 from fedspan.runs.listener import Listener as Listener

@@ -26,7 +26,7 @@ import tiny_decoders
 from fedspan.cli.app import app
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
-from fedspan.models.names import resolve
+from fedspan.models.names import resolve_model
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 FRAGMENTS = {Path("docs/adding-a-method.md"): ("methods/ffa_lora.py", "methods/registry.py")}
@@ -168,7 +168,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = folder / "models--sentence-transformers--all-MiniLM-L6-v2"
     (place / "refs").mkdir(parents=True)
     (place / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(resolve("builtin:all-minilm-l6-v2"), place / "snapshots" / ("0" * 40))
+    shutil.copytree(resolve_model("builtin:all-minilm-l6-v2"), place / "snapshots" / ("0" * 40))
     return folder
 
 

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from world import Mistake, World, cut, edit_json
 
-from fedspan.models.names import resolve
+from fedspan.models.names import resolve_model
 
 WEIGHTS, ADAPTER = "adapter_model.safetensors", "adapter_config.json"
 
@@ -42,7 +42,7 @@ def _without_library(world: World) -> None:
 
 def _without_package(world: World) -> None:
     with mock.patch("importlib.util.find_spec", return_value=None):
-        resolve("builtin:all-minilm-l6-v2")
+        resolve_model("builtin:all-minilm-l6-v2")
 
 
 def _plain_tokenizer(folder: Path) -> None:
@@ -98,7 +98,7 @@ NAMES = [
     Mistake("no-id", "A name that cannot be a hub id.", "model.name", _model(name="my model"), "NAME ("),
     Mistake("too-long", "A name that is too long for the disk.", "model.name", _model(name="x" * 300), "NAME ("),
     Mistake("no-user", "The home of a user that there is none of.", "model.name", _model(name="~nobodyx/m"), "NAME ("),
-    Mistake("builtin", "An unknown built-in model.", "model.name", lambda world: resolve("builtin:minilm")),
+    Mistake("builtin", "An unknown built-in model.", "model.name", lambda world: resolve_model("builtin:minilm")),
     Mistake("no-package", "The built-in model's package is missing.", "model.name", _without_package),
     Mistake("no-bitsandbytes", "bitsandbytes is missing.", "model.quantization", _without_library),
 ]

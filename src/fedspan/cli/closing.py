@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.cli.text import duration, one_line, plain_table, score, size, titles
-from fedspan.models.names import architecture_of, resolve
+from fedspan.models.names import architecture_of, resolve_model
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS
 
@@ -168,7 +168,7 @@ def peft_snippet(adapter: Path) -> list[str]:
         options.append("ignore_mismatched_sizes=True")
     options += [f"revision={revision!r}"] if revision else []
     more = "".join(f", {option}" for option in options)
-    base = resolve(notes["base_model"])
+    base = resolve_model(notes["base_model"])
     return [
         "import peft, transformers",
         f'base = transformers.{auto}.from_pretrained("{base}"{more})',

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError
-from fedspan.models.names import architecture_of, resolve
+from fedspan.models.names import architecture_of, resolve_model
 from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
 from fedspan.models.resnet import SmallResNetConfig
 
@@ -201,8 +201,8 @@ def load_scratch(
 
 
 def source_of(name: str) -> str:
-    """What to hand to ``from_pretrained``: as `resolve` says, and a folder may be under one's home (``~``)."""
-    source = resolve(name)
+    """What to hand to ``from_pretrained``: as `resolve_model` says, and a folder may be under one's home (``~``)."""
+    source = resolve_model(name)
     # os.path's, as Path's own raise for names that are too long for the disk and for homes of unknown users.
     return os.path.expanduser(source) if os.path.isdir(os.path.expanduser(source)) else source
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["ARCHITECTURES", "BUILTIN_MODELS", "architecture_of", "published_name", "resolve"]
+__all__ = ["ARCHITECTURES", "BUILTIN_MODELS", "architecture_of", "published_name", "resolve_model"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def published_name(name: str) -> str:
     return BUILTIN_MODELS[key].hub_id if key != name and key in BUILTIN_MODELS else name
 
 
-def resolve(name: str) -> str:
+def resolve_model(name: str) -> str:
     """What to hand to ``from_pretrained``: the folder of a ``builtin:`` model (checked), or the name itself.
 
     That of an architecture is its name: there is nothing to load.

@@ -150,10 +150,10 @@ def _port() -> Check:
 def _model() -> Check:
     """The model of the demo and of configs that name none."""
     from fedspan.errors import FedspanError
-    from fedspan.models.names import resolve
+    from fedspan.models.names import resolve_model
 
     try:
-        resolve("builtin:all-minilm-l6-v2")
+        resolve_model("builtin:all-minilm-l6-v2")
     except FedspanError as error:
         return Check("demo model", "note", "not here; fedspan demo needs it, your own models don't", error.expected)
     return Check("demo model", "ok", "all-MiniLM-L6-v2, its weights as published")
