@@ -13,11 +13,11 @@ from torch import Tensor
 
 import tiny
 from fedspan.core.method import Memory
-from fedspan.core.values import Client, Job, Message, ServerState, Trained
+from fedspan.core.values import Client, Job, Message, OptimizerSpec, ServerState, Trained
 from fedspan.engines import wire
 from fedspan.engines.evaluation import ClientScores, summarised
 from fedspan.engines.federation import Federation, Member, Progress
-from fedspan.engines.settings import RoundSettings
+from fedspan.engines.settings import RoundSettings, TrainingSettings
 from fedspan.runs.build import Prepared
 from fedspan.wrappers.wrapper import Wrapper
 
@@ -112,6 +112,14 @@ def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Pre
         progress = result.progress
         rates.append(result.lr)
     assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
+
+
+def test_a_schedule_may_start_anew_and_end_above_zero() -> None:
+    settings = TrainingSettings(OptimizerSpec(lr=0.3), schedule="cosine", min_lr=0.1, cycle_rounds=2)
+    assert [settings.lr(round, 5) for round in range(5)] == pytest.approx([0.3, 0.2, 0.3, 0.2, 0.3])
+    linear = replace(settings, schedule="linear", cycle_rounds=4, warmup_rounds=1)
+    assert [linear.lr(round, 6) for round in range(6)] == pytest.approx([0.15, 0.3, 0.25, 0.2, 0.15, 0.3])
+    assert replace(linear, schedule="constant").lr(3, 6) == 0.3
 
 
 def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:

@@ -116,6 +116,8 @@ class TrainingConfig(Section):
     lr: float = Field(default=2e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Across rounds.")
     warmup_rounds: int = Field(default=0, ge=0, description="Rounds of linear warm-up.")
+    min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="What a schedule falls to; at most lr.")
+    cycle_rounds: int | None = Field(default=None, ge=1, description="Rounds after which a schedule starts anew.")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Of SGD.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Of AdamW.")
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="Of AdamW.")
@@ -248,6 +250,8 @@ class RunConfig(Section):
             ),
             schedule=t.schedule,
             warmup_rounds=t.warmup_rounds,
+            min_lr=min(t.min_lr, t.lr),
+            cycle_rounds=t.cycle_rounds,
             batch_size=t.batch_size,
             accumulate=t.gradient_accumulation_steps,
             epochs=t.local_epochs,

@@ -51,6 +51,8 @@ class TrainingSettings:
         optimizer: algorithm; its ``lr`` is the peak of the schedule.
         schedule: how the learning rate moves across rounds (constant within one).
         warmup_rounds: linear warm-up before the schedule starts.
+        min_lr: what a schedule falls to.
+        cycle_rounds: after so many rounds a schedule starts anew (SGDR, arXiv:1608.03983); None: it falls once.
         batch_size: examples of one forward and backward pass.
         accumulate: passes of one optimizer step.
         epochs: local epochs a round, unless ``steps`` is given.
@@ -66,6 +68,8 @@ class TrainingSettings:
     optimizer: OptimizerSpec
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_rounds: int = 0
+    min_lr: float = 0.0
+    cycle_rounds: int | None = None
     batch_size: int = 16
     accumulate: int = 1
     epochs: int = 1
@@ -81,11 +85,14 @@ class TrainingSettings:
         peak = self.optimizer.lr
         if round < self.warmup_rounds:
             return peak * (round + 1) / (self.warmup_rounds + 1)
-        progress = (round - self.warmup_rounds) / max(1, rounds - self.warmup_rounds)
+        after, span = round - self.warmup_rounds, max(1, rounds - self.warmup_rounds)
+        if self.cycle_rounds is not None:
+            after, span = after % self.cycle_rounds, self.cycle_rounds
+        progress = after / span
         if self.schedule == "linear":
-            return peak * (1 - progress)
+            return self.min_lr + (peak - self.min_lr) * (1 - progress)
         if self.schedule == "cosine":
-            return peak * 0.5 * (1 + math.cos(math.pi * progress))
+            return self.min_lr + (peak - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
         return peak
 
 
