@@ -97,7 +97,7 @@ ALL: Mapping[str, Said] = {
     "fedmomentum": Said(
         factors,
         lambda m, n: factors(m, n) + weight(m, n),
-        "r (m + n) up, r (m + n) and what the base gains, m n, down",
+        "r (m + n) up, r (m + n) and what the base gains (dense: m n) down",
         why="what the base gains has rank (K - 1) r and travels as factors",
     ),
     "lora-fair": LORA,
@@ -112,7 +112,7 @@ ALL: Mapping[str, Said] = {
     "fedhm": LORA,
     "slora": Said(factors, factors, "r (m + n) up and down, in the second stage", {"sparse_rounds": 1}),
     "florg": Said(lambda m, n: RANK * min(m, n), lambda m, n: RANK * min(m, n), "r min(m, n) up and down"),
-    "fedloru": Said(factors, factors, "r (m + n) up and down, in a round without accumulation"),
+    "fedloru": Said(factors, factors, "r (m + n) up and down, in a round without accumulation", {"tau": 5}),
     "mfedloru": Said(factors, factors, "r (m + n) up and down, for clients of the greatest rank"),
     "pfedloru": Said(factors, factors, "r (m + n) up and down: the personal factors stay"),
     "pfedlora": Said(weight, weight, "m n up and down: the personal factors stay"),
@@ -172,8 +172,9 @@ def finding(key: str, sent: Sent) -> report.Finding:
         else:
             parts.append(f"{direction} {ours / said:.4g} times as much" if said else f"{direction} {ours:.0f} bytes")
     more = sent.up > sent.said_up or sent.down > sent.said_down
-    measured = ", ".join(parts) + (f": {ALL[key].why}" if parts != ["up as said", "down as said"] else "")
-    statement = f"{NAMES[key]}: {ALL[key].formula}"
+    why = ALL[key].why
+    measured = ", ".join(parts) + (f": {why}" if why else "")
+    statement = f"{NAMES[key]} sends no more than its paper says: {ALL[key].formula}"
     return report.Finding(statement, measured, "contradicted" if more else "holds")
 
 
@@ -183,7 +184,7 @@ def draw(found: Mapping[str, Sent]) -> Figure:
     axes = figure.subplots()
     for at, (name, hatch) in enumerate((("up", ""), ("down", "//"))):
         places = [place + 0.4 * at for place in range(len(found))]
-        sizes = [max(1.0, getattr(sent, name)) / 1024 for sent in found.values()]
+        sizes = [getattr(sent, name) / 1024 for sent in found.values()]  # nothing has no bar on such an axis
         axes.bar(places, sizes, 0.4, label=name, hatch=hatch, edgecolor="black", linewidth=0.5)
     axes.set_yscale("log")
     axes.set_ylabel("KiB of a client and round")

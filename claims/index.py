@@ -54,7 +54,10 @@ def unplayed(there: Collection[str]) -> list[str]:
     ]
     if not presets:
         return []
-    rows = [(f"`{preset.id}`", title_of(preset), str(len(preset.claims))) for preset in presets]
+    rows = [
+        (f"`{preset.id}`", title_of(preset), str(sum(claim.needs is None for claim in preset.claims)))
+        for preset in presets
+    ]
     return [UNPLAYED, table(("preset", "what it plays", "statements"), rows)]
 
 

@@ -21,7 +21,7 @@ matplotlib.use("svg")
 from matplotlib.figure import Figure
 
 from fedspan.analysis.verdict import Verdict
-from fedspan.methods.registry import METHODS
+from fedspan.methods.describe import list_methods
 from fedspan.runs.presets import Preset
 
 __all__ = ["FOLDER", "Finding", "command_line", "save_figure", "table", "title_of", "write"]
@@ -59,7 +59,8 @@ def save_figure(figure: Figure, folder: Path, name: str, alt: str) -> str:
 
 def title_of(preset: Preset) -> str:
     """Of a preset's page: the system's name, the table or figure, and what that is about."""
-    return f"{METHODS[preset.id.split('-')[0]].__name__}, {preset.item}: {preset.title}"
+    names = {row.key: row.name for row in list_methods()}
+    return f"{names[preset.id.split('-')[0]]}, {preset.item}: {preset.title}"
 
 
 def command_line() -> str:

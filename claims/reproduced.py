@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import report
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from fedspan.api.reproducing import Reproduction, reproduce
 from fedspan.runs.judging import CellScore, Judged, difference
@@ -70,15 +72,21 @@ def draw(scores: Sequence[CellScore]) -> Figure:
     bars = [1.2 * len({score.cell for score in part}) * len({score.method for score in part}) / 2 for part in parts]
     figure = Figure(figsize=(max(6.0, sum(bars)), 4), layout="constrained")
     axes = figure.subplots(1, len(parts), squeeze=False, width_ratios=bars)[0]
+    labels = list(dict.fromkeys(score.method for score in scores))
     for one, metric, part in zip(axes, metrics, parts, strict=True):
-        _bars(one, METRICS[metric], part)
-    axes[0].legend(fontsize="small")
+        _bars(one, METRICS[metric], part, labels)
+    axes[0].legend(handles=[Patch(label=label, **_look(at)) for at, label in enumerate(labels)], fontsize="small")
     return figure
 
 
-def _bars(axes: Axes, metric: Metric, scores: Sequence[CellScore]) -> None:
+def _look(at: int) -> dict[str, Any]:
+    """Of a row's bars, on all axes; without colour, too."""
+    hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[at % 8]
+    return {"facecolor": f"C{at}", "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
+
+
+def _bars(axes: Axes, metric: Metric, scores: Sequence[CellScore], labels: Sequence[str]) -> None:
     cells = list(dict.fromkeys(score.cell for score in scores))
-    labels = list(dict.fromkeys(score.method for score in scores))
     factor = 100.0 if metric.percent else 1.0
     width = 0.8 / len(labels)
     for at, label in enumerate(labels):
@@ -90,10 +98,7 @@ def _bars(axes: Axes, metric: Metric, scores: Sequence[CellScore]) -> None:
             [factor * (score.mean or 0.0) for _, score in shown],
             width,
             yerr=[factor * (score.deviation or 0.0) for _, score in shown],
-            label=label,
-            hatch=("", "//", "..", "xx", "\\\\", "++", "oo", "--")[at % 8],
-            edgecolor="black",
-            linewidth=0.5,
+            **_look(at),
         )
     axes.set_xticks(range(len(cells)), [cell.replace(" / ", "\n") for cell in cells], fontsize="small")
     axes.set_ylabel(f"{metric.title}{', %' if metric.percent else ''} (mean ± deviation over seeds)")
@@ -101,7 +106,8 @@ def _bars(axes: Axes, metric: Metric, scores: Sequence[CellScore]) -> None:
 
 def page(found: Reproduction, preset: Preset, folder: Path) -> None:
     """Write it."""
-    shown = report.save_figure(draw(found.scores), folder, found.id, f"{preset.item}, small scale")
+    drawn = any(score.metric for score in found.scores)
+    shown = report.save_figure(draw(found.scores), folder, found.id, f"{preset.item}, small scale") if drawn else ""
     notes = "\n".join(f"- {' '.join(note.split())}" for note in preset.notes)
     sections = [
         f"At the small scale, seeds {', '.join(map(str, found.seeds))}; at the paper's: `fedspan reproduce {found.id} "

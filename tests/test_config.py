@@ -70,6 +70,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     """Values that differ from all defaults, so that none can be forgotten or mistaken for another."""
     training = {
         **{"optimizer": "sgd", "lr": 0.3, "schedule": "cosine", "warmup_rounds": 2, "momentum": 0.8, "eps": 1e-5},
+        **{"min_lr": 0.1, "cycle_rounds": 9},
         **{"betas": [0.7, 0.95], "weight_decay": 0.02, "batch_size": 5, "gradient_accumulation_steps": 3},
         **{"local_epochs": 4, "local_steps": 7, "max_grad_norm": 0.5, "optimizer_state": "keep", "lora_dropout": 0.1},
         "group_by_length": False,
@@ -80,7 +81,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     assert set(training) == set(type(config.training).model_fields)
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
     private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, key_of_seed(3))
-    expected = TrainingSettings(optimizer, "cosine", 2, 5, 3, 4, 7, 0.5, True, 0.1, False, private)
+    expected = TrainingSettings(optimizer, "cosine", 2, 0.1, 9, 5, 3, 4, 7, 0.5, True, 0.1, False, private)
     default = TrainingSettings(OptimizerSpec())
     assert config.training_settings() == expected
     assert all(getattr(expected, name) != getattr(default, name) for name in TrainingSettings.__dataclass_fields__)
@@ -88,6 +89,11 @@ def test_settings_carry_every_field_of_the_config() -> None:
     secret = config.round_settings(bytes(32)).privacy
     assert secret == replace(private, key=bytes(32), secret=True) == config.training_settings(bytes(32)).privacy
     assert config.evaluation_settings() == EvaluationSettings(2, 8)
+
+
+def test_a_schedule_falls_and_does_not_rise() -> None:
+    with pytest.raises(FedspanError, match=r"^training.min_lr: 0.5; .*at most training.lr, 0.01"):
+        parse_config({**VALID, "training": {"lr": 0.01, "min_lr": 0.5}})
 
 
 def test_a_method_gets_its_options_and_the_run_s_seed() -> None:

@@ -76,7 +76,7 @@ def test_less_of_a_loss_is_better_and_a_row_that_failed_leaves_its_cell_out() ->
     assert table.rows[0][2].startswith("+1.0")
 
 
-def test_scores_of_which_less_is_better_and_others_have_no_mean() -> None:
+def test_scores_of_several_metrics_have_no_mean() -> None:
     """A claim of cells with one kind alone is judged by that kind."""
     scores = (
         *SCORES[:1],
@@ -126,6 +126,11 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     assert verdict_table([found]).rows[0][2] == "at least +2.0 rounds"
     (other,) = judge([one.model_copy(update={"better": "B", "worse": ["A"]})], CELLS[:1], (learns, stuck))
     assert verdict_table([other]).rows[0][2] == "at most -2.0 rounds"
+    cheap = replace(stuck, curves=(points(0.5, 0.5, 0.5, 0.5, cost=1),) * 2)
+    sent = one.model_copy(update={"measure": "bytes_to"})
+    for better, worse in (("A", "B"), ("B", "A")):  # B's whole run is cheaper than A's way to the score
+        (found,) = judge([sent.model_copy(update={"better": better, "worse": [worse]})], CELLS[:1], (learns, cheap))
+        assert (found.verdict, found.cells[0].verdict) == ("inconclusive", "inconclusive")
     both = [replace(row, cell="skewed") for row in (learns, stuck)]
     swapped = [replace(row, method={"A": "B", "B": "A"}[row.method]) for row in both]
     (found,) = judge([one], CELLS, (learns, stuck, *swapped))

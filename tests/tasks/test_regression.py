@@ -115,8 +115,9 @@ def test_numbers_are_divided_by_ranges(partitioner: str) -> None:
     found = partition(datasets.Dataset.from_dict({"target": numbers}), config, 7)
     classes = partition(datasets.Dataset.from_dict({"label": ranks // 80}), config.model_copy(update={"bins": None}), 7)
     assert found.fingerprint == classes.fingerprint
-    tied = partition(datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100}), config, 7)
-    assert sum(len(client.indices) for client in tied.clients) == 400
+    tied = datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100})
+    with pytest.raises(FedspanError, match=r"^partition.bins: 5; at most 2, as many as there are different numbers"):
+        partition(tied, config, 7)
 
 
 def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fedspan.config.defaults import with_dataset
 from fedspan.config.engine import EngineConfig
@@ -125,12 +125,8 @@ class TrainingConfig(Section):
     batch_size: int = Field(default=16, ge=1, description="Examples of one pass.")
     gradient_accumulation_steps: int = Field(default=1, ge=1, description="Passes of one optimizer step.")
     local_epochs: int = Field(default=1, ge=1, description="Passes over a client's examples each round.")
-    local_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps each round, in place of local_epochs."
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, allow_inf_nan=False, description="Clip a client's gradient to this norm; 0: never."
-    )
+    local_steps: int | None = Field(default=None, ge=1, description="Optimizer steps a round, not local_epochs.")
+    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Clips gradients; 0: never.")
     optimizer_state: Literal["reset", "keep"] = Field(
         default="reset", description="Whether a client's moments start anew each round or survive on the client."
     )
@@ -142,6 +138,13 @@ class TrainingConfig(Section):
     def _below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("two numbers from 0 to below 1")
+        return value
+
+    @field_validator("min_lr")
+    @classmethod
+    def _at_most_lr(cls, value: float, info: ValidationInfo) -> float:
+        if value > info.data.get("lr", value):
+            raise ValueError(f"at most training.lr, {info.data['lr']:g}")
         return value
 
 
@@ -250,7 +253,7 @@ class RunConfig(Section):
             ),
             schedule=t.schedule,
             warmup_rounds=t.warmup_rounds,
-            min_lr=min(t.min_lr, t.lr),
+            min_lr=t.min_lr,
             cycle_rounds=t.cycle_rounds,
             batch_size=t.batch_size,
             accumulate=t.gradient_accumulation_steps,

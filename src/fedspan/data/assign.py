@@ -117,6 +117,8 @@ def _classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> 
         expected = f"iid, quantity or natural: these examples have no classes ({way})"
         raise FedspanError(f"{field}.partitioner", config.partitioner, expected)
     numbers = arrow_column(dataset, "target").to_numpy()
+    if config.bins > (most := len(np.unique(numbers))):
+        raise FedspanError(f"{field}.bins", config.bins, f"at most {most}, as many as there are different numbers")
     borders = np.quantile(numbers, np.linspace(0, 1, config.bins + 1)[1:-1])
     return np.searchsorted(borders, numbers, side="right")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = ["DATA", "MODEL", "Cell", "cells_of", "row_folders", "settings_table"]
 
 DATA, MODEL = "{data}", "{model}"
 """What stands in presets for the folder with the data, and for the folder with a model that no package brings."""
+_DIVISIONS = {"dirichlet": "Dirichlet {alpha:g}", "iid": "IID", "natural": "by {column}"}
 
 
 @dataclass(frozen=True)
@@ -91,26 +93,33 @@ def settings_table(cells: Sequence[Cell]) -> Table:
     """
     rows: list[tuple[str, ...]] = []
     for cell in cells:
-        configs = [parse_config(values) for values in cell.configs.values()]
-        one = configs[0]
-        split, asked = one.partition, one.federation.clients_per_round
-        division = {"dirichlet": f"Dirichlet {split.alpha:g}", "iid": "IID"}.get(split.partitioner, split.partitioner)
-        ranks = dict.fromkeys(f"{values['method']['r']}" for values in cell.configs.values())
-        most = one.data.max_examples
-        clients = str(split.clients) if asked is None else f"{split.clients}, {asked} a round"
+        configs = {label: parse_config(values) for label, values in cell.configs.items()}
+        one = next(iter(configs.values()))
+        data, model, split, asked = one.data, one.model, one.partition, one.federation.clients_per_round
+        source = data.dataset or "/".join(Path(data.train or "").parts[-2:])
+        if data.max_examples is not None:
+            source += f", at most {data.max_examples:,}"
+        blocks = model.layers_to_transform
+        layers = "all" if blocks is None else str(blocks).strip("[]")
+        ranks: dict[str, list[str]] = {}
+        for label, config in configs.items():
+            given = config.federation.ranks
+            own = getattr(config.method, "r", None) if given is None else json.dumps(given, default=str)
+            ranks.setdefault(str(own), []).append(label)
         rows.append(
             (
                 cell.name,
-                one.data.dataset or Path(one.data.train or "").stem,
-                "all" if most is None else f"{most:,}",
-                division,
-                clients,
-                Path(one.model.name).name,
-                ", ".join(ranks),
+                source,
+                _DIVISIONS.get(split.partitioner, split.partitioner).format(alpha=split.alpha, column=split.column),
+                ("as many as values" if split.column is not None else str(split.clients))
+                + ("" if asked is None else f", {asked} a round"),
+                Path(model.name).name,
+                layers,
+                "; ".join(rank if len(ranks) == 1 else f"{rank} ({', '.join(own)})" for rank, own in ranks.items()),
                 str(one.federation.rounds),
             )
         )
-    head = ("cell", "data", "examples", "division", "clients", "model", "rank", "rounds")
+    head = ("cell", "data", "division", "clients", "model", "layers", "rank", "rounds")
     return Table(head, tuple(rows), None, ())
 
 

@@ -129,7 +129,7 @@ def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellS
 def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]) -> Judged:
     fitting = [cell for cell in cells if all(cell.values[axis] in names for axis, names in claim.cells.items())]
     named = {cell.name for cell in fitting}
-    metrics = {s.metric: s.higher for s in scores.values() if s.metric and s.cell in named}
+    metrics = dict.fromkeys(s.metric for s in scores.values() if s.metric and s.cell in named)
     metric = claim.measure if claim.measure != "score" else next(iter(metrics), "")
 
     def unjudged(why: str) -> Judged:
@@ -137,7 +137,7 @@ def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tup
 
     if claim.needs is not None:
         return unjudged(f"it takes {claim.needs}, which is not measured")
-    if claim.measure == "score" and len({*metrics.values()}) > 1:
+    if claim.measure == "score" and len(metrics) > 1:
         return unjudged(f"{' and '.join(sorted(metrics))} have no mean: a claim for each")
     found: dict[str, tuple[list[float], list[float]]] = {}
     bounds: dict[str, Bound] = {}
@@ -154,7 +154,7 @@ def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tup
     rule = _rule(claim)
     single = tuple(_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in found.items())
     mean = [_means([pair[side] for pair in found.values()]) for side in (0, 1)]
-    overall = _cell("all", rule(mean[0], mean[1]), _bound({bounds[name] for name in found} if bounds else ()))
+    overall = _cell("all", rule(mean[0], mean[1]), _bound({bounds.get(name, "") for name in found}))
     return Judged(claim.says, claim.better, worse, metric, overall.verdict, overall, single)
 
 
@@ -166,7 +166,12 @@ def _rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
 
 
 def _cell(name: str, found: Within, bound: Bound) -> JudgedCell:
-    return JudgedCell(name, found.mean, found.error if found.error < float("inf") else None, found.verdict, bound)
+    """A bound on the wrong side says nothing: a run that never came to the score may have been the cheaper one."""
+    says_nothing = (found.verdict == "holds" and bound in ("at most ", "about ")) or (
+        found.verdict == "contradicted" and bound in ("at least ", "about ")
+    )
+    verdict = "inconclusive" if says_nothing else found.verdict
+    return JudgedCell(name, found.mean, found.error if found.error < float("inf") else None, verdict, bound)
 
 
 def _bound(bounds: Collection[Bound]) -> Bound:

@@ -106,7 +106,7 @@ class PlannedPasses:
         config: the run's; its task, data and batches.
         adapted: the model, on the meta device.
 
-    All raise FedspanError for a model whose own code asks what its values are, or has no operation for its dtype.
+    Passes raise FedspanError for a model whose own code asks what its values are, or has no operation for its dtype.
     """
 
     def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
@@ -178,9 +178,9 @@ class PlannedPasses:
     def _outputs(self, inputs: Mapping[str, Any]) -> Any:
         try:
             return self._adapted.model(**inputs)
-        except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # of somebody else's code
-            why = next(iter(str(error).splitlines()), "")[:160]
-            expected = "a model that can be planned, one that computes without its weights, too"
+        except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:  # its own code's
+            why = next(iter(str(error).splitlines()), "")[:120]
+            expected = "a model that can be planned, one that computes without its weights, in another dtype perhaps"
             raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {why})") from error
 
     def _loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
