@@ -70,12 +70,13 @@ def draw(scores: Sequence[CellScore]) -> Figure:
     metrics = list(dict.fromkeys(score.metric for score in scores if score.metric))
     parts = [[score for score in scores if score.metric == metric] for metric in metrics]
     bars = [1.2 * len({score.cell for score in part}) * len({score.method for score in part}) / 2 for part in parts]
-    figure = Figure(figsize=(max(6.0, sum(bars)), 4), layout="constrained")
+    figure = Figure(figsize=(max(6.0, sum(bars)) + 1.5, 4), layout="constrained")
     axes = figure.subplots(1, len(parts), squeeze=False, width_ratios=bars)[0]
     labels = list(dict.fromkeys(score.method for score in scores))
     for one, metric, part in zip(axes, metrics, parts, strict=True):
         _bars(one, METRICS[metric], part, labels)
-    axes[0].legend(handles=[Patch(label=label, **_look(at)) for at, label in enumerate(labels)], fontsize="small")
+    looks = [Patch(label=label, **_look(at)) for at, label in enumerate(labels)]
+    figure.legend(handles=looks, loc="outside right upper", fontsize="small")
     return figure
 
 
