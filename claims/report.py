@@ -64,8 +64,9 @@ def title_of(preset: Preset) -> str:
 
 
 def command_line() -> str:
-    """How this was started; absolute paths are shortened to their last part."""
-    words = [f"PATH/{Path(word).name}" if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    """How this was started; paths that lead elsewhere are shortened to their last part."""
+    elsewhere = [Path(word).is_absolute() or Path(word).parts[:1] == ("..",) for word in sys.argv[1:]]
+    words = [f"PATH/{Path(word).name}" if away else word for word, away in zip(sys.argv[1:], elsewhere, strict=True)]
     return " ".join(["python", f"claims/{Path(sys.argv[0]).name}", *map(shlex.quote, words)])
 
 
