@@ -133,7 +133,15 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", nargs="*", default=[], help="section.field=value")
     parser.add_argument("--out", type=Path, default=report.FOLDER)
     args = parser.parse_args()
-    found = reproduce(args.id, args.runs / args.id, data=args.data, model=args.model, overrides=args.overrides)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    found = reproduce(
+        args.id,
+        args.runs / args.id,
+        data=args.data,
+        model=args.model,
+        overrides=args.overrides,
+        reuse=[args.runs],  # tables share cells
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     page(found, preset_of(args.id), args.out)
 

@@ -14,6 +14,7 @@ import tiny
 from fedspan import FedspanError, Watcher
 from fedspan.api import reproducing
 from fedspan.runs.presets import list_presets, read_preset
+from fedspan.runs.series import Step
 
 Call = Callable[..., Result]
 
@@ -97,6 +98,42 @@ def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path
         reproducing.reproduce("tiny-table1", folder, data=preset, scale="full")
 
 
+class Played(Watcher):
+    """Keeps the names of runs that were played, and of those that were only read."""
+
+    def __init__(self) -> None:
+        self.names: dict[bool, list[str]] = {True: [], False: []}
+
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+        self.names[played].append(step.name)
+
+
+def test_no_run_is_played_twice(preset: Path, tmp_path: Path, call: Call) -> None:
+    first, second = Played(), Played()
+    found = reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=first)
+    # two trials and two seeds for each of two rows; the first seed of what was chosen is a trial
+    assert len(first.names[True]) == 6
+    assert [name for name in first.names[False] if not name.endswith("-seed0")] == []
+    assert len(first.names[False]) == 2
+
+    reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=second)
+    assert second.names[True] == []
+    one, two = (json.loads((tmp_path / name / "table.json").read_text()) for name in ("one", "two"))
+    assert one["scores"] == two["scores"]
+    assert [judged.verdict for judged in found.verdicts] == [each["verdict"] for each in two["verdicts"]]
+    copied = tmp_path / "two" / "two" / "lora" / "seeds" / "fedit-seed1"
+    assert call("predict", copied, "a tree").exit_code == 0, "a copy is a run like any other"
+
+
+def test_runs_of_other_versions_are_played_anew(preset: Path, tmp_path: Path) -> None:
+    reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset)
+    for path in (tmp_path / "one").rglob("environment.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "1.0"}))
+    seen = Played()
+    reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
+    assert len(seen.names[True]) == 6
+
+
 def test_presets_are_listed_and_planned(call: Call) -> None:
     shown = call("reproduce")
     assert shown.exit_code == 0, shown.output
@@ -119,6 +156,8 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
         (["rolora-table1", "--out", "x"], "--data: None; a folder with local data sets"),
         (["rolora-table2", "--data", ".", "--out", "x"], "--model: None; a folder with a causal language model"),
         (["rolora-table1", "--resume", "x"], "ID: 'rolora-table1'; nothing beside --resume"),
+        (["florg-bytes", "--data", ".", "--out", "x", "--reuse", "none"], "--reuse: 'none'; a folder that holds"),
+        (["--reuse", "x"], "ID: None; a preset beside --reuse"),
         (["--out", "x"], "ID: None; a preset beside --out"),
         (["--resume", "x"], "folder: 'x'; no reproduce.yaml in it"),
     ],

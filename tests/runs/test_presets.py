@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedspan import FedspanError
-from fedspan.api.reproducing import dry_run
+from fedspan.api.rehearsing import dry_run
 from fedspan.config import parse_config
 from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve_model
 from fedspan.runs import plans

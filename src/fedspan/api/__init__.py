@@ -7,9 +7,10 @@ from fedspan.api.exporting import export
 from fedspan.api.harness import harness
 from fedspan.api.notes import read_notes
 from fedspan.api.planning import plan
+from fedspan.api.rehearsing import dry_run
 from fedspan.api.reporting import report
 from fedspan.api.reports import read_report
-from fedspan.api.reproducing import dry_run, reproduce, resume_reproduction
+from fedspan.api.reproducing import reproduce, resume_reproduction
 from fedspan.api.serving import predict
 from fedspan.api.sweeping import resume_sweep, sweep
 from fedspan.api.training import resume, run

@@ -14,10 +14,9 @@ import yaml
 
 from fedspan.api.comparing import compare
 from fedspan.api.measuring import MEASURED, measured
-from fedspan.api.planning import known_examples, known_labels
 from fedspan.api.series import command_line, read_settings
 from fedspan.api.sweeping import sweep
-from fedspan.config import RunConfig, parse_config
+from fedspan.config import parse_config
 from fedspan.engines.prefix_rows import shared_prefixes
 from fedspan.errors import FedspanError
 from fedspan.runs.cells import DATA, MODEL, Cell, cells_of, row_folders, settings_table
@@ -25,12 +24,12 @@ from fedspan.runs.curves import curve_of
 from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.judging import COSTS, CellScore, Judged, judge, verdict_table
-from fedspan.runs.plans import Plan, PlannedModel, plan_run, planned_model
-from fedspan.runs.presets import SCALES, Preset, Scale, architectures, list_presets, preset_of
+from fedspan.runs.presets import Preset, Scale, preset_of, require_scale
+from fedspan.runs.reusing import finished_runs
 from fedspan.runs.series import Watcher
 from fedspan.runs.tables import Table, markdown, megabytes, plus_minus, seconds
 
-__all__ = ["PlannedCell", "Reproduction", "dry_run", "list_presets", "reproduce", "resume_reproduction"]
+__all__ = ["Reproduction", "reproduce", "resume_reproduction"]
 
 REPRODUCE = "reproduce.yaml"
 _SETTINGS = {
@@ -40,24 +39,8 @@ _SETTINGS = {
     "data": (str, type(None)),
     "model": (str, type(None)),
     "overrides": list,
+    "reuse": list,
 }
-
-
-@dataclass(frozen=True)
-class PlannedCell:
-    """What one row in one cell will take, once; a sweep and several seeds take as many times that.
-
-    Args:
-        cell: its name.
-        method: label of the row.
-        runs: how many runs there are of it, the sweep's among them.
-        plan: of one of them.
-    """
-
-    cell: str
-    method: str
-    runs: int
-    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -104,45 +87,6 @@ class Reproduction:
         return Table(("cell", "method", "held-out", "chosen", "MB down", "MB up", "seconds"), rows, None, notes)
 
 
-def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -> tuple[PlannedCell, ...]:
-    """What a preset will take, row by row; neither weights nor data are read or downloaded.
-
-    Args:
-        id: of the preset.
-        scale: ``small`` or ``full``.
-        overrides: changes to all configs, each ``section.field=value``.
-
-    Raises:
-        FedspanError: no such preset or scale, or an override that does not fit.
-    """
-    preset = preset_of(id)
-    _require_scale(scale)
-    tried = 1
-    for values in preset.sweep_at(scale).values():
-        tried *= len(values)
-    runs = (tried if tried > 1 else 0) + len(preset.seeds_at(scale))
-    found: list[PlannedCell] = []
-    for cell in cells_of(preset, scale, overrides=overrides):
-        for label, values in cell.configs.items():
-            config = parse_config(values)
-            planned = plan_run(config, _planned_model(config), examples=known_examples(config))
-            found.append(PlannedCell(cell.name, label, runs, planned))
-    return tuple(found)
-
-
-_models: dict[str, PlannedModel] = {}
-"""Models without weights, which hold nothing, by what they follow from: many rows share one."""
-
-
-def _planned_model(config: RunConfig) -> PlannedModel:
-    labels = known_labels(config)
-    section = config.model.model_dump(mode="json", exclude={"extras", "extras_lr_scale"})
-    key = json.dumps([config.task, config.device, config.data.packing, labels, section], sort_keys=True)
-    if key not in _models:
-        _models[key] = planned_model(config, labels, architectures().get(config.model.name))
-    return _models[key]
-
-
 def reproduce(
     id: str,
     folder: str | Path,
@@ -151,11 +95,13 @@ def reproduce(
     data: str | Path | None = None,
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
+    reuse: Sequence[str | Path] = (),
     listener: Watcher | None = None,
 ) -> Reproduction:
     """Play a preset: in every cell and for every row a sweep on the first seed by validation, then all seeds.
 
-    Stopped, the same call goes on: every run is an ordinary one, in ``folder/<cell>/<method>/``.
+    Stopped, the same call goes on: every run is an ordinary one, in ``folder/<cell>/<method>/``. A run that is finished
+    elsewhere in the folder or in ``reuse`` (same config, versions, machine and threads) is copied.
 
     Args:
         id: of the preset.
@@ -164,6 +110,7 @@ def reproduce(
         data: folder with local data sets, where the preset reads files.
         model: folder with a model, where the preset asks for one.
         overrides: changes to all configs, each ``section.field=value``.
+        reuse: folders with other reproductions or runs; they are not changed.
         listener: told what happens.
 
     Raises:
@@ -176,6 +123,7 @@ def reproduce(
         "data": None if data is None else str(data),
         "model": None if model is None else str(model),
         "overrides": list(overrides),
+        "reuse": list(map(str, reuse)),
     }
     return _play(settings, Path(folder), listener or Watcher())
 
@@ -189,21 +137,17 @@ def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) 
     return _play(read_settings(Path(folder), REPRODUCE, _SETTINGS), Path(folder), listener or Watcher())
 
 
-def _require_scale(scale: str) -> None:
-    if scale not in SCALES:
-        raise FedspanError("--scale", scale, f"one of {', '.join(SCALES)}")
-
-
 def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
     preset, scale = preset_of(settings["id"]), settings["scale"]
-    _require_scale(scale)
+    require_scale(scale)
     cells = cells_of(preset, scale, settings["data"], settings["model"], settings["overrides"])
     for cell in cells:
         for values in cell.configs.values():
             _require_places(values)
             parse_config(values)
-    _begin(folder, settings)
-    with shared_prefixes():
+    known = [*map(Path, settings["reuse"]), *([folder] if folder.is_dir() else [])]
+    with shared_prefixes(), finished_runs(known):
+        _begin(folder, settings)
         scores = tuple(
             _row(preset, scale, cell, label, folder / cell.name / name, watcher)
             for cell in cells

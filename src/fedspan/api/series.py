@@ -16,6 +16,7 @@ from fedspan.engines.prefix_rows import next_run
 from fedspan.errors import FedspanError
 from fedspan.runs.files import disk_errors, read_bytes, sweep, write_atomic
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.reusing import runs_in_use
 from fedspan.runs.series import Step, Watcher
 from fedspan.runs.session import RunReport
 
@@ -110,7 +111,7 @@ def begin(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[
 
 
 def play_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
-    """Play one run of a series, go on with it, or read it if it is finished.
+    """Play one run of a series, go on with it, or read it if it is finished, here or in ``reusing.finished_runs``.
 
     Args:
         step: the run.
@@ -121,9 +122,11 @@ def play_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRe
     Raises:
         FedspanError: as a run does, with its name.
     """
-    place = folder / step.name
-    finished = RunFolder(place).report.is_file()
+    place, known = folder / step.name, runs_in_use()
     watcher.run_started(step)
+    if known is not None:
+        known.copy(step.config, place)
+    finished = RunFolder(place).report.is_file()
     if not finished:
         next_run()
     try:
@@ -133,5 +136,7 @@ def play_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRe
     if not finished and report.seconds > _SHORT:
         # The model's replaced methods refer back to it, so it would stay, and a GPU has no room for two.
         gc.collect()
+    if known is not None and not finished:
+        known.add(place)
     watcher.run_finished(step, report.metric, score(report), report.seconds, not finished)
     return report

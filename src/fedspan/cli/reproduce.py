@@ -14,7 +14,7 @@ from fedspan.cli.show import Json, Overrides
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
-    from fedspan.api.reproducing import PlannedCell
+    from fedspan.api.rehearsing import PlannedCell
     from fedspan.runs.presets import Scale
     from fedspan.runs.series import Watcher
 
@@ -38,6 +38,10 @@ def reproduce(
         Path | None, typer.Option("--out", metavar="FOLDER", help="For the runs and the tables; of this preset, go on.")
     ] = None,
     overrides: Overrides = None,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option("--reuse", metavar="FOLDER", help="With finished runs: equal ones are copied; may be repeated."),
+    ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on, as it was begun.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +51,8 @@ def reproduce(
     the paper says is judged by differences paired by seed. Stopped, the same command goes on.
     """
     if resume is None and id is None:
-        for name, value in {"--out": out, "--data": data, "--model": model, "--set": overrides}.items():
+        given = {"--out": out, "--data": data, "--model": model, "--set": overrides, "--reuse": reuse}
+        for name, value in given.items():
             if value:
                 raise FedspanError("ID", None, f"a preset beside {name}; fedspan reproduce lists them")
         _list(as_json)
@@ -56,7 +61,7 @@ def reproduce(
             raise FedspanError("ID", None, "a preset beside --dry-run, and no --resume")
         _plan(id, cast("Scale", scale), overrides or [], as_json)
     else:
-        _play(id, scale, data, model, out, overrides or [], resume, as_json)
+        _play(id, scale, data, model, out, overrides or [], reuse or [], resume, as_json)
 
 
 def _list(as_json: bool) -> None:
@@ -79,7 +84,7 @@ def _list(as_json: bool) -> None:
 
 
 def _plan(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
-    from fedspan.api.reproducing import dry_run
+    from fedspan.api.rehearsing import dry_run
 
     found = dry_run(id, scale=scale, overrides=overrides)
     if as_json:
@@ -128,10 +133,11 @@ def _play(
     model: Path | None,
     out: Path | None,
     overrides: list[str],
+    reuse: list[Path],
     resume: Path | None,
     as_json: bool,
 ) -> None:
-    given = {"ID": id, "--data": data, "--model": model, "--out": out, "--set": overrides}
+    given = {"ID": id, "--data": data, "--model": model, "--out": out, "--set": overrides, "--reuse": reuse}
     if resume is not None:
         for name, value in given.items():
             if value:
@@ -157,6 +163,7 @@ def _play(
             data=data,
             model=model,
             overrides=overrides,
+            reuse=reuse,
             listener=watcher,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -11,7 +11,7 @@ import torch
 import fedspan
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["record_environment"]
+__all__ = ["record_environment", "same_environment"]
 
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
 
@@ -57,6 +57,19 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
     if not folder.environment.exists():
         folder.write_json(folder.environment, now)
         return {}
+    return _changes(folder, now)
+
+
+def same_environment(folder: RunFolder, seed: int) -> bool:
+    """Whether a run was made with today's versions and threads, on such a machine, under this seed.
+
+    Raises:
+        FedspanError: if its environment.json cannot be read.
+    """
+    return not _changes(folder, _environment(seed, ()))
+
+
+def _changes(folder: RunFolder, now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     recorded = folder.read_json(folder.environment)
     then = recorded if isinstance(recorded, dict) else {}
     return {name: (then.get(name), now[name]) for name in now if name != "command" and then.get(name) != now[name]}

@@ -29,10 +29,22 @@ __all__ = [
     "list_presets",
     "merged",
     "preset_of",
+    "require_scale",
 ]
 
 Scale = Literal["full", "small"]
 SCALES: tuple[Scale, ...] = ("full", "small")
+
+
+def require_scale(scale: str) -> None:
+    """Check that there is such a scale.
+
+    Raises:
+        FedspanError: if not.
+    """
+    if scale not in SCALES:
+        raise FedspanError("--scale", scale, f"one of {', '.join(SCALES)}")
+
 
 Values = dict[str, Any]
 """Part of a config as plain values, section by section."""
