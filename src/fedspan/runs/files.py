@@ -22,6 +22,7 @@ __all__ = [
     "folder_name",
     "from_json",
     "fsync_folder",
+    "is_temporary",
     "read_bytes",
     "read_whole",
     "remove",
@@ -63,6 +64,11 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether a name is one of ``temporary``: of what is not whole yet."""
+    return _TEMPORARY.match(path.name) is not None
+
+
 def remove(path: Path) -> None:
     """Delete a file or a folder with all that is in it; nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
@@ -75,7 +81,7 @@ def sweep(folder: Path) -> None:
     """Delete what killed processes left half-written in a folder. Call it only with the run's lock held."""
     if folder.is_dir():
         for entry in folder.iterdir():
-            if _TEMPORARY.match(entry.name):
+            if is_temporary(entry):
                 remove(entry)
 
 

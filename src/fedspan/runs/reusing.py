@@ -11,7 +11,7 @@ from pathlib import Path
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.runs.environment import same_environment
-from fedspan.runs.files import disk_errors, read_bytes, temporary
+from fedspan.runs.files import disk_errors, is_temporary, read_bytes, temporary
 from fedspan.runs.folder import RunFolder, config_yaml
 from fedspan.runs.spending import new_key
 
@@ -29,7 +29,8 @@ class FinishedRuns:
         self._places: dict[bytes, list[Path]] = {}
         reports = {path.resolve() for folder in folders for path in folder.rglob(RunFolder(folder).report.name)}
         for path in sorted(reports):
-            self.add(path.parent)
+            if not is_temporary(path.parent):
+                self.add(path.parent)
 
     def add(self, folder: Path) -> None:
         """A run that is finished; nothing happens if there is none in the folder."""
