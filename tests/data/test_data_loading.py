@@ -14,10 +14,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedspan.data import DataConfig
+from fedspan.data import DataConfig, PartitionConfig
 from fedspan.data.builtin import CORPORA
 from fedspan.data.loading import load
 from fedspan.data.names import sort_names
+from fedspan.data.partition import partition
+from fedspan.data.several import matching
 from fedspan.errors import FedspanError
 
 Refused = Callable[..., FedspanError]
@@ -216,3 +218,68 @@ def test_the_corpus_that_comes_with_the_package_is_whole() -> None:
     data = load(config_for("builtin:patient-messages"))
     assert data.test is not None
     assert set(data.train["label"]) == set(data.test["label"]) == set(range(len(data.labels)))
+
+
+@pytest.fixture
+def clinics(tmp_path: Path) -> Path:
+    for number, site in enumerate(("north", "south")):
+        folder = tmp_path / f"clinic {site}"
+        folder.mkdir()
+        written(
+            folder,
+            "train.csv",
+            "text,label\n" + "".join(f"{site} {row},{'ab'[row % 2]}\n" for row in range(4 + number)),
+        )
+    (tmp_path / "notes.txt").write_text("no clinic's")
+    (tmp_path / ".clinic hidden").mkdir()
+    (tmp_path / "clinic empty").mkdir()
+    return tmp_path
+
+
+def test_several_files_are_one_with_a_column_that_says_whose_a_row_is(clinics: Path) -> None:
+    data = load(config_for(clinics / "clinic {site}" / "train.csv", test_fraction=0))
+    assert data.train["site"] == ["north"] * 4 + ["south"] * 5
+    assert data.train["text"] == [f"north {row}" for row in range(4)] + [f"south {row}" for row in range(5)]
+    assert data.labels == ("a", "b")
+    parts = partition(data.train, PartitionConfig(partitioner="natural", column="site"), 0)
+    assert [client.id for client in parts.clients] == ["north", "south"]
+    held = load(config_for(clinics / "clinic north" / "train.csv", test=str(clinics / "clinic {site}" / "train.csv")))
+    assert held.test is not None
+    assert held.test["site"] == ["north"] * 4 + ["south"] * 5
+
+
+def test_a_place_that_occurs_twice_is_the_same_twice(tmp_path: Path) -> None:
+    for site, name in (("a", "a"), ("a", "b"), ("b", "b")):
+        (tmp_path / site).mkdir(exist_ok=True)
+        written(tmp_path / site, f"{name}-{name}.csv", CSV)
+        written(tmp_path / site, f"{name}-x.csv", CSV)
+    found = matching(str(tmp_path / "{site}" / "{site}-{site}.csv"))
+    assert [(path.relative_to(tmp_path).as_posix(), values) for path, values in found.items()] == [
+        ("a/a-a.csv", {"site": "a"}),
+        ("b/b-b.csv", {"site": "b"}),
+    ]
+    both = matching(str(tmp_path / "{site}" / "{name}-x.csv"))
+    assert [tuple(values.values()) for values in both.values()] == [("a", "a"), ("a", "b"), ("b", "b")]
+
+
+def test_a_file_whose_name_has_braces_is_that_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "{site}.csv", CSV)
+    written(tmp_path, "other.csv", CSV)
+    assert "site" not in load(config_for(path)).train.column_names
+
+
+def test_a_mistake_in_one_of_several_files_is_named_with_its_place(clinics: Path, refused: Refused) -> None:
+    where = str(clinics / "clinic {site}" / "train.csv")
+    south = clinics / "clinic south" / "train.csv"
+    south.write_text("text,label\nfine,a\n,b\n")
+    refused("data.train", where, [f"row 3 of {south}"], load, config_for(where, test_fraction=0))
+    south.write_text("text,kind\nfine,a\n")
+    refused("data.train", where, ["'kind' is not in both", "clinic north"], load, config_for(where))
+    south.write_text("text,label,site\nfine,a,x\n")
+    (clinics / "clinic north" / "train.csv").write_text("text,label,site\nfine,b,x\n")
+    refused("data.train", where, ["has a column 'site' already"], load, config_for(where))
+    nowhere = str(clinics / "{site}" / "test.csv")
+    refused("data.train", nowhere, ["a path that files have"], load, config_for(nowhere))
+    (clinics / "clinic north" / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    mixed = str(clinics / "clinic {site}" / "train.{kind}")
+    refused("data.train", mixed, ["files of one format; there are .csv, .jsonl"], load, config_for(mixed))
