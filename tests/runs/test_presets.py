@@ -52,8 +52,8 @@ def test_rows_whose_labels_differ_by_a_sign_have_folders_of_their_own() -> None:
 def test_what_stands_for_a_paper_s_cell_is_said() -> None:
     shown = settings_table(cells_of(preset_of("fedgalore-table4"), "small", "/data"))
     assert [row[:4] for row in shown.rows] == [
-        ("iid-clipart", "fashion-mnist, at most 3,000", "IID", "10, 5 a round"),
-        ("non-iid-clipart", "fashion-mnist, at most 3,000", "Dirichlet 0.5", "10, 5 a round"),
+        ("iid-fashion-mnist", "fashion-mnist, at most 3,000", "IID", "10, 5 a round"),
+        ("non-iid-fashion-mnist", "fashion-mnist, at most 3,000", "Dirichlet 0.5", "10, 5 a round"),
     ]
     ranks = settings_table(cells_of(preset_of("fedloru-table1"), "small", "/data")).rows[0][6]
     assert ranks == "16 (FedLoRA, FedLoRU); 24 (FedHM)"

@@ -54,7 +54,9 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
     for cell in cells_of(preset, scale, overrides=overrides):
         for label, values in cell.configs.items():
             config = parse_config(values)
-            planned = plan_run(config, _planned_model(config), examples=known_examples(config))
+            # of a natural partition the data decide; a preset says how many clients it expects
+            clients = config.partition.clients
+            planned = plan_run(config, _planned_model(config), clients=clients, examples=known_examples(config))
             found.append(PlannedCell(cell.name, label, runs, planned))
     return tuple(found)
 
