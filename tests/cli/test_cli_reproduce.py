@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import Result
 
 import tiny
@@ -116,6 +118,13 @@ def test_no_run_is_played_twice(preset: Path, tmp_path: Path, call: Call) -> Non
     assert [name for name in first.names[False] if not name.endswith("-seed0")] == []
     assert len(first.names[False]) == 2
 
+    for path in (tmp_path / "one").rglob("config.yaml"):  # as if of before an option was added, or damaged
+        values = yaml.safe_load(path.read_text())
+        del values["training"]["min_lr"]
+        path.write_text(yaml.safe_dump(values))
+    damaged = tmp_path / "one" / "damaged"
+    shutil.copytree(tmp_path / "one" / "two" / "lora" / "seeds" / "fedit-seed1", damaged)
+    (damaged / "config.yaml").write_text("{")
     reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=second)
     assert second.names[True] == []
     one, two = (json.loads((tmp_path / name / "table.json").read_text()) for name in ("one", "two"))

@@ -18,7 +18,7 @@ from fedspan import FedspanError, SweepReport, Watcher, load_config
 from fedspan.api import read_report, series
 from fedspan.api.reports import read_config
 from fedspan.runs.space import Range, combinations, space_of
-from fedspan.runs.sweeping import plan_sweep
+from fedspan.runs.sweeping import plan_sweep, trials_of
 
 OVER = {"training.lr": "1e-3,2e-2"}
 
@@ -183,6 +183,20 @@ def test_lower_is_better_for_a_loss(tiny_folder: Path, tmp_path: Path) -> None:
     means = [trial.mean for trial in report.trials]
     assert means == sorted(means, key=lambda mean: mean or 0)
     assert means[0] != means[1]
+
+
+def test_of_equal_scores_the_smaller_loss_wins(tiny_folder: Path, tmp_path: Path) -> None:
+    over = {"training.lr": [1e-5, 2e-5, 3e-5]}
+    settings = values_of(tiny_folder)
+    made = fedspan.sweep(settings, tmp_path / "made", over, rounds=1)
+    plan = plan_sweep(settings, over, None, 1, [0])
+    reports = {step.name: read_report(tmp_path / "made" / step.name) for step in plan.steps}
+    losses = dict(zip(reports, [0.7, 0.5, 0.6], strict=True))
+    equal = {
+        name: replace(report, scores={"validation": {made.metric: 0.8, "loss": losses[name]}})
+        for name, report in reports.items()
+    }
+    assert [trial.number for trial in trials_of(plan, equal, {})] == [2, 3, 1]
 
 
 def test_draws_are_reproducible_and_in_range() -> None:

@@ -25,19 +25,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-import yaml
 from filelock import FileLock, SoftFileLock, Timeout
 
-from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.runs.files import disk_errors, from_json, read_bytes, sweep, to_json, write_atomic
 
-__all__ = ["RunFolder", "config_yaml"]
-
-
-def config_yaml(config: RunConfig) -> str:
-    """The text of a run's config.yaml."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+__all__ = ["RunFolder"]
 
 
 class RunFolder:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
-from fedspan.config import RunConfig
+from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.errors import FedspanError
 from fedspan.runs.environment import same_environment
-from fedspan.runs.files import disk_errors, is_temporary, read_bytes, temporary
-from fedspan.runs.folder import RunFolder, config_yaml
+from fedspan.runs.files import disk_errors, is_temporary, temporary
+from fedspan.runs.folder import RunFolder
 from fedspan.runs.spending import new_key
 
 __all__ = ["FinishedRuns", "finished_runs", "runs_in_use"]
@@ -26,17 +27,20 @@ class FinishedRuns:
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
-        self._places: dict[bytes, list[Path]] = {}
+        self._places: dict[str, list[Path]] = {}
         reports = {path.resolve() for folder in folders for path in folder.rglob(RunFolder(folder).report.name)}
         for path in sorted(reports):
             if not is_temporary(path.parent):
                 self.add(path.parent)
 
     def add(self, folder: Path) -> None:
-        """A run that is finished; nothing happens if there is none in the folder."""
+        """A run that is finished; nothing happens if there is none in the folder, or one that can't be read."""
         place = RunFolder(folder)
         if place.config.is_file() and place.report.is_file() and place.environment.is_file():
-            self._places.setdefault(read_bytes(place.config), []).append(place.path)
+            with suppress(FedspanError):
+                # Parsed, not as text: an option may have been added since, whose default is what was done then.
+                config = parse_config(parse_text(place.config_text(), str(place.config)))
+                self._places.setdefault(_key(config), []).append(place.path)
 
     def copy(self, config: RunConfig, folder: Path) -> bool:
         """Fill the folder of a run with a copy of one that had its config, its versions and its machine.
@@ -53,7 +57,7 @@ class FinishedRuns:
         """
         if folder.exists() or new_key(config) is not None:
             return False
-        for source in self._places.get(config_yaml(config).encode(), []):
+        for source in self._places.get(_key(config), []):
             if source.is_dir() and same_environment(RunFolder(source), config.seed):
                 partial = temporary(folder)
                 with disk_errors(folder.parent, "choose another folder"):
@@ -61,6 +65,10 @@ class FinishedRuns:
                     partial.rename(folder)
                 return True
         return False
+
+
+def _key(config: RunConfig) -> str:
+    return json.dumps(config.model_dump(mode="json"), sort_keys=True)
 
 
 _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", default=None)

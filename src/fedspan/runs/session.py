@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
 from fedspan.engines.federation import Progress, RoundResult, Transfer
@@ -23,7 +25,7 @@ from fedspan.runs.environment import record_environment
 from fedspan.runs.exports import write_adapters
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.files import disk_errors, write_atomic
-from fedspan.runs.folder import RunFolder, config_yaml
+from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
 from fedspan.runs.listener import Listener
 from fedspan.runs.looking import Looks
@@ -83,11 +85,12 @@ def run(
     if config.evaluation.diagnostics is not None and host is not None:
         expected = "left out, or engine.name: batched or loop: between machines no process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, expected)
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded for nothing
     key = new_key(config)
     prepared = build(config, None, key)  # before the folder is made: a mistake in the config leaves nothing behind
-    with RunFolder.create(folder, config_yaml(config)) as place:
+    with RunFolder.create(folder, text) as place:
         keep_key(place.path, key)
         record_environment(place, config.seed, command)
         return _play(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)

@@ -6,6 +6,7 @@ test part of the training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -199,20 +200,21 @@ def validation_score(report: RunReport) -> float | None:
 
 
 def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[str, str]) -> tuple[Trial, ...]:
-    """All trials, the best first (of equal ones the earlier), those that failed last.
+    """All trials, the best first (of equal ones that of the smaller validation loss), those that failed last.
 
     Args:
         sweep: the plan.
         reports: of the runs that came to their end, by name.
         failures: why the others did not, by name.
     """
-    metric, trials = sweep.metric, list[Trial]()
+    metric, trials, losses = sweep.metric, list[Trial](), dict[int, float]()
     for number, values in enumerate(sweep.values, 1):
         names = [step.name for step in sweep.steps if step.group == str(number)]
         made = [reports[name] for name in names if name in reports]
         scores = [validation_score(report) for report in made]
         failed = next((failures[name] for name in names if name in failures), None)
-        score = None
+        score, loss = None, mean([finite(report.scores.get("validation"), "loss") for report in made])
+        losses[number] = math.inf if loss is None else loss
         if failed is None:
             score = mean(scores)
             if score is None:
@@ -228,6 +230,6 @@ def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[
                 failed=failed,
             )
         )
-    # Sorting keeps the order of equal ones.
-    trials.sort(key=lambda trial: -rank_of(metric, {} if trial.mean is None else {metric: trial.mean}))
-    return tuple(trials)
+    ranks = {trial.number: rank_of(metric, {} if trial.mean is None else {metric: trial.mean}) for trial in trials}
+    # An accuracy on few examples is often that of several trials.
+    return tuple(sorted(trials, key=lambda trial: (-ranks[trial.number], losses[trial.number])))
