@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from report import FOLDER, table, title_of
 
@@ -25,22 +27,52 @@ plays one on two cores and writes its page, `fedspan reproduce ID --scale full -
 size."""
 
 
+SYSTEMS = {"rolora": "RoLoRA", "fedloru": "FedLoRU", "fedgalore": "FedGaLore", "florg": "FLoRG"}
+"""The papers' systems by what their pages' names begin with."""
+REST = "All methods"
+VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
+
+
 def index(folder: Path) -> str:
     """The page as markdown."""
-    rows: list[tuple[str, ...]] = []
-    there: set[str] = set()
-    tally: Counter[str] = Counter()
-    for path in sorted(folder.glob("*.json")):
+    parts: dict[str, list[dict[str, Any]]] = {title: [] for title in (*SYSTEMS.values(), REST)}
+    for path in sorted(
+        folder.glob("*.json"), key=lambda path: [text.zfill(4) for text in re.split(r"(\d+)", path.stem)]
+    ):
         saved = json.loads(path.read_text(encoding="utf-8"))
-        there.add(saved["name"])
+        parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
+    parts = {title: pages for title, pages in parts.items() if pages}
+    whole = [OPENING, summary(parts) if parts else "No results yet."]
+    for title, pages in parts.items():
+        whole.append(f"## {title}\n\n" + table(("claim", "the paper's statement", "measured", "verdict"), rows(pages)))
+    there = {page["name"] for pages in parts.values() for page in pages}
+    return "\n\n".join([*whole, *unplayed(there)]) + "\n"
+
+
+def summary(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """How many statements of each paper came out how."""
+    counts = {
+        title: Counter(finding["verdict"] for page in pages for finding in page["findings"])
+        for title, pages in parts.items()
+    }
+    shown = [
+        (title, str(len(parts[title])), str(sum(count.values())), *(str(count[one]) for one in VERDICTS))
+        for title, count in counts.items()
+    ]
+    whole = sum(counts.values(), Counter[str]())
+    pages = str(sum(map(len, parts.values())))
+    shown.append(("all", pages, str(sum(whole.values())), *(str(whole[one]) for one in VERDICTS)))
+    return table(("paper", "claims", "statements", *VERDICTS), shown)
+
+
+def rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each statement, a page's first with a link to it."""
+    found: list[tuple[str, ...]] = []
+    for saved in pages:
         for number, finding in enumerate(saved["findings"]):
-            tally[finding["verdict"]] += 1
             page = f"[{saved['title']}]({saved['name']}.md), {saved['date']}" if number == 0 else ""
-            rows.append((page, finding["statement"], finding["measured"], f"**{finding['verdict']}**"))
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(tally.items()))
-    parts = [OPENING, f"{sum(tally.values())} statements: {counts}." if tally else "No results yet."]
-    parts.append(table(("claim", "the paper's statement", "measured", "verdict"), rows))
-    return "\n\n".join([*parts, *unplayed(there)]) + "\n"
+            found.append((page, finding["statement"], finding["measured"], f"**{finding['verdict']}**"))
+    return found
 
 
 def unplayed(there: Collection[str]) -> list[str]:
