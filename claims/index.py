@@ -49,6 +49,11 @@ def index(folder: Path) -> str:
     return "\n\n".join([*whole, *unplayed(there)]) + "\n"
 
 
+def _by_number(path: Path) -> list[str]:
+    """Table 2 before table 10."""
+    return [text.zfill(4) for text in re.split(r"(\d+)", path.stem)]
+
+
 def summary(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """How many statements of each paper came out how."""
     counts = {
