@@ -22,7 +22,7 @@ In Python, `fedspan.diagnose("runs/first")` gives the same by layer and by pair 
 and every engine on one machine (of a deployment's run the data are elsewhere); it is no part of a run, so a run that
 nobody looks at pays nothing, and the command prints what looking cost beside the round itself.
 
-During a run, `evaluation.diagnostics: 5` looks at every fifth round as it is played: the measures of every layer go
+During a run, `evaluation.diagnostics: 5` looks at every fifth round as it is played: the measures of every layer, and the alignment of all of them, go
 into `metrics.jsonl`, and `fedspan report` draws them by round and layer. The model is the same as without; what looking
 took is said at the end.
 

@@ -20,6 +20,7 @@ from watching import Play, Played, Round, differences, snapshot
 import fedspan
 import tiny
 from fedspan import FedspanError
+from fedspan.api.measuring import measured
 from fedspan.cli.app import app
 from fedspan.config import parse_config
 from fedspan.methods.registry import METHODS
@@ -141,6 +142,11 @@ def test_rounds_that_are_looked_at_on_the_way(key: str, tiny_folder: Path, tmp_p
     assert rows[3]["diagnostics"]["layers"] == {name: values_of(layer) for name, layer in found.layers.items()}
     assert rows[3]["diagnostics"]["layers"] != rows[1]["diagnostics"]["layers"]
     assert rows[3]["diagnostics"]["seconds"] > 0
+    assert rows[3]["diagnostics"]["alignment"] == pytest.approx(found.alignment, nan_ok=True)
+    if not math.isnan(found.alignment):
+        assert measured(tmp_path / "looked", ["alignment"])["alignment"] == rows[3]["diagnostics"]["alignment"]
+        later = fedspan.diagnose(tmp_path / "plain", pairs=0)  # nothing was looked at: one more round
+        assert measured(tmp_path / "plain", ["alignment"])["alignment"] == later.alignment
     assert [note for note in notes.heard if note.startswith("evaluation.diagnostics took ")]
     assert looked.bytes == plain.bytes
     assert (tmp_path / "plain" / "partition.json").read_bytes() == (tmp_path / "looked" / "partition.json").read_bytes()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fedspan.analysis.updates import alignment
 from fedspan.engines.federation import Federation, Progress, RoundResult
 from fedspan.engines.observed import Observed
 from fedspan.runs.diagnosing import layers_of
@@ -33,8 +34,8 @@ class Looks:
         """A round, as ``Federation.play``, and what was seen.
 
         Returns:
-            The result, the same as without a look, and for metrics.jsonl ``layers``, by path and measure, and
-            ``seconds``; None where the round was not looked at.
+            The result, the same as without a look, and for metrics.jsonl ``layers``, by path and measure, ``alignment``
+            of all of them as one vector, and ``seconds``; None where the round was not looked at.
         """
         federation, inner = self.federation, self.federation.engine
         if self.every is None or (progress.state.round + 1) % self.every:
@@ -45,7 +46,9 @@ class Looks:
         finally:
             federation.engine = inner
         began = time.monotonic()
-        found = {name: values_of(layer) for name, layer in layers_of(federation, engine, progress, result).items()}
+        looked = layers_of(federation, engine, progress, result)
+        found = {name: values_of(layer) for name, layer in looked.items()}
+        together = alignment([layer.updates.products for layer in looked.values()])
         seconds = time.monotonic() - began
         self.seconds += seconds
-        return result, {"layers": found, "seconds": seconds}
+        return result, {"layers": found, "alignment": together, "seconds": seconds}
