@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import fedspan
@@ -167,6 +168,11 @@ def test_what_a_local_file_tells_need_not_be_said(tiny_folder: Path, tmp_path: P
     told = fedspan.plan(values, overrides=["federation.rounds=1"], labels=4, clients=4, examples=96)
     assert found == told
     assert found.clients == len(run.by_client) == 4
+    rows = pd.read_csv(values["data"]["train"], dtype=str)
+    for site, own in rows.groupby(values["partition"]["column"]):
+        own.drop(columns=values["partition"]["column"]).to_csv(tmp_path / f"{site}.csv", index=False)
+    each = str(tmp_path / f"{{{values['partition']['column']}}}.csv")
+    assert fedspan.plan(values, overrides=["federation.rounds=1", f"data.train={each}"]) == found
     gone = values | {"data": {**values["data"], "train": str(tmp_path / "elsewhere.csv")}}
     with pytest.raises(FedspanError, match=r"data\.labels: None"):
         fedspan.plan(gone)
