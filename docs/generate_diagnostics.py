@@ -22,9 +22,9 @@ In Python, `fedspan.diagnose("runs/first")` gives the same by layer and by pair 
 and every engine on one machine (of a deployment's run the data are elsewhere); it is no part of a run, so a run that
 nobody looks at pays nothing, and the command prints what looking cost beside the round itself.
 
-During a run, `evaluation.diagnostics: 5` looks at every fifth round as it is played: the measures of every layer, and the
-alignment of all of them as one vector, go into `metrics.jsonl`, and `fedspan report` draws the layers' by round. The model
-is the same as without; what looking took is said at the end.
+During a run, `evaluation.diagnostics: 5` looks at every fifth round as it is played: the measures of every layer, and
+the alignment of all of them as one vector, go into `metrics.jsonl`, and `fedspan report` draws the layers' by round.
+The model is the same as without; what looking took is said at the end.
 
 A client's update is the change of a layer's whole weight in the round, whatever the method trains: base, factors,
 projected gradients. Updates are taken before compression, clipping and noise, and means are weighted as the clients
