@@ -36,9 +36,7 @@ VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
 def index(folder: Path) -> str:
     """The page as markdown."""
     parts: dict[str, list[dict[str, Any]]] = {title: [] for title in (*SYSTEMS.values(), REST)}
-    for path in sorted(
-        folder.glob("*.json"), key=lambda path: [text.zfill(4) for text in re.split(r"(\d+)", path.stem)]
-    ):
+    for path in sorted(folder.glob("*.json"), key=_by_number):
         saved = json.loads(path.read_text(encoding="utf-8"))
         parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
     parts = {title: pages for title, pages in parts.items() if pages}

@@ -1,7 +1,7 @@
 """A paper's table or figure at the small scale, played by ``fedspan reproduce``, as a page with its verdicts.
 
 ``python claims/reproduced.py rolora-table1 --data PATH`` (a folder with the data sets). Stopped, the same command goes
-on: the runs are in ``--runs``.
+on: the runs are in ``--runs``, where tables share them; after a change of the code, begin with an empty folder.
 """
 
 from __future__ import annotations

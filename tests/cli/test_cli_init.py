@@ -43,6 +43,14 @@ def test_texts_with_labels_of_several_sites(call: Call, tmp_path: Path) -> None:
     assert "# where the adapters go" in text
 
 
+def test_a_file_for_each_holder(call: Call, tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        table(tmp_path / f"{site}.csv", {"note": TEXTS * 40, "label": ["a", "b", "c"] * 800})  # more than is looked at
+    config, said = written(call, tmp_path / "{clinic}.csv", tmp_path / "c.yaml")
+    assert (config.partition.partitioner, config.partition.column) == ("natural", "clinic")
+    assert "clients: the column clinic" in said
+
+
 def test_names_that_say_nothing(call: Call, tmp_path: Path) -> None:
     columns = {"x": TEXTS, "y": ["yes", "no"] * 30}
     config, _ = written(call, table(tmp_path / "t.csv", columns), tmp_path / "c.yaml", "--clients", 3)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import Result
 
+import fedspan
 import tiny
 from fedspan import FedspanError, Watcher
 from fedspan.api import reproducing
+from fedspan.config.privacy import PrivacyConfig
 from fedspan.runs.presets import list_presets, read_preset
+from fedspan.runs.reusing import FinishedRuns
 from fedspan.runs.series import Step
 
 Call = Callable[..., Result]
@@ -125,6 +130,8 @@ def test_no_run_is_played_twice(preset: Path, tmp_path: Path, call: Call) -> Non
     damaged = tmp_path / "one" / "damaged"
     shutil.copytree(tmp_path / "one" / "two" / "lora" / "seeds" / "fedit-seed1", damaged)
     (damaged / "config.yaml").write_text("{")
+    shutil.copytree(tmp_path / "one" / "two" / "lora" / "seeds" / "fedit-seed1", tmp_path / "one" / "a-damaged")
+    (tmp_path / "one" / "a-damaged" / "environment.json").write_text("{")
     reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=second)
     assert second.names[True] == []
     one, two = (json.loads((tmp_path / name / "table.json").read_text()) for name in ("one", "two"))
@@ -141,6 +148,34 @@ def test_runs_of_other_versions_are_played_anew(preset: Path, tmp_path: Path) ->
     seen = Played()
     reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
     assert len(seen.names[True]) == 6
+
+
+def test_runs_that_read_what_was_changed_since_are_played_anew(preset: Path, tmp_path: Path) -> None:
+    reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset)
+    later = (tmp_path / "one" / "table.json").stat().st_mtime + 1
+    os.utime(preset / "corpus.csv", (later, later))
+    seen = Played()
+    reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
+    assert len(seen.names[True]) >= 6
+
+
+def test_noise_that_is_secret_has_no_equal(preset: Path, tmp_path: Path) -> None:
+    run = tiny.config(preset, federation={"rounds": 1})
+    fedspan.run(run, tmp_path / "one" / "run")
+    known = FinishedRuns([tmp_path / "one"])
+    privacy = {"mechanism": "central", "clip": 1.0, "noise": 1.0, "randomness": "secret"}
+    assert known.copy(run, tmp_path / "copy")
+    assert not known.copy(run.model_copy(update={"privacy": PrivacyConfig.model_validate(privacy)}), tmp_path / "other")
+    other_threads = run.model_copy(update={"threads": (run.threads or torch.get_num_threads()) + 1})
+    assert not known.copy(other_threads, tmp_path / "other")
+
+
+def test_what_was_begun_before_there_was_reuse_is_gone_on_with(preset: Path, tmp_path: Path) -> None:
+    first = reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset)
+    settings = yaml.safe_load((tmp_path / "one" / "reproduce.yaml").read_text())
+    del settings["reuse"]
+    (tmp_path / "one" / "reproduce.yaml").write_text(yaml.safe_dump(settings))
+    assert reproducing.resume_reproduction(tmp_path / "one").scores == first.scores
 
 
 def test_presets_are_listed_and_planned(call: Call) -> None:

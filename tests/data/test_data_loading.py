@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedspan.data import DataConfig, PartitionConfig
 from fedspan.data.builtin import CORPORA
 from fedspan.data.loading import load
 from fedspan.data.names import sort_names
 from fedspan.data.partition import partition
-from fedspan.data.several import matching
+from fedspan.data.places import matching
 from fedspan.errors import FedspanError
 
 Refused = Callable[..., FedspanError]
@@ -231,7 +233,8 @@ def clinics(tmp_path: Path) -> Path:
             "text,label\n" + "".join(f"{site} {row},{'ab'[row % 2]}\n" for row in range(4 + number)),
         )
     (tmp_path / "notes.txt").write_text("no clinic's")
-    (tmp_path / ".clinic hidden").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    written(tmp_path / ".hidden", "train.csv", CSV)
     (tmp_path / "clinic empty").mkdir()
     return tmp_path
 
@@ -241,6 +244,7 @@ def test_several_files_are_one_with_a_column_that_says_whose_a_row_is(clinics: P
     assert data.train["site"] == ["north"] * 4 + ["south"] * 5
     assert data.train["text"] == [f"north {row}" for row in range(4)] + [f"south {row}" for row in range(5)]
     assert data.labels == ("a", "b")
+    assert set(load(config_for(clinics / "{where}" / "train.csv")).train["where"]) == {"clinic north", "clinic south"}
     parts = partition(data.train, PartitionConfig(partitioner="natural", column="site"), 0)
     assert [client.id for client in parts.clients] == ["north", "south"]
     held = load(config_for(clinics / "clinic north" / "train.csv", test=str(clinics / "clinic {site}" / "train.csv")))
@@ -253,12 +257,12 @@ def test_a_place_that_occurs_twice_is_the_same_twice(tmp_path: Path) -> None:
         (tmp_path / site).mkdir(exist_ok=True)
         written(tmp_path / site, f"{name}-{name}.csv", CSV)
         written(tmp_path / site, f"{name}-x.csv", CSV)
-    found = matching(str(tmp_path / "{site}" / "{site}-{site}.csv"))
+    found = matching(str(tmp_path / "{site}" / "{site}-{site}.csv"), "data.train")
     assert [(path.relative_to(tmp_path).as_posix(), values) for path, values in found.items()] == [
         ("a/a-a.csv", {"site": "a"}),
         ("b/b-b.csv", {"site": "b"}),
     ]
-    both = matching(str(tmp_path / "{site}" / "{name}-x.csv"))
+    both = matching(str(tmp_path / "{site}" / "{name}-x.csv"), "data.train")
     assert [tuple(values.values()) for values in both.values()] == [("a", "a"), ("a", "b"), ("b", "b")]
 
 
@@ -279,7 +283,35 @@ def test_a_mistake_in_one_of_several_files_is_named_with_its_place(clinics: Path
     (clinics / "clinic north" / "train.csv").write_text("text,label,site\nfine,b,x\n")
     refused("data.train", where, ["has a column 'site' already"], load, config_for(where))
     nowhere = str(clinics / "{site}" / "test.csv")
-    refused("data.train", nowhere, ["a path that files have"], load, config_for(nowhere))
+    refused("data.train", nowhere, ["a path that tables have"], load, config_for(nowhere))
     (clinics / "clinic north" / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     mixed = str(clinics / "clinic {site}" / "train.{kind}")
     refused("data.train", mixed, ["files of one format; there are .csv, .jsonl"], load, config_for(mixed))
+
+
+def test_classes_that_differ_between_files_are_refused(tmp_path: Path, refused: Refused) -> None:
+    for site, names in (("a", ["neg", "pos"]), ("b", ["pos", "neg"])):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        rows = {"text": ["bad", "good"], "label": [names.index("neg"), names.index("pos")]}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{site}.parquet")
+    where = str(tmp_path / "{site}.parquet")
+    refused("data.train", where, ["files with the same columns"], load, config_for(where))
+
+
+def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
+    for site, shade in (("a", 10), ("b", 200)):
+        (tmp_path / site).mkdir()
+        Image.new("L", (8, 8), shade).save(tmp_path / site / "x.png")
+        written(tmp_path / site, "train.csv", "image,label\nx.png,0\nx.png,1\n")
+    where = config_for(tmp_path / "{site}" / "train.csv", test_fraction=0)
+    images = load(where, task="image-classification").train["image"]
+    assert [np.asarray(image).max() for image in images] == [10, 10, 200, 200]
+
+
+def test_a_holder_that_cannot_be_read_is_not_left_out(
+    clinics: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = clinics / "clinic south"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)  # root reads every folder
+    where = str(clinics / "clinic {site}" / "train.csv")
+    refused("data.train", where, ["folders that can be read", str(closed)], load, config_for(where))

@@ -173,6 +173,8 @@ def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:
     found = load_node(path)
     assert found.key == str(tmp_path / "node.key")
     assert found.data["train"] == str(tmp_path / "own.csv")
+    path.write_text(yaml.safe_dump({**good, "data": {"train": "{ward}/own.csv", "test": "hub/data"}}))
+    assert load_node(path).data == {"train": str(tmp_path / "{ward}" / "own.csv"), "test": "hub/data"}
     for change, field in (({"id": ""}, "id"), ({"limits": {"rounds": 0}}, "limits.rounds"), ({"servr": 1}, "servr")):
         path.write_text(yaml.safe_dump({**good, **change}))
         with pytest.raises(FedspanError) as wrong:

@@ -11,7 +11,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.data.catalogue import DatasetEntry, dataset_of
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
-from fedspan.data.several import matching
+from fedspan.data.places import has_places
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.runs.accelerators import HERE, UTILISATION, Speed, accelerator_speed
@@ -148,7 +148,7 @@ def _facts(
 def _counted(config: RunConfig) -> tuple[int, int, int] | None:
     """Clients, training examples and labels of data that lie on this machine; None of others."""
     train = config.data.train
-    if train is None or not (train.startswith("builtin:") or Path(train).exists() or matching(train)):
+    if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_places(train)):
         return None
     data = load(config.data, seed=config.data_seed, task=config.task)
     clients = config.partition.clients

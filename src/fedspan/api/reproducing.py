@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _SETTINGS = {
     "overrides": list,
     "reuse": list,
 }
+_LATER: dict[str, Any] = {"reuse": []}
+"""Settings that earlier versions did not write."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def reproduce(
     """Play a preset: in every cell and for every row a sweep on the first seed by validation, then all seeds.
 
     Stopped, the same call goes on: every run is an ordinary one, in ``folder/<cell>/<method>/``. A run that is finished
-    elsewhere in the folder or in ``reuse`` (same config, versions, machine and threads) is copied.
+    elsewhere in the folder or in ``reuse`` is copied (same config, versions, machine and threads, and no local file
+    changed since).
 
     Args:
         id: of the preset.
@@ -116,14 +120,18 @@ def reproduce(
     Raises:
         FedspanError: for anything that the user can put right.
     """
+    for known in reuse:
+        if not Path(known).is_dir():
+            raise FedspanError("--reuse", str(known), "a folder that holds finished runs")
     settings = {
         "command": command_line(sys.argv),
         "id": id,
         "scale": scale,
-        "data": None if data is None else str(data),
-        "model": None if model is None else str(model),
+        # whole paths: configs of another working directory are not taken for equal ones
+        "data": None if data is None else os.path.abspath(data),
+        "model": None if model is None else os.path.abspath(model),
         "overrides": list(overrides),
-        "reuse": list(map(str, reuse)),
+        "reuse": [os.path.abspath(folder) for folder in reuse],
     }
     return _play(settings, Path(folder), listener or Watcher())
 
@@ -134,7 +142,9 @@ def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) 
     Raises:
         FedspanError: if none was begun there, and as ``reproduce`` does.
     """
-    return _play(read_settings(Path(folder), REPRODUCE, _SETTINGS), Path(folder), listener or Watcher())
+    settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
+    there = [known for known in settings["reuse"] if Path(known).is_dir()]  # what is gone is played
+    return _play({**settings, "reuse": there}, Path(folder), listener or Watcher())
 
 
 def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
@@ -176,7 +186,7 @@ def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not path.is_file())):
         raise FedspanError("folder", str(folder), "it holds other things; choose another")
     if path.is_file():
-        begun = read_settings(folder, REPRODUCE, _SETTINGS)
+        begun = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
         for name in ("id", "scale", "overrides"):
             if begun[name] != settings[name]:
                 raise FedspanError("folder", str(folder), f"it was begun with {name} {begun[name]!r}; choose another")

@@ -44,13 +44,16 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return ["fedspan" if program in ("", "__main__.py") else program, *arguments[1:]]
 
 
-def read_settings(folder: Path, name: str, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+def read_settings(
+    folder: Path, name: str, kinds: Mapping[str, type | tuple[type, ...]], later: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What a series was begun with.
 
     Args:
         folder: the series'.
         name: of the file of its settings, ``compare.yaml``.
         kinds: the settings with their types.
+        later: what settings are that earlier versions did not write.
 
     Raises:
         FedspanError: if no such series was begun there, or the file was changed into something else.
@@ -63,6 +66,8 @@ def read_settings(folder: Path, name: str, kinds: Mapping[str, type | tuple[type
         values = yaml.safe_load(read_bytes(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FedspanError(str(path), "no YAML", f"{expected} ({error})") from None
+    if isinstance(values, dict):
+        values = {**(later or {}), **values}
     if not isinstance(values, dict) or set(values) != set(kinds):
         raise FedspanError(str(path), values, expected)
     for setting, kind in kinds.items():

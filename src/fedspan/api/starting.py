@@ -16,6 +16,7 @@ from fedspan.data.config import DataConfig
 from fedspan.data.files import read_source
 from fedspan.data.loading import load
 from fedspan.data.names import columns_by_likeness, names_of
+from fedspan.data.places import has_places, places_of
 from fedspan.errors import FedspanError
 from fedspan.runs.files import disk_errors, write_atomic
 
@@ -128,7 +129,8 @@ def _looked_at(where: str, task: TaskName | None, given: Mapping[str, str | None
             expected = f"a column of the file: {columns_by_likeness(column, rows.column_names)}"
             raise FedspanError(f"--{option}", column, expected)
     head = rows.select(range(min(len(rows), _SAMPLE)))
-    by = given["by"] or _first(head, _PLACES, lambda name: 2 <= len(set(names_of(head, name))) < len(head) / 2)
+    found = _first(head, _PLACES, lambda name: 2 <= len(set(names_of(head, name))) < len(head) / 2)
+    by = given["by"] or (places_of(where)[0] if has_places(where) else found)
     told = () if by is None else (f"clients: the column {by}",)
     if task in (None, "causal-lm") and (facts := _language(head, task, given)) is not None:
         return _Facts("causal-lm", facts, by, (f"prompts and answers: {', '.join(map(str, facts.values()))}", *told))

@@ -12,6 +12,7 @@ from pydantic import Field
 from fedspan.config.mistakes import first_mistake
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
+from fedspan.data.places import places_of
 
 __all__ = ["NodeConfig", "NodeLimits", "load_node"]
 
@@ -115,7 +116,7 @@ def load_node(path: str | Path) -> NodeConfig:
     data = dict(node.data)
     for name in ("train", "test"):
         given = data.get(name)
-        if isinstance(given, str) and os.path.exists(os.path.join(path.parent, given)):
+        if isinstance(given, str) and (os.path.exists(os.path.join(path.parent, given)) or places_of(given)):
             data[name] = here(given)
     changes = {"authority": here(node.authority), "key": here(node.key), "folder": here(node.folder), "data": data}
     return node.model_copy(update=changes)

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
-from fedspan.data.files import Source
 from fedspan.data.names import arrow_column, names_of
+from fedspan.data.source import Source
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
 

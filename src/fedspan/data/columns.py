@@ -12,9 +12,9 @@ import datasets
 import pyarrow as pa
 
 from fedspan.data.config import DataConfig
-from fedspan.data.files import Source
 from fedspan.data.images import IMAGES
 from fedspan.data.names import arrow_column, columns_by_likeness, names_of
+from fedspan.data.source import Source
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
 
@@ -133,8 +133,9 @@ class _Reader:
         where = self.require(column, "image")
         images = arrow_column(self.source.dataset, column)
         if _is_text(images.type):  # paths, seen from the file that they stand in
-            folder = os.path.dirname(os.path.expanduser(self.source.name))
-            paths = [path and os.path.join(folder, path) for path in images.to_pylist()]
+            folders = [os.path.dirname(os.path.expanduser(self.source.place(row)[0])) for row in range(len(images))]
+            pairs = zip(folders, images.to_pylist(), strict=True)
+            paths = [path and os.path.join(folder, path) for folder, path in pairs]
             images = pa.chunked_array([pa.array([{"bytes": None, "path": path} for path in paths], IMAGES)])
         elif not pa.types.is_struct(images.type) or {field.name for field in images.type} != {"bytes", "path"}:
             expected = f"a column of images or of paths to them; in {self.source.name} it holds {images.type}"

@@ -45,9 +45,9 @@ class DataConfig(BaseModel):
         "formats also as .gz; or the id of a data set on the Hugging Face hub, such as PolyAI/banking77; or "
         "builtin:patient-messages, a small corpus that comes with fedspan. image-classification also takes a folder "
         "with one folder of images for each class (or domain/class), MNIST's idx files (train-images-idx3-ubyte.gz, "
-        "the labels beside it) and CIFAR's binary batches. Braces stand for any name and become a column: "
-        "clinics/{hospital}/train.csv with partition.column: hospital gives each file to one client. Required unless "
-        "there is a `dataset`.",
+        "the labels beside it) and CIFAR's binary batches. Braces in a table's path stand for any name and become a "
+        "column: clinics/{hospital}/train.csv with partition.column: hospital gives each file to one client. Required "
+        "unless there is a `dataset`.",
     )
     test: str | None = Field(
         default=None,

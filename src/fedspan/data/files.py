@@ -7,8 +7,6 @@ import io
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import as_file
 from pathlib import Path
 from typing import Literal, cast
@@ -21,44 +19,17 @@ import pyarrow.parquet
 from fedspan.data.builtin import PREFIX, corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.data.images import holds_images, read_images
-from fedspan.data.several import has_places, joined, matching
+from fedspan.data.places import has_places, matching
+from fedspan.data.several import read_several
+from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["Source", "column_names", "has_own_splits", "read_source"]
+__all__ = ["column_names", "has_own_splits", "read_source"]
 
 _PACKABLE = (".csv", ".tsv", ".jsonl", ".json")
 SUFFIXES = (*_PACKABLE, *(f"{suffix}.gz" for suffix in _PACKABLE), ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w{0,7}")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A split as it was read.
-
-    Attributes:
-        dataset: all its columns, untouched.
-        name: what a message calls it: a path, or a hub id with the split.
-        header: whether its first row names the columns; examples then count from 2, as a spreadsheet shows them.
-        kept: of a source with rows left out, where the rest stood; None: all rows are there.
-        files: of a source that was joined from several, their names and how many rows each has; else none.
-    """
-
-    dataset: datasets.Dataset
-    name: str
-    header: bool = False
-    kept: Sequence[int] | None = None
-    files: tuple[tuple[str, int], ...] = ()
-
-    def row(self, index: int) -> str:
-        """How a message points at one example (blank lines are not counted)."""
-        at, where = index if self.kept is None else self.kept[index], self.name
-        for name, rows in self.files:
-            where = name
-            if at < rows:
-                break
-            at -= rows
-        return f"row {1 + self.header + at} of {where}"
 
 
 def has_own_splits(where: str) -> bool:
@@ -83,7 +54,7 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str) 
     elif _is_hub_id(where):
         source = Source(_read_hub(where, config.hub_config, split, option), f"{where} ({split})")
     elif has_places(where):
-        source = _read_several(where, config, field, option)
+        source = read_several(where, option, lambda path: _read_file(path, str(path), config, field, option))
     elif holds_images(_path(where)):
         source = Source(read_images(_path(where), where, option), where)
     else:
@@ -98,7 +69,7 @@ def column_names(where: str) -> list[str] | None:
 
     None where there is nothing to be read; why, `read_source` says.
     """
-    path = next(iter(matching(where)), _path(where)) if has_places(where) else _path(where)
+    path = next(iter(matching(where, "data.train")), _path(where)) if has_places(where) else _path(where)
     kind = _suffix(path).removesuffix(".gz").removeprefix(".")
     try:
         if kind == "parquet":
@@ -174,22 +145,6 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
         )
     header = kind in ("csv", "tsv") and config.columns is None
     return Source(_dataset(table, kind, where, option), where, header)
-
-
-def _read_several(where: str, config: DataConfig, field: str, option: str) -> Source:
-    found = matching(where)
-    if not found:
-        raise FedspanError(option, where, "a path that files have, each pair of braces standing for a part of a name")
-    sources = {path: _read_file(path, str(path), config, field, option) for path in found}
-    kinds = {_suffix(path) for path in found}
-    if len(kinds) > 1:
-        raise FedspanError(option, where, f"files of one format; there are {', '.join(sorted(kinds))}")
-    try:
-        table = joined({path: source.dataset.data.table for path, source in sources.items()}, found)
-    except (ValueError, pa.ArrowException) as error:
-        raise FedspanError(option, where, f"files with the same columns; {_first_line(error)}") from error
-    files = tuple((source.name, len(source.dataset)) for source in sources.values())
-    return Source(_dataset(table, kinds.pop(), where, option), where, sources[next(iter(found))].header, files=files)
 
 
 def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import fedspan
+from fedspan.config import RunConfig
 from fedspan.runs.folder import RunFolder
 
 __all__ = ["record_environment", "same_environment"]
@@ -60,13 +61,14 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
     return _changes(folder, now)
 
 
-def same_environment(folder: RunFolder, seed: int) -> bool:
-    """Whether a run was made with today's versions and threads, on such a machine, under this seed.
+def same_environment(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether a run was made with today's versions, on such a machine, with the threads that this config would have.
 
     Raises:
         FedspanError: if its environment.json cannot be read.
     """
-    return not _changes(folder, _environment(seed, ()))
+    now = _environment(config.seed, ())
+    return not _changes(folder, now if config.threads is None else now | {"threads": config.threads})
 
 
 def _changes(folder: RunFolder, now: Mapping[str, object]) -> dict[str, tuple[object, object]]:

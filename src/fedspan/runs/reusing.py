@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -10,11 +11,12 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from fedspan.config import RunConfig, parse_config, parse_text
+from fedspan.data.places import has_places, matching
 from fedspan.errors import FedspanError
 from fedspan.runs.environment import same_environment
 from fedspan.runs.files import disk_errors, is_temporary, temporary
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.spending import new_key
+from fedspan.runs.spending import is_secret
 
 __all__ = ["FinishedRuns", "finished_runs", "runs_in_use"]
 
@@ -28,7 +30,7 @@ class FinishedRuns:
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
         self._places: dict[str, list[Path]] = {}
-        reports = {path.resolve() for folder in folders for path in folder.rglob(RunFolder(folder).report.name)}
+        reports = {path.resolve() for folder in folders for path in folder.rglob("report.json")}
         for path in sorted(reports):
             if not is_temporary(path.parent):
                 self.add(path.parent)
@@ -40,6 +42,8 @@ class FinishedRuns:
             with suppress(FedspanError):
                 # Parsed, not as text: an option may have been added since, whose default is what was done then.
                 config = parse_config(parse_text(place.config_text(), str(place.config)))
+                place.read_json(place.report)
+                place.read_json(place.environment)
                 self._places.setdefault(_key(config), []).append(place.path)
 
     def copy(self, config: RunConfig, folder: Path) -> bool:
@@ -50,25 +54,44 @@ class FinishedRuns:
             folder: the run's; if anything is there, nothing is copied.
 
         Returns:
-            Whether there was one. A run whose noise is secret has no equal.
+            Whether there was one. A run whose noise is secret has no equal; one that is older than a local file that
+            it read, data or model, may have read something else.
 
         Raises:
             FedspanError: if the disk is full or refuses.
         """
-        if folder.exists() or new_key(config) is not None:
+        if folder.exists() or is_secret(config):
             return False
         for source in self._places.get(_key(config), []):
-            if source.is_dir() and same_environment(RunFolder(source), config.seed):
+            place = RunFolder(source)
+            if not place.config.is_file() or place.config.stat().st_mtime < _read_since(config):
+                continue
+            if same_environment(place, config):
                 partial = temporary(folder)
-                with disk_errors(folder.parent, "choose another folder"):
-                    shutil.copytree(source, partial, ignore=shutil.ignore_patterns(RunFolder(source).lock.name))
-                    partial.rename(folder)
+                try:
+                    with disk_errors(folder.parent, "choose another folder"):
+                        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(place.lock.name))
+                        partial.rename(folder)
+                except FedspanError:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
                 return True
         return False
 
 
 def _key(config: RunConfig) -> str:
     return json.dumps(config.model_dump(mode="json"), sort_keys=True)
+
+
+def _read_since(config: RunConfig) -> float:
+    """When the last of the local files that a run reads was changed, seconds since 1970; 0 where it reads none."""
+    names = [name for name in (config.data.train, config.data.test, config.model.name, config.model.adapter) if name]
+    paths = [Path(os.path.expanduser(name)) for name in names]
+    for name, option in ((config.data.train, "data.train"), (config.data.test, "data.test")):
+        if name and has_places(name):
+            paths += matching(name, option)
+    inside = [entry for path in paths if os.path.isdir(path) for entry in path.rglob("*")]
+    return max((path.stat().st_mtime for path in [*paths, *inside] if os.path.isfile(path)), default=0.0)
 
 
 _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", default=None)
@@ -80,15 +103,8 @@ def finished_runs(folders: Iterable[Path]) -> Generator[None]:
 
     Args:
         folders: searched once, at the beginning.
-
-    Raises:
-        FedspanError: if one of them is not there.
     """
-    places = tuple(folders)
-    for place in places:
-        if not place.is_dir():
-            raise FedspanError("--reuse", str(place), "a folder that holds finished runs")
-    token = _RUNS.set(FinishedRuns(places))
+    token = _RUNS.set(FinishedRuns(folders))
     try:
         yield
     finally:

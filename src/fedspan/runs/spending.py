@@ -20,10 +20,14 @@ __all__ = ["Book", "Budget", "has_key", "keep_key", "kept_key", "new_key"]
 _KEY, _BOOK = "noise.key", "privacy.json"
 
 
+def is_secret(config: RunConfig) -> bool:
+    """Whether a run's noise does not follow from its seed."""
+    return config.privacy is not None and config.privacy.randomness == "secret"
+
+
 def new_key(config: RunConfig) -> bytes | None:
     """A key for the noise of a new run; None where it follows from the seed."""
-    secret = config.privacy is not None and config.privacy.randomness == "secret"
-    return secrets.token_bytes(KEY_BYTES) if secret else None
+    return secrets.token_bytes(KEY_BYTES) if is_secret(config) else None
 
 
 def keep_key(folder: Path, key: bytes | None) -> None:

@@ -1,0 +1,75 @@
+"""Paths with braces: which files they stand for (``clinics/{hospital}/train.csv``)."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fedspan.errors import FedspanError
+
+__all__ = ["has_places", "matching", "places_of"]
+
+_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def places_of(where: str) -> list[str]:
+    """The names in braces of a path, in order."""
+    return list(dict.fromkeys(_PLACE.findall(where)))
+
+
+def has_places(where: str) -> bool:
+    """Whether a path has braces that stand for names, and is none itself."""
+    return bool(places_of(where)) and not os.path.exists(os.path.expanduser(where))
+
+
+def matching(where: str, option: str) -> dict[Path, dict[str, str]]:
+    """The files that a path with places stands for, sorted, each with what its places stand for.
+
+    A place is any text without a separator; one that occurs twice is the same text twice. Hidden files are left out.
+
+    Args:
+        where: such as ``clinics/{hospital}/train.csv``.
+        option: what the user calls it.
+
+    Raises:
+        FedspanError: a folder on the way that cannot be read: a holder would be missing without a word.
+    """
+    found: list[tuple[Path, dict[str, str]]] = [(Path(), {})]
+    for part in Path(os.path.expanduser(where)).parts:
+        if _PLACE.search(part) is None:
+            found = [(path / part, values) for path, values in found]
+            continue
+        pattern = _pattern(part)
+        found = [
+            (path / name, values | match.groupdict())
+            for path, values in found
+            for name in _names(path, where, option)
+            if (match := pattern.fullmatch(name)) is not None
+            and all(values.get(place, text) == text for place, text in match.groupdict().items())
+        ]
+    for path, _ in found:
+        _require_readable(path.parent, where, option)
+    return {path: values for path, values in found if os.path.isfile(path)}
+
+
+def _pattern(part: str) -> re.Pattern[str]:
+    """What a name has to look like; its places are groups."""
+    pieces = _PLACE.split(part)  # text, place, text, place, text
+    body, seen = re.escape(pieces[0]), set[str]()
+    for place, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        body += (f"(?P={place})" if place in seen else f"(?P<{place}>.+?)") + re.escape(text)
+        seen.add(place)
+    return re.compile(body)
+
+
+def _names(folder: Path, where: str, option: str) -> list[str]:
+    if not os.path.isdir(folder):
+        return []
+    _require_readable(folder, where, option)
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
+def _require_readable(folder: Path, where: str, option: str) -> None:
+    if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+        raise FedspanError(option, where, f"folders that can be read; {folder} can't")
