@@ -65,7 +65,7 @@ def summary(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     whole = sum(counts.values(), Counter[str]())
     pages = str(sum(map(len, parts.values())))
     shown.append(("all", pages, str(sum(whole.values())), *(str(whole[one]) for one in VERDICTS)))
-    return table(("paper", "claims", "statements", *VERDICTS), shown)
+    return table(("paper", "claims", "statements", *(one.removesuffix(" here") for one in VERDICTS)), shown)
 
 
 def rows(pages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
