@@ -150,6 +150,15 @@ def test_runs_of_other_versions_are_played_anew(preset: Path, tmp_path: Path) ->
     assert len(seen.names[True]) == 6
 
 
+def test_runs_that_are_timed_are_all_played(preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = reproducing.preset_of("tiny-table1")
+    timed = made.model_copy(update={"claims": [made.claims[1].model_copy(update={"measure": "seconds_to"})]})
+    monkeypatch.setattr(reproducing, "preset_of", lambda id: timed)
+    seen = Played()
+    reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=seen)
+    assert len(seen.names[True]) == 8
+
+
 def test_runs_that_read_what_was_changed_since_are_played_anew(preset: Path, tmp_path: Path) -> None:
     reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset)
     later = (tmp_path / "one" / "table.json").stat().st_mtime + 1

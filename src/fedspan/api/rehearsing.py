@@ -48,8 +48,9 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
     tried = 1
     for values in preset.sweep_at(scale).values():
         tried *= len(values)
-    # the sweep's best is the first of the seeds
-    runs = (tried - 1 if tried > 1 else 0) + len(preset.seeds_at(scale))
+    # the sweep's best is the first of the seeds, unless all have to be timed
+    swept = tried - (not preset.timed) if tried > 1 else 0
+    runs = swept + len(preset.seeds_at(scale))
     found: list[PlannedCell] = []
     for cell in cells_of(preset, scale, overrides=overrides):
         for label, values in cell.configs.items():

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def reproduce(
 
     Stopped, the same call goes on: every run is an ordinary one, in ``folder/<cell>/<method>/``. A run that is finished
     elsewhere in the folder or in ``reuse`` is copied (same config, versions, machine and threads, and no local file
-    changed since).
+    changed since), unless seconds are compared.
 
     Args:
         id: of the preset.
@@ -156,7 +157,7 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprod
             _require_places(values)
             parse_config(values)
     known = [*map(Path, settings["reuse"]), *([folder] if folder.is_dir() else [])]
-    with shared_prefixes(), finished_runs(known):
+    with shared_prefixes(), nullcontext() if preset.timed else finished_runs(known):
         _begin(folder, settings)
         scores = tuple(
             _row(preset, scale, cell, label, folder / cell.name / name, watcher)

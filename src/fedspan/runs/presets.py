@@ -178,6 +178,11 @@ class Preset(Record):
         """What is tried at a scale."""
         return self.sweep if scale == "full" or self.small.sweep is None else self.small.sweep
 
+    @property
+    def timed(self) -> bool:
+        """Whether seconds are compared: then every run is played, as another's seconds are of another hour."""
+        return any(claim.measure == "seconds_to" for claim in self.claims)
+
     def seeds_at(self, scale: Scale) -> tuple[int, ...]:
         """The seeds at a scale."""
         return tuple(self.seeds if scale == "full" or self.small.seeds is None else self.small.seeds)
