@@ -62,9 +62,11 @@ class FinishedRuns:
         """
         if folder.exists() or is_secret(config):
             return False
-        for source in self._places.get(_key(config), []):
+        sources = self._places.get(_key(config), [])
+        since = _read_since(config) if sources else 0.0
+        for source in sources:
             place = RunFolder(source)
-            if not place.config.is_file() or place.config.stat().st_mtime < _read_since(config):
+            if not place.config.is_file() or place.config.stat().st_mtime < since:
                 continue
             if same_environment(place, config):
                 partial = temporary(folder)
