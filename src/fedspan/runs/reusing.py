@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from fedspan.config import RunConfig, parse_config, parse_text
+from fedspan.data.images import holds_images
 from fedspan.data.places import has_places, matching
 from fedspan.errors import FedspanError
 from fedspan.runs.environment import same_environment
@@ -93,6 +94,9 @@ def _read_since(config: RunConfig) -> float:
         if name and has_places(name):
             paths += matching(name, option)
     inside = [entry for path in paths if os.path.isdir(path) for entry in path.rglob("*")]
+    # Files of images are read with what lies beside them: labels, names of classes.
+    pictures = [path for path in paths if os.path.isfile(path) and holds_images(path)]
+    inside += [entry for path in pictures for entry in path.parent.iterdir()]
     return max((path.stat().st_mtime for path in [*paths, *inside] if os.path.isfile(path)), default=0.0)
 
 
