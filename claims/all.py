@@ -87,6 +87,12 @@ JOBS = (
     Job("fedloru_stable_rank", ("fedloru_stable_rank.py", "--data", "{data}/fashion-mnist"), ("fashion-mnist",)),
     Job("membership_inference", ("membership_inference.py", "--data", "{data}/banking77"), ("banking77",)),
     *preset_jobs(),
+    Job(
+        "reasons",  # after the pages that it looks into, whose runs it copies
+        ("reasons.py", "--data", "{data}", "--model", "{model}", "--runs", "{work}/runs"),
+        ("alpaca", "banking77", "blitzer_sentiment", "fashion-mnist", "glue"),
+        model=True,
+    ),
 )
 
 

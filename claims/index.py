@@ -30,19 +30,28 @@ size."""
 SYSTEMS = {"rolora": "RoLoRA", "fedloru": "FedLoRU", "fedgalore": "FedGaLore", "florg": "FLoRG"}
 """The papers' systems by what their pages' names begin with."""
 REST = "All methods"
+REASONS = "reasons"
+"""The page that looks into contradictions; its statements are no paper's, and are not counted."""
+LOOKED = "## Looked into\n\nRows of contradicted statements, played again under what might be the reason."
 VERDICTS = ("holds", "contradicted", "inconclusive", "not runnable here")
 
 
 def index(folder: Path) -> str:
     """The page as markdown."""
     parts: dict[str, list[dict[str, Any]]] = {title: [] for title in (*SYSTEMS.values(), REST)}
+    looked: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*.json"), key=_by_number):
         saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["name"] == REASONS:
+            looked.append(saved)
+            continue
         parts[SYSTEMS.get(re.split("[-_]", saved["name"])[0], REST)].append(saved)
     parts = {title: pages for title, pages in parts.items() if pages}
     whole = [OPENING, summary(parts) if parts else "No results yet."]
     for title, pages in parts.items():
         whole.append(f"## {title}\n\n" + table(("claim", "the paper's statement", "measured", "verdict"), rows(pages)))
+    if looked:
+        whole += [LOOKED, table(("page", "under what is changed", "measured", "verdict"), rows(looked))]
     there = {page["name"] for pages in parts.values() for page in pages}
     return "\n\n".join([*whole, *unplayed(there)]) + "\n"
 

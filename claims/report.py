@@ -71,7 +71,13 @@ def command_line() -> str:
 
 
 def write(
-    folder: Path, name: str, title: str, paper: str, findings: Sequence[Finding], sections: Sequence[str]
+    folder: Path,
+    name: str,
+    title: str,
+    paper: str,
+    findings: Sequence[Finding],
+    sections: Sequence[str],
+    stated: str = "the paper's statement",
 ) -> None:
     """Write ``<name>.md`` and ``<name>.json``.
 
@@ -82,6 +88,7 @@ def write(
         paper: title, venue and arXiv id.
         findings: the verdicts, first on the page.
         sections: the rest of the page, in markdown.
+        stated: what the findings' statements are.
     """
     run = {
         "command": command_line(),
@@ -95,7 +102,7 @@ def write(
         f"# {title}",
         f"Paper: {paper}.",
         f"Command: `{run['command']}`  \nDate: {run['date']}. Machine: {run['machine']}.",
-        table(("the paper's statement", "measured", "verdict"), rows),
+        table((stated, "measured", "verdict"), rows),
         *sections,
     ]
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from fedspan.api.reproducing import Reproduction
+from fedspan.config import override, parse_config
 from fedspan.runs.cells import cells_of, settings_table
 from fedspan.runs.judging import CellScore, judge
 from fedspan.runs.presets import list_presets, preset_of
@@ -73,6 +74,26 @@ def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
     assert ("training.lr 0.001, the smallest: " in page) == (len(grid) > 1 and min(grid) == 0.001)
     assert all(" ".join(note.split()) in page for note in preset_of(id).notes)
     assert "<svg" in (tmp_path / f"{id}.svg").read_text()
+
+
+def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
+    """Every row's config is one, and no two rows of a look are the same."""
+    for look in importlib.import_module("reasons").LOOKS.values():
+        cells = {cell.name: cell for cell in cells_of(preset_of(look.preset), "small", "DATA", "MODEL")}
+        configs = [parse_config(override(dict(cells[look.cell].configs[row.label]), row.changes)) for row in look.rows]
+        assert len({config.model_dump_json() for config in configs}) == len({row.name for row in look.rows}) > 1
+        assert all(config.seed == configs[0].seed for config in configs)
+
+
+def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp_path: Path) -> None:
+    index = importlib.import_module("index").index
+    finding = {"statement": "After 80 rounds", "measured": "by +1.0 ± 0.1", "verdict": "holds"}
+    for name in ("reasons", "fedloru-table1"):
+        saved = {"name": name, "title": name.title(), "date": "2026-11-22", "findings": [finding]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(saved), encoding="utf-8")
+    page = index(tmp_path)
+    assert "| all | 1 | 1 | 1 | 0 | 0 | 0 |" in page
+    assert "| [Reasons](reasons.md), 2026-11-22 | After 80 rounds | by +1.0 ± 0.1 | **holds** |" in page
 
 
 def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:

@@ -94,7 +94,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_claim_has_a_smoke_size() -> None:
-    helpers = {"all", "index", "report", "reproduced"}  # their tests are in test_all_claims.py
+    helpers = {"all", "index", "reasons", "report", "reproduced"}  # their tests are in test_all_claims.py
     assert {path.stem for path in CLAIMS.glob("*.py")} == helpers | set(SMOKE)
 
 
@@ -147,6 +147,30 @@ def test_the_pages_in_the_docs_are_indexed(tmp_path: Path) -> None:
         (tmp_path / path.name).write_bytes(path.read_bytes())
     run("index", "--folder", str(tmp_path))
     assert (docs / "index.md").read_text() == (tmp_path / "index.md").read_text()
+
+
+def test_the_page_of_what_was_looked_into(digits: Path, tmp_path: Path) -> None:
+    """At a size that takes seconds; a second call plays nothing, and its page says the same."""
+    small = ("data.max_examples=80", "federation.rounds=2", "partition.clients=2", "federation.clients_per_round=2")
+    words = ("--looks", "fedloru-rounds", "--seeds", "0", "1", "--set", *small, "training.local_epochs=1")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "fashion-mnist").symlink_to(digits)
+    places = ("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path))
+    run("reasons", *places, *words)
+    page, saved = (tmp_path / "reasons.md").read_text(), json.loads((tmp_path / "reasons.json").read_text())
+    assert "| under what is changed | measured | verdict |" in page
+    assert "(fedloru-table1.md), fashion-mnist-iid-20-clients-rank-128." in page
+    assert "| FedLoRU, cycles of 10 | training.lr=0.3, federation.rounds=80, " in page
+    assert [one["statement"].partition(": ")[2] for one in saved["findings"]] == [
+        "FedLoRU, cycles of 20 against FedLoRA",
+        "FedLoRU, cycles of 20 against FedLoRU, cycles of 10",
+    ]
+    reports = sorted((tmp_path / "runs").rglob("report.json"))
+    before = [path.stat().st_mtime_ns for path in reports]
+    run("reasons", *places, *words)
+    assert len(reports) == 3 * 2
+    assert [path.stat().st_mtime_ns for path in reports] == before
+    assert json.loads((tmp_path / "reasons.json").read_text())["findings"] == saved["findings"]
 
 
 def test_the_exact_statements_of_the_linear_model_hold_at_any_size(pages: Path) -> None:
