@@ -154,6 +154,18 @@ LOOKS: dict[str, Look] = {
         ),
         "",
     ),
+    "pfedloru-rate": Look(
+        "fedloru-table4",
+        "psi-0.5",
+        "One seed's validation chose a rate for pFedLoRU under which the others are unstable. At a third of it:",
+        "At a lower rate pFedLoRU is above both variants of pFedLoRA",
+        (
+            Row("pFedLoRU at a third of the rate", "pFedLoRU", _rate(0.1)),
+            Row("pFedLoRA(1)", "pFedLoRA(1)", _rate(0.1)),
+            Row("pFedLoRA(2)", "pFedLoRA(2)", _rate(0.3)),
+        ),
+        "",
+    ),
     "fedloru-rounds": Look(
         "fedloru-table1",
         "fashion-mnist-iid-20-clients-rank-128",
