@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from fedspan.cli.live import RunView
-from fedspan.cli.text import duration, number, one_line, percent, size
+from fedspan.cli.text import duration, number, one_line, percent
 from fedspan.runs.build import Prepared
+from fedspan.runs.tables import size
 
 
 class Clock:

@@ -12,9 +12,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.text import duration, one_line, plain_table, score, size, titles
+from fedspan.cli.text import duration, one_line, plain_table, score, titles
 from fedspan.models.names import architecture_of, resolve_model
 from fedspan.runs.session import RunReport
+from fedspan.runs.tables import size
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["peft_snippet", "show_report"]

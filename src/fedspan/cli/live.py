@@ -16,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fedspan.cli.effort import Effort
-from fedspan.cli.text import duration, number, one_line, score, size, titles
+from fedspan.cli.text import duration, number, one_line, score, titles
 from fedspan.runs.build import Prepared
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
 from fedspan.runs.listener import Listener
+from fedspan.runs.tables import size
 from fedspan.tasks.metrics import METRICS, rank_of
 
 __all__ = ["RunView"]

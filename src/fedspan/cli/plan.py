@@ -156,7 +156,8 @@ def _plain(found: Plan) -> dict[str, Any]:
 
 
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], longest: bool) -> None:
-    from fedspan.cli.text import plain_table, size
+    from fedspan.cli.text import plain_table
+    from fedspan.runs.tables import size
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
@@ -194,7 +195,8 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], l
 
 def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> None:
     """FLOPs, and the time of training and transfers as far as it was asked for; ``longest``: no length was given."""
-    from fedspan.cli.text import flops, plain_table, size, span
+    from fedspan.cli.text import flops, plain_table, span
+    from fedspan.runs.tables import size
 
     def counted(count: int | None) -> str:
         return "-" if count is None else flops(count)

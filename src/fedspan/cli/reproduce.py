@@ -94,7 +94,8 @@ def _plan(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
 
 
 def _show_plan(found: tuple[PlannedCell, ...]) -> None:
-    from fedspan.cli.text import console, plain_table, size
+    from fedspan.cli.text import console, plain_table
+    from fedspan.runs.tables import size
 
     out = console()
     for cell in dict.fromkeys(each.cell for each in found):

@@ -17,7 +17,6 @@ __all__ = [
     "percent",
     "plain_table",
     "score",
-    "size",
     "span",
     "titles",
 ]
@@ -46,17 +45,6 @@ def percent(value: float | None) -> str:
 def score(metric: str, value: float | None) -> str:
     """A metric's value: shares in percent, all else as a number; a dash for what was not measured."""
     return percent(value) if METRICS[metric].percent else number(value)
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units: 3 412 345 as 3.4 MB."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 999.5:
-            return f"{count:.{0 if count >= 99.95 else 1}f} {unit}"
-    return f"{count / 1000:.1f} TB"
 
 
 def duration(seconds: float) -> str:

@@ -15,9 +15,10 @@ from fedspan.pages import charts, matrices
 from fedspan.pages.groups import Group, differences
 from fedspan.pages.story import Story
 from fedspan.pages.style import Figure
-from fedspan.pages.words import amount, score_text, sentences
+from fedspan.pages.words import score_text, sentences
 from fedspan.runs.diagnosing import Diagnosis
 from fedspan.runs.measures import MEASURES
+from fedspan.runs.tables import size
 from fedspan.tasks.metrics import METRICS
 
 __all__ = ["Beside", "page"]
@@ -127,7 +128,7 @@ def _summary(groups: Sequence[Group]) -> str:
             state = "finished" if run.report is not None else f"after round {len(run.rows)}"
             best = "-" if run.report is None else str(run.report.best_round)
             worst = _worst(run, metric)
-            cells = (score_text(metric, run.final), worst, best, amount(run.bytes), f"{run.seconds:.0f} s")
+            cells = (score_text(metric, run.final), worst, best, size(run.bytes), f"{run.seconds:.0f} s")
             rows.append((group.label, str(run.config.seed), *cells, _epsilon(run), state))
     title = METRICS[metric].title
     return _table(("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", ""), rows)
@@ -150,11 +151,11 @@ def _ledger(groups: Sequence[Group]) -> str:
             for direction in ("down", "up"):
                 tally = run.totals.run(direction)
                 each = tally.bytes / tally.messages if tally.messages else 0.0
-                sizes = (amount(tally.bytes), amount(tally.payload), amount(each))
+                sizes = (size(tally.bytes), size(tally.payload), size(each))
                 rows.append((f"{group.label}, seed {run.config.seed}", direction, str(tally.messages), *sizes))
             for purpose, sent in run.totals.beside.items():
                 rows.append(
-                    (f"{group.label}, seed {run.config.seed}", purpose, "-", amount(sum(sent.values())), "-", "-")
+                    (f"{group.label}, seed {run.config.seed}", purpose, "-", size(sum(sent.values())), "-", "-")
                 )
     head = ("run", "what", "messages", "as sent", "tensor data in it", "a message")
     return _details("The ledger", _table(head, rows))

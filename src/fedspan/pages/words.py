@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from fedspan.analysis.verdict import paired
 from fedspan.pages.groups import Group
-from fedspan.runs.tables import plus_minus
+from fedspan.runs.tables import plus_minus, size
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["amount", "score_text", "sentences"]
+__all__ = ["score_text", "sentences"]
 
 _BEHIND = 0.1
 """A client so far below the mean of the clients is left behind: of a share in its own unit, else of that mean."""
@@ -25,14 +25,6 @@ def score_text(metric: str, value: float | None, deviation: float | None = None)
 def _gap(metric: str, value: float) -> str:
     """A difference: of shares, in points."""
     return f"{100 * abs(value):.1f} points" if METRICS[metric].percent else f"{abs(value):.4f}"
-
-
-def amount(count: float) -> str:
-    """Bytes in decimal units."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def sentences(groups: Sequence[Group]) -> tuple[str, ...]:
@@ -96,11 +88,11 @@ def _thrift(ranked: Sequence[Group], metric: str, sign: int) -> str:
 
     best, least = ranked[0], min(ranked, key=sent)
     if least is best or not sent(least):
-        return f"It also sends the least, {amount(sent(best))} a run."
+        return f"It also sends the least, {size(sent(best))} a run."
     times = sent(best) / sent(least)
     less = f"{1 - 1 / times:.0%} less" if times < 2 else f"{times:.1f} times less"
     gap = _gap(metric, (best.mean or 0.0) - (least.mean or 0.0))
-    return f"{least.label} sends the least, {amount(sent(least))} a run ({less}), and is {gap} behind."
+    return f"{least.label} sends the least, {size(sent(least))} a run ({less}), and is {gap} behind."
 
 
 def _behind(best: Group, metric: str, sign: int) -> str:

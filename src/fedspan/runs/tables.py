@@ -16,7 +16,7 @@ from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["Table", "heading", "markdown", "megabytes", "plus_minus", "seconds", "write_tables"]
+__all__ = ["Table", "heading", "markdown", "megabytes", "plus_minus", "seconds", "size", "write_tables"]
 
 _MACHINE = ("platform", "machine", "accelerator", "threads")
 _OTHER = (*_MACHINE, "seed", "command")
@@ -63,6 +63,17 @@ def plus_minus(metric: str, value: float | None, error: float | None, sign: bool
 def megabytes(count: float | None) -> str:
     """Bytes in millions, with three digits behind the point where they are few."""
     return "-" if count is None else f"{count / 1e6:.{1 if count >= 1e7 else 3}f}"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: 3 412 345 as 3.4 MB."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.5:
+            return f"{count:.{0 if count >= 99.95 else 1}f} {unit}"
+    return f"{count / 1000:.1f} TB"
 
 
 def seconds(value: float | None) -> str:
