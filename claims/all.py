@@ -90,7 +90,7 @@ JOBS = (
     Job(
         "reasons",  # after the pages that it looks into, whose runs it copies
         ("reasons.py", "--data", "{data}", "--model", "{model}", "--runs", "{work}/runs"),
-        ("alpaca", "banking77", "blitzer_sentiment", "fashion-mnist", "glue"),
+        ("alpaca", "banking77", "blitzer_sentiment", "commonsense", "fashion-mnist", "glue"),
         model=True,
     ),
 )

@@ -117,6 +117,18 @@ LOOKS: dict[str, Look] = {
         ),
         "",
     ),
+    "rolora-questions": Look(
+        "rolora-table10",
+        "boolq",
+        "So is RoLoRA's loss at rank 2 after ten rounds, five for each factor. Twice as many:",
+        "At rank 2 RoLoRA's loss after 20 rounds is below LoRA's",
+        (
+            Row("RoLoRA, 20 rounds", "RoLoRA", _rate(0.016, MORE(20))),
+            Row("LoRA, 10 rounds", "LoRA", _rate(0.016)),
+            Row("LoRA, 20 rounds", "LoRA", _rate(0.016, MORE(20))),
+        ),
+        "",
+    ),
     "florg-rounds": Look(
         "florg-table2",
         "sst-2-r-8",
