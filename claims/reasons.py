@@ -1,7 +1,7 @@
 """Why the small scale contradicts a paper: its rows played again under what might be the reason.
 
-``python claims/reasons.py --data PATH --model PATH``. Beside the pages' own runs, in ``--runs``, runs that a page made
-are copied. Stopped, the same command goes on.
+``python claims/reasons.py --data PATH --model PATH``. Runs that a page made are copied, if they are in ``--runs``.
+Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PAGE = "reasons"
 TITLE = "Looked into: why the small scale contradicts"
 PAPER = "of each page its own"
 OPENING = """Where a page contradicts its paper, the reason may be the small scale, a setting or an error of ours. Here
-rows of such pages are played again with one thing changed. Nothing else is, and no learning rate is searched anew: each
-is the one that the page chose, unless the table says so."""
+rows of such pages are played again with something changed. No learning rate is searched anew: each is the one that the
+page chose, unless it is said here that it is another."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Look:
 
 
 def _rate(lr: float, *changes: str) -> tuple[str, ...]:
-    """A row's learning rate, as its page chose it, and what else is changed."""
+    """A row's learning rate, and what else is changed."""
     return (f"training.lr={lr}", *changes)
 
 
@@ -128,7 +128,7 @@ LOOKS: dict[str, Look] = {
             Row("LoRA, 10 rounds", "LoRA", _rate(0.016)),
             Row("LoRA, 20 rounds", "LoRA", _rate(0.016, MORE(20))),
         ),
-        "The same, but for the lead: with as many bytes the two are level.",
+        "The two are level with as many bytes; with as many rounds LoRA's lead is within two standard errors.",
     ),
     "florg-rounds": Look(
         "florg-table2",
@@ -145,7 +145,7 @@ LOOKS: dict[str, Look] = {
         "fedgalore-table3",
         "non-iid-sst",
         "FedGaLore is below FedIT without IID. After its first refreshes, projectors are random. From the gradient in "
-        "all rounds, and from the gradient anew at the start of every round:",
+        "all rounds, and from the gradient anew at the start of every round, FedGaLore at four times the page's rate:",
         "With projectors from the gradient in all rounds FedGaLore is above the others",
         (
             Row("FedGaLore, gradient in all rounds", "FedGaLore", _rate(0.016, GRADIENT)),
@@ -251,7 +251,7 @@ def section(look: Look, scores: Sequence[CellScore]) -> str:
         )
         for row, score in zip(look.rows, scores, strict=True)
     ]
-    head = ("row", "config, beside the page's", f"held-out {scores[0].metric}", "MB up", "seconds")
+    head = ("row", "config", f"held-out {scores[0].metric}", "MB up", "seconds")
     link = f"[{report.title_of(preset)}]({look.preset}.md)"
     parts = (
         f"## {report.title_of(preset)}",
