@@ -78,7 +78,7 @@ def test_the_page_of_a_preset(id: str, scripts: None, tmp_path: Path) -> None:
 
 def test_what_is_looked_into_is_a_cell_of_its_preset(scripts: None) -> None:
     """Every row's config is one, and no two rows of a look are the same."""
-    for look in importlib.import_module("reasons").LOOKS.values():
+    for look in importlib.import_module("looks").LOOKS.values():
         cells = {cell.name: cell for cell in cells_of(preset_of(look.preset), "small", "DATA", "MODEL")}
         configs = [parse_config(override(dict(cells[look.cell].configs[row.label]), row.changes)) for row in look.rows]
         assert len({config.model_dump_json() for config in configs}) == len({row.name for row in look.rows}) > 1
@@ -99,7 +99,7 @@ def test_what_was_looked_into_is_in_the_index_and_not_counted(scripts: None, tmp
 def test_every_script_and_preset_has_its_place(every: ModuleType) -> None:
     pages = [job.page for job in every.JOBS]
     assert len(set(pages)) == len(pages)
-    helpers = {"all", "index", "report", "reproduced"}
+    helpers = {"all", "index", "looks", "report", "reproduced"}
     scripts = {path.stem for path in CLAIMS.glob("*.py")} - helpers
     presets = {preset.id for preset in list_presets()}
     assert scripts <= set(pages) <= scripts | presets

@@ -94,7 +94,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_claim_has_a_smoke_size() -> None:
-    helpers = {"all", "index", "reasons", "report", "reproduced"}  # their tests are in test_all_claims.py
+    helpers = {"all", "index", "looks", "reasons", "report", "reproduced"}  # their tests are in test_all_claims.py
     assert {path.stem for path in CLAIMS.glob("*.py")} == helpers | set(SMOKE)
 
 
