@@ -31,6 +31,7 @@ class Look:
         says: what is judged; the first row is said to be better than each of the others.
         rows: these.
         found: what came of it, in words; the numbers are the table's.
+        measure: what is compared (``statements.Claim``).
     """
 
     preset: str
@@ -39,6 +40,7 @@ class Look:
     says: str
     rows: tuple[Row, ...]
     found: str
+    measure: str = "score"
 
 
 def _rate(lr: float, *changes: str) -> tuple[str, ...]:
@@ -133,6 +135,19 @@ LOOKS: dict[str, Look] = {
             Row("FedIT, 30 rounds", "FedIT", _rate(0.004, MORE(30))),
         ),
         "Ten rounds were too few: after 30 the two are level.",
+    ),
+    "florg-drift": Look(
+        "florg-procrustes",
+        "sst-2",
+        "Not contradicted, but the page's rows differ in the learning rate, on which the drift of A depends. Both at "
+        "the rate that FLoRG chose:",
+        "At one rate alignment keeps the drift of A from round to round small",
+        (
+            Row("FLoRG", "FLoRG", _rate(0.004)),
+            Row("without alignment", "without alignment", _rate(0.004)),
+        ),
+        "",
+        measure="state_step",
     ),
     "fedgalore-projectors": Look(
         "fedgalore-table3",

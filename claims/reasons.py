@@ -13,9 +13,10 @@ from pathlib import Path
 
 import report
 from looks import LOOKS, Look
-from reproduced import finding
+from reproduced import finding, measures
 
 from fedspan.api.comparing import compare
+from fedspan.api.measuring import MEASURED, measured
 from fedspan.engines.prefix_rows import shared_prefixes
 from fedspan.runs.cells import MODEL, cells_of
 from fedspan.runs.judging import CellScore, judge
@@ -48,6 +49,8 @@ def play(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellScore,
         overrides = [*row.changes, *args.overrides]
         found = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
         one = found.rows[0]
+        places = [folder / f"row-{number}" / f"{key}-seed{seed}" for seed in args.seeds]
+        seen = [measured(place, [look.measure]) for place in places] if look.measure in MEASURED else []
         scores.append(
             CellScore(
                 cell=look.cell,
@@ -61,6 +64,7 @@ def play(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellScore,
                 bytes_down=one.bytes_down,
                 bytes_up=one.bytes_up,
                 seconds=one.seconds,
+                measured={look.measure: tuple(each[look.measure] for each in seen)} if seen else {},
             )
         )
         print(f"{look.preset}, {row.name}: {plus_minus(found.metric, one.mean, one.deviation)}", flush=True)
@@ -71,7 +75,8 @@ def findings(look: Look, scores: Sequence[CellScore]) -> list[report.Finding]:
     """The first row against each of the others, by the claims' own rule."""
     cells = [cell for cell in cells_of(preset_of(look.preset), "small") if cell.name == look.cell]
     first, *others = (row.name for row in look.rows)
-    return [finding(judged) for judged in judge([Claim(says=look.says, better=first, worse=others)], cells, scores)]
+    claim = Claim(says=look.says, better=first, worse=others, measure=look.measure)
+    return [finding(judged) for judged in judge([claim], cells, scores)]
 
 
 def section(look: Look, scores: Sequence[CellScore]) -> str:
@@ -93,6 +98,7 @@ def section(look: Look, scores: Sequence[CellScore]) -> str:
         f"## {report.title_of(preset)}",
         f"{link}, {look.cell}. {look.asked}",
         report.table(head, rows),
+        measures(scores),
         look.found,
     )
     return "\n\n".join(part for part in parts if part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import report
@@ -44,6 +45,19 @@ def by_cell(verdicts: Sequence[Judged]) -> str:
     if not rows:
         return ""
     return "Cell by cell:\n\n" + report.table(("statement", "better", "worse", "cell", "by", "verdict"), rows)
+
+
+def measures(scores: Sequence[CellScore]) -> str:
+    """What was measured beside scores, bytes and time, mean and deviation over the seeds; empty if nothing was."""
+    rows: list[tuple[str, str, str, str]] = []
+    for score in scores:
+        for name, values in score.measured.items():
+            known = [value for value in values if value is not None]
+            spread = f" ± {stdev(known):.2g}" if len(known) > 1 else ""
+            rows.append((score.cell, score.method, name, f"{fmean(known):.3g}{spread}" if known else "-"))
+    if not rows:
+        return ""
+    return "Measured on the finished runs:\n\n" + report.table(("cell", "method", "measure", "value"), rows)
 
 
 def at_ends(found: Reproduction, preset: Preset) -> str:
@@ -115,6 +129,7 @@ def page(found: Reproduction, preset: Preset, folder: Path) -> None:
         "--scale full --out FOLDER`.",
         "\n".join(markdown(found.table())),
         shown,
+        measures(found.scores),
         at_ends(found, preset),
         by_cell(found.verdicts),
         "## Setting\n\n" + "\n".join(markdown(found.played)) + f"\n\n{notes}",

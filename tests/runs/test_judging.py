@@ -123,9 +123,9 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     (found,) = judge([one], CELLS[:1], (learns, stuck))
     assert found.overall is not None
     assert (found.verdict, found.overall.mean, found.overall.bound) == ("holds", 2.0, "at least ")
-    assert verdict_table([found]).rows[0][2] == "at least +2.0 rounds"
+    assert verdict_table([found]).rows[0][2] == "at least +2.0 ± 0.0 rounds"
     (other,) = judge([one.model_copy(update={"better": "B", "worse": ["A"]})], CELLS[:1], (learns, stuck))
-    assert verdict_table([other]).rows[0][2] == "at most -2.0 rounds"
+    assert verdict_table([other]).rows[0][2] == "at most -2.0 ± 0.0 rounds"
     cheap = replace(stuck, curves=(points(0.5, 0.5, 0.5, 0.5, cost=1),) * 2)
     sent = one.model_copy(update={"measure": "bytes_to"})
     for better, worse in (("A", "B"), ("B", "A")):  # B's whole run is cheaper than A's way to the score
@@ -176,8 +176,16 @@ def test_a_run_s_curve_is_its_metrics_and_its_ledger(tiny_folder: Path, tmp_path
         ("loss", -0.25, "-0.2500 ± 0.0100"),
         ("barrier", 0.05, "+0.05 ± 0.01"),
         ("bytes_up", 2.5e6, "+2.500 MB"),
-        ("rounds_to", -2.67, "-2.7 rounds"),
+        ("bytes_to", 2.5e6, "+2.500 ± 0.000 MB"),
+        ("rounds_to", -2.67, "-2.7 ± 0.0 rounds"),
     ],
 )
 def test_a_difference_has_its_own_unit(metric: str, mean: float, shown: str) -> None:
     assert difference(metric, JudgedCell("all", mean, 0.01, "holds")) == shown
+
+
+def test_a_difference_of_costs_has_its_error_in_their_unit() -> None:
+    """Of one seed there is none."""
+    assert difference("rounds_to", JudgedCell("all", -2.67, 1.25, "holds")) == "-2.7 ± 1.2 rounds"
+    assert difference("bytes_to", JudgedCell("all", 2.5e6, 4e5, "holds", "at least ")) == "at least +2.500 ± 0.400 MB"
+    assert difference("bytes_to", JudgedCell("all", 2.5e6, None, "holds")) == "+2.500 MB"

@@ -256,10 +256,14 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
 
 def difference(metric: str, found: JudgedCell) -> str:
     """By how much the better row is better, with its unit: positive in the paper's direction."""
-    if metric in ("bytes_up", "bytes_down", "bytes_to"):
-        return f"{found.bound}{found.mean / 1e6:+.3f} MB"
+    if metric in ("bytes_up", "bytes_down"):
+        return f"{found.mean / 1e6:+.3f} MB"
+    if metric == "bytes_to":
+        error = "" if found.error is None else f" ± {found.error / 1e6:.3f}"
+        return f"{found.bound}{found.mean / 1e6:+.3f}{error} MB"
     if metric in ("rounds_to", "seconds_to"):
-        return f"{found.bound}{found.mean:+.1f} {metric.removesuffix('_to')}"
+        error = "" if found.error is None else f" ± {found.error:.1f}"
+        return f"{found.bound}{found.mean:+.1f}{error} {metric.removesuffix('_to')}"
     if metric in _SIGNS and metric not in METRICS:
         return f"{found.mean:+.3g}" + ("" if found.error is None else f" ± {found.error:.2g}")
     return plus_minus(metric, found.mean, found.error, sign=True)
