@@ -70,19 +70,20 @@ LOOKS: dict[str, Look] = {
             Row("RoLoRA, 60 rounds", "RoLoRA", _rate(0.004, MORE(60))),
             Row("FFA-LoRA, 60 rounds", "FFA-LoRA", _rate(0.016, MORE(60))),
         ),
-        "Both gain as much: too few rounds are not the reason. What is was not found.",
+        "Both gain as much: too few rounds are not the reason.",
     ),
     "rolora-enough": Look(
         "rolora-figure4",
         "sst-2-p3",
         "So is the budget: eight times the rank, on all linear layers, for the page's 20 rounds. The learning rates "
-        "are lower, and two are shown of each:",
+        "are lower, and more than one is shown of each:",
         "With rank 32 on every linear layer FFA-LoRA is above RoLoRA",
         (
             Row("FFA-LoRA", "FFA-LoRA", _rate(0.002, *EVERYWHERE)),
             Row("RoLoRA", "RoLoRA", _rate(0.002, *EVERYWHERE)),
             Row("RoLoRA at half of the rate", "RoLoRA", _rate(0.001, *EVERYWHERE)),
             Row("FFA-LoRA at half of the rate", "FFA-LoRA", _rate(0.001, *EVERYWHERE)),
+            Row("RoLoRA at a quarter of the rate", "RoLoRA", _rate(0.0005, *EVERYWHERE)),
         ),
         "",
     ),
