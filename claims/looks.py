@@ -187,7 +187,8 @@ LOOKS: dict[str, Look] = {
             Row("pFedLoRA(1)", "pFedLoRA(1)", _rate(0.1)),
             Row("pFedLoRA(2)", "pFedLoRA(2)", _rate(0.3)),
         ),
-        "",
+        "The seeds agree then, well below both: the rate is not the reason, or not all of it. Both variants of "
+        "pFedLoRA train and share whole weights.",
     ),
     "fedloru-rounds": Look(
         "fedloru-table1",
