@@ -101,6 +101,13 @@ def test_merging_goes_into_sections() -> None:
     assert merged({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "c": 5}) == {"a": {"x": 1, "y": 4}, "b": 3, "c": 5}
 
 
+def test_a_combination_that_small_skips_is_no_cell_there() -> None:
+    axes = {"task": {"one": {}, "two": {}}, "clients": {"3": {}, "20": {}, "50": {}}}
+    preset = read_preset(changed(axes=axes, small={"skip": [{"task": ["two"], "clients": ["20", "50"]}]}), "x")
+    assert [cell.name for cell in cells_of(preset, "small")] == ["one-3", "one-20", "one-50", "two-3"]
+    assert len(cells_of(preset, "full")) == 6
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     values = {
         "id": "x",
@@ -126,6 +133,8 @@ def changed(**changes: Any) -> dict[str, Any]:
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]}, "'two' is none"),
         ({"small": {"axes": {"clients": {}}}}, "small.axes: 'clients' is none of task"),
+        ({"small": {"skip": [{"task": ["two"]}]}}, "small.skip.task: 'two' is none of one"),
+        ({"small": {"skip": [{}]}}, r"x\.small\.skip\.0: {}; dictionary should have at least 1 item"),
         ({"seeds": []}, r"x\.seeds: \[\]; list should have at least 1 item"),
     ],
 )

@@ -63,6 +63,8 @@ def cells_of(
     cells: list[Cell] = []
     for chosen in itertools.product(*(values.items() for values in axes.values())):
         values = {axis: name for axis, (name, _) in zip(axes, chosen, strict=True)}
+        if scale == "small" and any(_within(values, skipped) for skipped in preset.small.skip):
+            continue
         shared = base
         for _, changes in chosen:
             shared = merged(shared, changes)
@@ -139,8 +141,12 @@ def _folder(values: Iterable[str]) -> str:
 
 
 def _applies(where: Where, values: Mapping[str, str], label: str) -> bool:
-    fits = all(values[axis] in names for axis, names in where.cells.items())
-    return fits and (not where.methods or label in where.methods)
+    return _within(values, where.cells) and (not where.methods or label in where.methods)
+
+
+def _within(values: Mapping[str, str], cells: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a cell is one of those; an axis left out: whatever it has there."""
+    return all(values[axis] in names for axis, names in cells.items())
 
 
 def _filled(value: Any, given: Mapping[str, str]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
@@ -84,6 +84,7 @@ class Small(Record):
         axes: in place of the full ones, by axis; an axis left out stays as it is.
         methods: changes by label, over the full ones.
         leave_out: labels of rows that are not played.
+        skip: combinations of the axes' values that are not played, each by axis as in ``Where.cells``.
         where: in place of the full ones.
         sweep: in place of the full one; None keeps it.
         seeds: likewise.
@@ -93,6 +94,7 @@ class Small(Record):
     axes: dict[str, dict[str, Values]] = Field(default_factory=dict)
     methods: dict[str, Values] = Field(default_factory=dict)
     leave_out: list[str] = Field(default_factory=list)
+    skip: list[Annotated[dict[str, list[str]], Field(min_length=1)]] = Field(default_factory=list)
     where: list[Where] = Field(default_factory=list)
     sweep: dict[str, list[Any]] | None = None
     seeds: list[int] | None = Field(default=None, min_length=1)
@@ -144,6 +146,8 @@ class Preset(Record):
             self._require_cells("where", where.cells)
             for label in where.methods:
                 self._require("where.methods", label, self.methods)
+        for skipped in self.small.skip:
+            self._require_cells("small.skip", skipped)
         for claim in self.claims:
             self._require_cells("claims", claim.cells)
             for label in (claim.better, *claim.worse):
