@@ -148,8 +148,8 @@ LOOKS: dict[str, Look] = {
             Row("FLoRG, 30 rounds", "FLoRG", _rate(0.016, MORE(30))),
             Row("FeDeRA, 30 rounds", "FeDeRA", _rate(0.004, MORE(30))),
         ),
-        "Few rounds are most of the reason: FLoRG gains much in the other 20, FeDeRA nothing, and the two are no longer "
-        "told apart.",
+        "Few rounds are most of the reason: FLoRG gains much in the other 20, FeDeRA nothing, and the two are no "
+        "longer told apart.",
     ),
     "florg-drift": Look(
         "florg-procrustes",
