@@ -25,6 +25,7 @@ from threading import Event
 
 from stage import Deployment
 
+from fedspan.engines.asking import Orders, Transport
 from fedspan.engines.parcels import Parcel
 
 MIB = 2**20
@@ -102,6 +103,18 @@ class Measured:
     memory: dict[str, tuple[float, float]]
 
 
+def exchanged(transport: Transport, parcels: dict[str, Parcel], seconds: float) -> dict[str, Parcel | str]:
+    """Send parcels and collect the replies."""
+    back: dict[str, Parcel | str] = {}
+
+    def replied(id: str, reply: Parcel | str) -> bool:
+        back[id] = reply
+        return False
+
+    transport.exchange(Orders("train", parcels, parcels.__getitem__), replied, seconds)
+    return back
+
+
 def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> Measured:
     from fedspan.flower.transport import GridTransport
 
@@ -111,7 +124,7 @@ def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> 
         began = time.monotonic()
         body = os.urandom(BODY)  # the same for all, as a round's tensors are
         parcels = {id: Parcel(f"{number} {id}", body) for id in nodes}
-        back = dict(transport.exchange(parcels, 600.0))
+        back = exchanged(transport, parcels, 600.0)
         lost += sum(back.get(id) != answered(parcel) for id, parcel in parcels.items())
         seconds.append(time.monotonic() - began)
         if number in (10, rounds):
@@ -133,7 +146,7 @@ def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> lis
     def sent(size: int) -> tuple[object, float]:
         parcel = Parcel("large", os.urandom(size))  # equal pieces would travel once
         began = time.monotonic()
-        ((_, back),) = transport.exchange({id: parcel}, 590.0)
+        back = exchanged(transport, {id: parcel}, 590.0)[id]
         return (back if isinstance(back, str) else back == answered(parcel)), time.monotonic() - began
 
     back, seconds = sent(megabytes * 10**6)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,20 @@ from torch import Tensor
 
 from fedspan.core.values import Reduced, ServerState
 from fedspan.engines.federation import Federation, Progress, RoundResult
+from fedspan.engines.host import Host, declined
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.parcels import Order, Parcel
-from fedspan.engines.participant import Participant, declined
 from fedspan.engines.screening import ReplyRules
 from fedspan.engines.secure_client import SecureClient
 from fedspan.engines.secure_parcels import Phase, open_asked
-from fedspan.engines.secure_server import SecureFederation
+from fedspan.engines.secure_server import SecureAggregation
 from fedspan.engines.settings import SecureSettings
 from fedspan.runs.build import Prepared
 from fedspan.runs.keeping import DiskKeeper
 from fedspan.runs.vault import DiskVault
 from fedspan.secure.ring import Ring
 from fedspan.wrappers.wrapper import Wrapper
+from transporting import Replies, ReplyingTransport
 
 Lose = Callable[[Order | Phase], bool]
 Spoil = Callable[[Order | Phase, Parcel], Parcel | str]
@@ -49,24 +51,22 @@ def gone_at(phase: str, *ids: str, attempts: int = 99) -> Lose:
     return lose
 
 
-class Stage:
-    """A transport to participants, each made anew from its disk for every parcel, as after a restart.
+class Stage(ReplyingTransport):
+    """A transport to hosts, each created again from its disk for every parcel, as after a restart.
 
     Args:
-        make: a participant by its id.
+        make: a host of one client by its id.
         lose: who does not answer what.
         spoil: what becomes of an answer.
     """
 
-    def __init__(self, make: Callable[[str], Participant], lose: Lose, spoil: Spoil) -> None:
+    def __init__(self, make: Callable[[str], Host], lose: Lose, spoil: Spoil) -> None:
         self.make, self.lose, self.spoil = make, lose, spoil
         self.asked: list[tuple[str, int, str]] = []
         self.sent: list[tuple[Order | Phase, Parcel]] = []
         self.came: list[tuple[Order | Phase, Parcel]] = []
 
-    def exchange(
-        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
-    ) -> Iterator[tuple[str, Parcel | str]]:
+    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
         for id in sorted(parcels, reverse=True):
             asked = open_asked(parcels[id])
             self.asked.append((asked.task, asked.attempt, id))
@@ -103,7 +103,7 @@ def secured(
     least: int = 2,
     method: Any = None,
     **rules: Any,
-) -> tuple[SecureFederation, Stage]:
+) -> tuple[Federation, Stage]:
     """A prepared run's federation, with its clients behind a transport and its replies under masks.
 
     Args:
@@ -120,13 +120,13 @@ def secured(
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
     keeper = DiskKeeper(folder)
 
-    def make(id: str) -> Participant:
+    def make(id: str) -> Host:
         secure = SecureClient(id, DiskVault(folder), least)
         known = method or here.method
-        return Participant(known, loop, here.members[id], here.examples, keeper, 32, secure=secure)
+        return Host(known, loop, {id: here.members[id]}, here.examples, keeper, 32, secure={id: secure})
 
     stage = Stage(make, lose, spoil)
-    federation = SecureFederation(
+    federation = Federation(
         here.method,
         engine,
         here.members,
@@ -134,7 +134,7 @@ def secured(
         here.settings,
         stage,
         ReplyRules(**rules),
-        secure=settings or SecureSettings(),
+        partial(SecureAggregation, secure=settings or SecureSettings()),
     )
     return federation, stage
 
@@ -145,10 +145,12 @@ def among(federation: Federation, *ids: str) -> Federation:
     return Federation(federation.method, federation.engine, members, federation.examples, federation.settings)
 
 
-def bound(federation: SecureFederation, asked: Collection[str], survivors: Collection[str]) -> float:
+def bound(federation: Federation, asked: Collection[str], survivors: Collection[str]) -> float:
     """What an entry of a mean may be off by, of clients who were asked to train and of those who did."""
     weights = {id: federation.members[id].client.weight for id in asked}
-    ring = Ring(federation.secure.bits, federation.secure.clip, len(weights))
+    assert isinstance(federation.aggregating, partial)
+    secure = federation.aggregating.keywords["secure"]
+    ring = Ring(secure.bits, secure.clip, len(weights))
     return ring.error(len(survivors)) * max(weights.values()) / sum(weights[id] for id in survivors)
 
 

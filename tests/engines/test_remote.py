@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,35 +17,33 @@ from torch import Tensor
 import tiny
 from fedspan.core.values import Message
 from fedspan.engines import wire
-from fedspan.engines.federation import Progress
+from fedspan.engines.federation import Federation, Progress
+from fedspan.engines.host import Host, refused, told
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.parcels import Answer, Order, Parcel, open_answer, open_order
-from fedspan.engines.participant import Participant, refused, told
-from fedspan.engines.remote import RemoteFederation
 from fedspan.engines.screening import ReplyRules
 from fedspan.errors import FedspanError
 from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.keeping import DiskKeeper
+from transporting import Replies, ReplyingTransport
 
 Spoil = Callable[[Order, Answer], Parcel | str]
 BAD = "south"
 
 
-class Local:
+class Local(ReplyingTransport):
     """A transport to participants in this process, one of whom does something else."""
 
-    def __init__(self, participants: Mapping[str, Participant], spoil: Spoil) -> None:
-        self.participants, self.spoil = participants, spoil
+    def __init__(self, hosts: Mapping[str, Host], spoil: Spoil) -> None:
+        self.hosts, self.spoil = hosts, spoil
         self.asked: list[tuple[int, int, str]] = []
 
-    def exchange(
-        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
-    ) -> Iterator[tuple[str, Parcel | str]]:
+    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
         for id, parcel in parcels.items():
             order = open_order(parcel)
             self.asked.append((order.round, order.attempt, id))
             try:
-                answer = self.participants[id].answer(order)
+                answer = self.hosts[id].answer(order)
             except FedspanError as error:
                 answer = refused(order, error)
             yield id, self.spoil(order, answer) if id == BAD else answer.parcel()
@@ -54,10 +52,8 @@ class Local:
 class Turned(Local):
     """Everybody has answered before anybody is heard, and in every other round the last one is heard first."""
 
-    def exchange(
-        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
-    ) -> Iterator[tuple[str, Parcel | str]]:
-        back = list(super().exchange(parcels, seconds, patient=patient))
+    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
+        back = list(super().replies(parcels, seconds, patient=patient))
         yield from back[:: -1 if self.asked[-1][0] % 2 else 1]
 
 
@@ -109,15 +105,13 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 }
 
 
-def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> RemoteFederation:
+def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> Federation:
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
     keeper = DiskKeeper(folder)
-    known = {id: Participant(here.method, loop, one, here.examples, keeper, 32) for id, one in here.members.items()}
+    known = {id: Host(here.method, loop, {id: one}, here.examples, keeper, 32) for id, one in here.members.items()}
     transport = Local(known, spoil)
-    return RemoteFederation(
-        here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules)
-    )
+    return Federation(here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
 @pytest.fixture
@@ -143,7 +137,7 @@ def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, bui
     assert result.loss == without.loss
 
 
-def replace_members(built: Prepared, members: Any, folder: Path) -> RemoteFederation:
+def replace_members(built: Prepared, members: Any, folder: Path) -> Federation:
     made = federation(built, folder, good)
     made.members = {member.client.id: member for member in members}
     return made
@@ -178,7 +172,7 @@ def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(bu
         assert wire.encode_state(one.state) == wire.encode_state(other.state)
 
 
-def chosen(built: Prepared, count: int, folder: Path, more: int, spoil: Spoil = good) -> RemoteFederation:
+def chosen(built: Prepared, count: int, folder: Path, more: int, spoil: Spoil = good) -> Federation:
     """Rounds that want some of the clients and ask more."""
     made = federation(built, folder, spoil, over_select=more)
     made.settings = replace(made.settings, cohort=count)
@@ -224,7 +218,7 @@ def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_pat
     built = prepare(config)
     found = chosen(built, 3, tmp_path / "more", 1)
     alone = federation(built, tmp_path / "alone", good)
-    found.transport = Turned(found.transport.participants, good)  # type: ignore[attr-defined]
+    found.transport = Turned(found.transport.hosts, good)  # type: ignore[attr-defined]
     progress = other = found.begin()
     for number in range(3):
         result = found.play(progress)
@@ -260,13 +254,13 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
     found = federation(built, tmp_path, good)
     transport = found.transport
     assert isinstance(transport, Local)
-    participant = transport.participants["north"]
+    host = transport.hosts["north"]
     client = found.client("south", Progress(found.begin().state))
     order = Order("train", 0, 0, 0.1, "south", client, b"")
     with pytest.raises(ValueError, match="an order to 'south'"):
-        participant.answer(order)
+        host.answer(order)
     with pytest.raises(ValueError, match="names another client"):
-        participant.answer(replace(order, to="north"))
+        host.answer(replace(order, to="north"))
 
 
 def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from fedspan.engines.asking import Orders
 from fedspan.engines.parcels import Parcel
+from transporting import exchanged
 
 transport = pytest.importorskip("fedspan.flower.transport", reason="the extra fedspan[flower] is not installed")
 codec = pytest.importorskip("fedspan.flower.codec")
@@ -65,22 +67,22 @@ NODES = {"a": 1, "b": 2, "c": 3}
 
 def test_everybody_answers_in_any_order() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {1: 2}), NODES)
-    assert dict(found.exchange(PARCELS, 10.0)) == PARCELS
+    assert exchanged(found, PARCELS, 10.0) == PARCELS
 
 
 def test_who_has_enough_waits_for_nobody() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
     began = time.monotonic()
-    taken = [id for id, _ in zip("ab", found.exchange(PARCELS, 60.0), strict=False)]
-    assert taken == ["a", "b"]
+    taken = exchanged(found, PARCELS, 60.0, enough=2)
+    assert list(taken) == ["a", "b"]
     assert time.monotonic() - began < 10
 
 
 def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
     found = transport.GridTransport(Grid([1, 2], {}), NODES, patience=0.5)
-    assert dict(found.exchange(PARCELS, 60.0))["c"] == "its node is not online"
+    assert exchanged(found, PARCELS, 60.0)["c"] == "its node is not online"
     began = time.monotonic()
-    back = dict(found.exchange(PARCELS, 60.0, patient=True))
+    back = exchanged(found, PARCELS, 60.0, patient=True)
     assert back["c"] == "its node was not online for 0.5 s"
     assert 0.5 <= time.monotonic() - began < 10
     assert isinstance(back["a"], Parcel)
@@ -90,16 +92,20 @@ def test_who_comes_back_in_time_is_asked() -> None:
     grid = Grid([1, 2], {1: 3})
     found = transport.GridTransport(grid, NODES, patience=30.0)
     back: dict[str, Any] = {}
-    for id, parcel in found.exchange(PARCELS, 60.0, patient=True):
+
+    def replied(id: str, parcel: Parcel | str) -> bool:
         back[id] = parcel
         grid.online = [1, 2, 3]
+        return False
+
+    found.exchange(Orders("train", PARCELS, PARCELS.__getitem__), replied, 60.0, patient=True)
     assert set(back) == set(NODES)
     assert all(isinstance(one, Parcel) for one in back.values())
 
 
 def test_who_hangs_is_given_up_at_the_deadline() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
-    assert dict(found.exchange(PARCELS, 0.5))["c"] == "no reply within 0.5 s"
+    assert exchanged(found, PARCELS, 0.5)["c"] == "no reply within 0.5 s"
 
 
 def test_no_more_of_a_reply_is_fetched_than_the_server_takes() -> None:

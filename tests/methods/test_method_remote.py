@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import pytest
 from watching import method_config
 
 import tiny
+from fedspan.engines.federation import Federation
+from fedspan.engines.host import Host, refused
 from fedspan.engines.loop import LoopEngine
 from fedspan.engines.parcels import Parcel, open_order
-from fedspan.engines.participant import Participant, refused
-from fedspan.engines.remote import RemoteFederation
 from fedspan.engines.remote_evaluation import RemoteEvaluator
 from fedspan.engines.screening import ReplyRules
 from fedspan.engines.wire import encode_state
@@ -21,40 +21,37 @@ from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.runs.build import Prepared
 from fedspan.runs.keeping import DiskKeeper
+from transporting import Replies, ReplyingTransport
 
 
-class Local:
-    """A transport to participants in this process; the last client asked answers first."""
+class Local(ReplyingTransport):
+    """A transport to hosts in this process; the last client asked answers first."""
 
-    def __init__(self, participants: Mapping[str, Participant]) -> None:
-        self.participants = participants
+    def __init__(self, hosts: Mapping[str, Host]) -> None:
+        self.hosts = hosts
         self.tasks: list[str] = []
 
-    def exchange(
-        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
-    ) -> Iterator[tuple[str, Parcel | str]]:
+    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
         for id in sorted(parcels, reverse=True):
             order = open_order(parcels[id])
             self.tasks.append(order.task)
             try:
-                answer = self.participants[id].answer(order)
+                answer = self.hosts[id].answer(order)
             except FedspanError as error:
                 answer = refused(order, error)
             yield id, answer.parcel()
 
 
-def remote(prepared: Prepared, folder: Path, **rules: Any) -> RemoteFederation:
+def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     """The same federation with its clients behind a transport."""
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
     keeper = DiskKeeper(folder)
-    participants = {
-        id: Participant(here.method, loop, member, here.examples, keeper, 32) for id, member in here.members.items()
+    hosts = {
+        id: Host(here.method, loop, {id: member}, here.examples, keeper, 32) for id, member in here.members.items()
     }
-    transport = Local(participants)
-    return RemoteFederation(
-        here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules)
-    )
+    transport = Local(hosts)
+    return Federation(here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
 @pytest.mark.parametrize("key", sorted(METHODS))

@@ -39,7 +39,7 @@ WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
 
 def played(
     kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path, **changes: Any
-) -> tuple[Prepared, securing.SecureFederation, securing.Stage]:
+) -> tuple[Prepared, securing.Federation, securing.Stage]:
     method, training = WRAPPED[kind]
     name = method["name"]
     rest = {key: value for key, value in method.items() if key != "name"}

@@ -19,6 +19,7 @@ from fedspan.runs.build import Prepared
 from fedspan.runs.holder import Holder
 from fedspan.runs.meeting import Introduction, Invitation, base_digest, server_config
 from fedspan.runs.remote import connected, members_of, prepare_server
+from transporting import ReplyingTransport
 
 CLIENT = "clinic"
 
@@ -45,14 +46,14 @@ def introduced(holder: Holder, config: dict[str, Any], **changes: Any) -> Introd
     return read_header(Introduction, holder.answer(invitation(config, **changes).parcel()))
 
 
-class Direct:
+class Direct(ReplyingTransport):
     """A transport to one holder."""
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
         self.sent: list[Parcel] = []
 
-    def exchange(self, parcels: Any, seconds: float, *, patient: bool = False) -> Any:
+    def replies(self, parcels: Any, seconds: float, *, patient: bool = False) -> Any:
         for id, parcel in parcels.items():
             self.sent.append(parcel)
             yield id, self.holder.answer(parcel)

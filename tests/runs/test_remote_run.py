@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from fedspan.runs.ledger import read_lines, read_totals
 from fedspan.runs.listener import Listener
 from fedspan.runs.remote import answer_as, connected, nodes_folder
 from fedspan.runs.session import RunReport
+from transporting import Replies, ReplyingTransport
 
 BAD = "south"
 
 
-class Here:
+class Here(ReplyingTransport):
     """A transport to clients in this process, one of whom is asked in vain.
 
     Args:
@@ -35,9 +36,7 @@ class Here:
     def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:
         self.run, self.ids, self.tasks = str(run), ids, tasks
 
-    def exchange(
-        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
-    ) -> Iterator[tuple[str, Parcel | str]]:
+    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
         for id, parcel in parcels.items():
             if id == BAD and open_order(parcel).task in self.tasks:
                 yield id, "no reply within 5 s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fedspan.runs.build import Prepared
 from fedspan.runs.holder import Holder
 from fedspan.runs.meeting import Introduction, Invitation, server_config
 from fedspan.runs.remote import connected, members_of, prepare_server
+from transporting import Replies, ReplyingTransport
 
 CLINICS = ("clinic-a", "clinic-b", "clinic-c")
 
@@ -40,7 +41,7 @@ def node(id: str, tiny_folder: Path, folder: Path, **limits: Any) -> NodeConfig:
     return NodeConfig.model_validate({"folder": str(folder / id), "limits": limits, **given})
 
 
-class Direct:
+class Direct(ReplyingTransport):
     """A transport to holders, each a new one for every parcel, as if its process had been killed in between."""
 
     def __init__(self, make: Callable[[str], Holder], lost: Callable[[Any], bool]) -> None:
@@ -48,9 +49,7 @@ class Direct:
         self.sent: list[Parcel] = []
         self.came: list[Parcel] = []
 
-    def exchange(
-        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
-    ) -> Iterator[tuple[str, Parcel | str]]:
+    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
         for id, parcel in parcels.items():
             self.sent.append(parcel)
             if self.lost(open_asked(parcel)):

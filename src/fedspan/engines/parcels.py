@@ -12,8 +12,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedspan.core.values import Client, Message
-from fedspan.engines import wire
+from fedspan.core.values import Client
 
 __all__ = [
     "FORMAT",
@@ -180,15 +179,6 @@ class Order:
     run: str = ""
     serial: int = 0
     secure: Masking | None = None
-
-    @property
-    def message(self) -> Message:
-        """What it is sent.
-
-        Raises:
-            ValueError: if the body is no message.
-        """
-        return wire.decode(self.body)
 
     def parcel(self) -> Parcel:
         """As it travels."""

@@ -10,11 +10,10 @@ import numpy as np
 from fedspan.core.method import Memory
 from fedspan.core.values import Job
 from fedspan.engines import wire
-from fedspan.engines.asking import Asking, opened
+from fedspan.engines.asking import Asking, Orders, opened
 from fedspan.engines.evaluation import ClientScores, Evaluator
-from fedspan.engines.federation import Failure, Progress, Transfer
+from fedspan.engines.federation import Failure, Federation, Progress, Transfer
 from fedspan.engines.parcels import Parcel, Scores
-from fedspan.engines.remote import RemoteFederation
 
 __all__ = ["RemoteEvaluator"]
 
@@ -31,11 +30,9 @@ class RemoteEvaluator(Evaluator):
         memories: what a client kept of a round, where the server can see it (a simulation); None: it stays with them.
     """
 
-    federation: RemoteFederation
-
     def __init__(
         self,
-        federation: RemoteFederation,
+        federation: Federation,
         batch_size: int,
         clients: int | None = None,
         memories: Callable[[str, int], Memory] | None = None,
@@ -63,24 +60,29 @@ class RemoteEvaluator(Evaluator):
         federation = self.federation
         method, state, asking = federation.method, progress.state, Asking(federation.run)
         personal = method.declared().personal
-        parcels: dict[str, Parcel] = {}
-        for id in self.ids:
+        found: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
+
+        def order(id: str) -> Parcel:
             client = federation.client(id, progress) if personal else None
             message = method.sync(state, client)
-            order = asking.order("evaluate", state.round, id, client, message)
-            parcels[id] = order.parcel()
-            federation.note(Transfer(id, "down", len(order.body), wire.payload_size(message), "evaluate"))
-        found: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
-        for id, back in federation.transport.exchange(parcels, federation.rules.deadline):
+            made = asking.order("evaluate", state.round, id, client, message)
+            federation.note(Transfer(id, "down", len(made.body), wire.payload_size(message), "evaluate"))
+            return made.parcel()
+
+        def replied(id: str, back: Parcel | str) -> bool:
             try:
                 answer = opened(back)
                 if (answer.task, answer.id, answer.round) != ("evaluate", id, state.round):
                     raise ValueError(f"an answer of {answer.id!r} ({answer.task}) to round {answer.round + 1}")
             except ValueError as error:
                 federation.note(Failure(id, 0, f"not measured: {error}", "evaluate"))
-                continue
+                return False
             for part, scores in (answer.scores or {}).items():
                 found[part][id] = scores
+            return False
+
+        assert federation.transport is not None, "clients in this process are evaluated here"
+        federation.transport.exchange(Orders("evaluate", self.ids, order), replied, federation.rules.deadline)
         return _pooled(found["validation"]), _pooled(found["test"])
 
 

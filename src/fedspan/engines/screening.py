@@ -43,6 +43,8 @@ class ReplyRules:
         retries: of a round that has too few, before the run stops.
         norm_factor: how many times the cohort's median a reply's distance from an untrained one may be; None: any.
         over_select: clients that are asked beside those that a round wants; the good replies that come first count.
+        validate: check replies; without it (clients in this process, whose replies are the run's own) all of the cohort
+            reply, none fails, and each reply is folded into the reduction as it comes.
     """
 
     min_replies: int | None = None
@@ -50,6 +52,7 @@ class ReplyRules:
     retries: int = 2
     norm_factor: float | None = 10.0
     over_select: int = 0
+    validate: bool = True
 
     def quorum(self, cohort: int) -> int:
         """Good replies that a round takes."""

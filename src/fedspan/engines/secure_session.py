@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fedspan.engines.asking import Transport, serial
-from fedspan.engines.federation import Failure, Transfer
+from fedspan.engines.aggregation import TooFew
+from fedspan.engines.asking import Orders, Transport, serial
+from fedspan.engines.outcomes import Failure, Transfer
 from fedspan.engines.parcels import Parcel, read_header
 from fedspan.engines.secure_client import context_of
 from fedspan.engines.secure_parcels import (
@@ -26,13 +27,9 @@ from fedspan.engines.unmasking import Masked, unmask
 from fedspan.secure.graph import neighbourhoods, threshold_of
 from fedspan.secure.ring import Integers
 
-__all__ = ["SecureSession", "TooFew"]
+__all__ = ["SecureSession"]
 
 A = TypeVar("A", bound=PhaseAnswer)
-
-
-class TooFew(Exception):
-    """Too few clients are left in a session; why is among the failures."""
 
 
 class SecureSession:
@@ -63,7 +60,6 @@ class SecureSession:
         self.number = serial()
         self.transfers: list[Transfer] = []
         self.failures: list[Failure] = []
-        self.lost: set[str] = set()
         self._keys: dict[str, PublicKeys] = {}
         self._needed: dict[str, int] = {}
         self._sealed: dict[str, Mapping[str, bytes]] = {}
@@ -157,18 +153,24 @@ class SecureSession:
 
     def _exchange(self, kind: type[A], orders: Mapping[str, Phase], *, patient: bool = False) -> dict[str, A]:
         """Send every client its order, and take the good answers; why others are not good is noted."""
-        parcels: dict[str, Parcel] = {}
-        for id, order in orders.items():
-            parcels[id] = order.parcel()
-            self.transfers.append(Transfer(id, "down", size_of(parcels[id]), 0))
         found: dict[str, A] = {}
-        for id, back in self.transport.exchange(parcels, self.seconds, patient=patient):
+
+        def sent(id: str) -> Parcel:
+            parcel = orders[id].parcel()
+            self.transfers.append(Transfer(id, "down", size_of(parcel), 0))
+            return parcel
+
+        def replied(id: str, back: Parcel | str) -> bool:
             try:
                 found[id] = self._read(kind, id, back)
             except ValueError as error:
                 self.fail(id, f"{orders[id].task}: {error}")
             if isinstance(back, Parcel):
                 self.transfers.append(Transfer(id, "up", size_of(back), 0))
+            return False
+
+        task = next(iter(orders.values())).task if orders else ""
+        self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, patient=patient)
         return found
 
     def _read(self, kind: type[A], id: str, back: Parcel | str) -> A:

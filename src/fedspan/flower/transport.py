@@ -9,6 +9,7 @@ from typing import TypeVar
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedspan.engines.asking import OnReply, Orders, Transport
 from fedspan.engines.parcels import Parcel
 from fedspan.errors import FedspanError
 from fedspan.flower.codec import from_records, to_records
@@ -21,7 +22,7 @@ _POLL = 0.05, 1.0
 """Seconds between two looks for replies: at first, and at most."""
 
 
-class GridTransport:
+class GridTransport(Transport):
     """Sends parcels to nodes and waits for their answers.
 
     Args:
@@ -33,17 +34,20 @@ class GridTransport:
     def __init__(self, grid: Grid, nodes: Mapping[str, int], patience: float = 300.0) -> None:
         self.grid, self.nodes, self.patience = grid, nodes, patience
 
-    def exchange(
-        self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False
-    ) -> Iterator[tuple[str, Parcel | str]]:
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""
-        unsent, waiting = dict(parcels), dict[str, str]()
+        for id, back in self._replies(orders, seconds, patient):
+            if on_reply(id, back):
+                return
+
+    def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Parcel | str]]:
+        unsent, waiting = dict.fromkeys(orders), dict[str, str]()
         began, pause = time.monotonic(), _POLL[0]
         until, absent = began + seconds, began + (min(seconds, self.patience) if patient else 0.0)
         while True:
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
             for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
-                if message := self._pushed(id, unsent[id], until - time.monotonic()):
+                if message := self._pushed(id, orders[id], until - time.monotonic()):
                     waiting[message] = id
                     del unsent[id]
             if time.monotonic() >= absent:

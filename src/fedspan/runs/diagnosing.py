@@ -24,8 +24,9 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, dense_change
 from fedspan.core.tensors import generator, is_extra, slots_of, tensor_name
 from fedspan.core.values import Job
+from fedspan.engines.engine import Engine
 from fedspan.engines.federation import Federation, Progress, RoundResult
-from fedspan.engines.observed import Local, Observed
+from fedspan.engines.observed import Local, TrainingRecord
 from fedspan.errors import FedspanError
 from fedspan.runs.build import Prepared
 from fedspan.tasks.task import Examples
@@ -110,19 +111,19 @@ def diagnosed(prepared: Prepared, progress: Progress, *, pairs: int = 3, example
         FedspanError: if nobody takes part in the round (a Poisson sample may be empty).
     """
     federation = copy.copy(prepared.federation)
-    engine = federation.engine = Observed(prepared.federation.engine)
+    engine, record = federation.engine, TrainingRecord()
     round = progress.state.round
     federation.settings = replace(federation.settings, rounds=max(federation.settings.rounds, round + 1))
     if not federation.cohort(round):
         expected = f"another checkpoint: in round {round + 1} nobody takes part, as the privacy's sample is empty"
         raise FedspanError("round", round, expected)
-    result = federation.play(progress)
+    result = federation.play(progress, on_trained=record)
     began = time.monotonic()
-    look = _look(federation, engine, progress, result)
+    look = _look(federation, record, progress, result)
     layers = look.layers()
     engine.adapted.set_base(progress.state.base)
     held, indices = _held_out(prepared, examples)
-    ids = sorted(engine.found)
+    ids = sorted(record.by_client)
     barriers = tuple(
         Barrier(pair, look.losses(pair, held, indices, prepared.evaluator.batch_size))
         for pair in islice(combinations(ids, 2), pairs)
@@ -140,26 +141,27 @@ def diagnosed(prepared: Prepared, progress: Progress, *, pairs: int = 3, example
 
 
 def layers_of(
-    federation: Federation, engine: Observed, before: Progress, result: RoundResult
+    federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult
 ) -> dict[str, LayerDiagnosis]:
     """The numbers of a round that was played, by layer.
 
     Args:
         federation: that played it.
-        engine: that it was played with.
+        record: of its training.
         before: the round.
         result: of it.
     """
-    return _look(federation, engine, before, result).layers()
+    return _look(federation, record, before, result).layers()
 
 
-def _look(federation: Federation, engine: Observed, before: Progress, result: RoundResult) -> _Look:
+def _look(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _Look:
     weights = {id: federation.members[id].client.weight for id in result.cohort}
+    engine = federation.engine
     engine.adapted.set_base(result.progress.state.base)
     end = None
     if not federation.method.declared().personal:
         end = federation.method.start(federation.method.sync(result.progress.state, None), None, {})
-    return _Look(engine, before.state.base, result.progress.state.base, weights, end)
+    return _Look(engine, record.by_client, before.state.base, result.progress.state.base, weights, end)
 
 
 def _held_out(prepared: Prepared, count: int) -> tuple[Examples, np.ndarray]:
@@ -174,6 +176,7 @@ class _Look:
 
     Args:
         engine: that trained.
+        found: every client's training.
         before: the base that the round began with.
         after: the base that it ended with.
         weights: of the clients.
@@ -182,15 +185,17 @@ class _Look:
 
     def __init__(
         self,
-        engine: Observed,
+        engine: Engine,
+        found: Mapping[str, Local],
         before: BaseUpdate,
         after: BaseUpdate,
         weights: Mapping[str, float],
         end: Job | None,
     ) -> None:
-        self.engine, self.before, self.after, self.end = engine, before, after, end
-        total = sum(weights[id] for id in engine.found)
-        self.weights = {id: weights[id] / total for id in sorted(engine.found)}
+        self.engine, self.found = engine, found
+        self.before, self.after, self.end = before, after, end
+        total = sum(weights[id] for id in found)
+        self.weights = {id: weights[id] / total for id in sorted(found)}
 
     def layers(self) -> dict[str, LayerDiagnosis]:
         """All target layers' numbers."""
@@ -221,8 +226,7 @@ class _Look:
         operators = self.engine.adapted.operators
         ends = [{name: self._own(id, name) for name in operators} for id in pair]
         extras = [
-            {name: value for name, value in self.engine.found[id].trained.tensors.items() if is_extra(name)}
-            for id in pair
+            {name: value for name, value in self.found[id].trained.tensors.items() if is_extra(name)} for id in pair
         ]
         found: list[float] = []
         for at in STEPS:
@@ -242,12 +246,12 @@ class _Look:
 
     def _start(self, id: str, name: str) -> Delta:
         """A client's layer as it began, beside the base that the round began with."""
-        first = self.engine.found[id].first
+        first = self.found[id].first
         return self._change(first.parametrization[name], first.tensors, name, self.before)
 
     def _own(self, id: str, name: str) -> Delta:
         """A client's layer after its training, beside the base that the round began with."""
-        local = self.engine.found[id]
+        local = self.found[id]
         change = self._change(local.last.parametrization[name], local.trained.tensors, name, self.before)
         decay = local.trained.decay
         if decay == 1.0:
@@ -287,4 +291,4 @@ class _Look:
         return sum(gaps) / len(gaps) if gaps else None
 
     def _found(self) -> list[tuple[str, Local]]:
-        return sorted(self.engine.found.items())
+        return sorted(self.found.items())

@@ -14,8 +14,8 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
+from fedspan.engines.host import Host, declined, told
 from fedspan.engines.parcels import Order, Parcel, read_header
-from fedspan.engines.participant import Participant, declined, told
 from fedspan.engines.secure_parcels import Phase, open_asked
 from fedspan.errors import FedspanError
 from fedspan.runs.build import prepare
@@ -47,12 +47,12 @@ class Holder:
         self.node = node
         self.folder = Path(node.folder)
         self._book = Book(self.folder, node.limits.delta)
-        self._loaded: tuple[str, Participant, str] | None = None
+        self._loaded: tuple[str, Host, str] | None = None
 
     def load(self, parcel: Parcel) -> None:
         """Load the model of the run that a parcel belongs to, if it can be; if not, ``answer`` says why."""
         with suppress(Exception):
-            self._participant(open_asked(parcel).run)
+            self._host(open_asked(parcel).run)
 
     def answer(self, parcel: Parcel) -> Parcel:
         """Do what a parcel asks, or say why not.
@@ -68,9 +68,9 @@ class Holder:
             if len(parcel.body) > self.node.limits.message_bytes:
                 raise FedspanError("message", len(parcel.body), f"at most {self.node.limits.message_bytes} bytes here")
             self._require_new(asked)
-            participant = self._participant(asked.run)
-            self._book.pay(participant.charges(asked), self.node.limits.epsilon)
-            answer = participant.reply(asked)
+            host = self._host(asked.run)
+            self._book.pay(host.charges(asked), self.node.limits.epsilon)
+            answer = host.reply(asked)
             if len(answer.body) > self.node.limits.message_bytes:
                 raise FedspanError("reply", len(answer.body), f"at most {self.node.limits.message_bytes} bytes here")
             log.info("round %d: %s done", asked.round + 1, asked.task)
@@ -83,7 +83,7 @@ class Holder:
         own = Introduction(id=self.node.id, version=__version__)
         try:
             self._require_allowed(invitation)
-            participant, base = self._build(invitation)
+            host, base = self._build(invitation)
         except Exception as error:  # whatever it was, the server learns that this node does not take part
             log.exception("the invitation to %s is refused", invitation.run)
             return own.model_copy(update={"refused": told(error)[:4096]})
@@ -91,9 +91,9 @@ class Holder:
         with disk_errors(self.folder, "free some space on the node"):
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(place / _INVITATION, invitation.model_dump_json().encode())
-        self._loaded = (invitation.run, participant, base)
-        log.info("joined %s with %d examples", invitation.run, participant.member.client.examples)
-        return own.model_copy(update={"examples": participant.member.client.examples, "base": base})
+        self._loaded = (invitation.run, host, base)
+        log.info("joined %s with %d examples", invitation.run, host.members[self.node.id].client.examples)
+        return own.model_copy(update={"examples": host.members[self.node.id].client.examples, "base": base})
 
     def _require_allowed(self, invitation: Invitation) -> None:
         if invitation.version != __version__:
@@ -124,7 +124,7 @@ class Holder:
             model["name"] = self.node.models[model["name"]]
         return {**values, "model": model}
 
-    def _build(self, invitation: Invitation) -> tuple[Participant, str]:
+    def _build(self, invitation: Invitation) -> tuple[Host, str]:
         if self._loaded is not None and self._loaded[0] == invitation.run:
             kept = self._of(invitation.run) / _INVITATION
             if kept.is_file() and kept.read_bytes() == invitation.model_dump_json().encode():
@@ -144,10 +144,17 @@ class Holder:
             log.info("round %d: own adapter written to %s", round, place / "adapter")
 
         secure = secure_client(config, self.node.id, place / "kept", self.node.limits.secure_clients)
-        participant = Participant(
-            method, prepared.engine, member, prepared.train, keeper, config.evaluation.batch_size, export, secure
+        host = Host(
+            method,
+            prepared.engine,
+            {self.node.id: member},
+            prepared.train,
+            keeper,
+            config.evaluation.batch_size,
+            export,
+            None if secure is None else {self.node.id: secure},
         )
-        return participant, base_digest(prepared.model)
+        return host, base_digest(prepared.model)
 
     def _key(self, place: Path, config: RunConfig) -> bytes | None:
         """The secret key of this node's noise in a run; made at its beginning."""
@@ -160,15 +167,15 @@ class Holder:
             keep_key(place, key)
         return kept_key(place, config)
 
-    def _participant(self, run: str) -> Participant:
+    def _host(self, run: str) -> Host:
         if self._loaded is None or self._loaded[0] != run:
             place = self._of(run) / _INVITATION
             if not place.is_file():
                 raise FedspanError("run", run, "one that this node was invited to")
             invitation = kept_invitation(place)
             self._require_allowed(invitation)
-            participant, base = self._build(invitation)
-            self._loaded = (run, participant, base)
+            host, base = self._build(invitation)
+            self._loaded = (run, host, base)
         return self._loaded[1]
 
     def _require_new(self, order: Order | Phase) -> None:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedspan.engines.participant import Kept, Lost
+from fedspan.engines.host import Kept, Lost
 from fedspan.engines.wire import Reader, Writer, expect
 from fedspan.runs.clients import Kind, moments_structure, read_moments
 from fedspan.runs.files import Damaged, disk_errors, fsync_folder, write_atomic

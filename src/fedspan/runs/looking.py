@@ -8,7 +8,7 @@ from typing import Any
 
 from fedspan.analysis.updates import alignment
 from fedspan.engines.federation import Federation, Progress, RoundResult
-from fedspan.engines.observed import Observed
+from fedspan.engines.observed import TrainingRecord
 from fedspan.runs.diagnosing import layers_of
 from fedspan.runs.measures import values_of
 
@@ -37,16 +37,13 @@ class Looks:
             The result, the same as without a look, and for metrics.jsonl ``layers``, by path and measure, ``alignment``
             of all of them as one vector, and ``seconds``; None where the round was not looked at.
         """
-        federation, inner = self.federation, self.federation.engine
+        federation = self.federation
         if self.every is None or (progress.state.round + 1) % self.every:
             return federation.play(progress, on_client), None
-        engine = federation.engine = Observed(inner)
-        try:
-            result = federation.play(progress, on_client)
-        finally:
-            federation.engine = inner
+        record = TrainingRecord()
+        result = federation.play(progress, on_client, record)
         began = time.monotonic()
-        looked = layers_of(federation, engine, progress, result)
+        looked = layers_of(federation, record, progress, result)
         found = {name: values_of(layer) for name, layer in looked.items()}
         together = alignment([layer.updates.products for layer in looked.values()])
         seconds = time.monotonic() - began

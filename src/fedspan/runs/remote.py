@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,12 +14,12 @@ import torch
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
+from fedspan.engines.aggregation import Aggregating, PlainAggregation
 from fedspan.engines.asking import Transport
 from fedspan.engines.evaluation import Evaluator
 from fedspan.engines.federation import Federation, Member
+from fedspan.engines.host import Host, declined
 from fedspan.engines.parcels import Parcel
-from fedspan.engines.participant import Participant, declined
-from fedspan.engines.remote import RemoteFederation
 from fedspan.engines.remote_evaluation import RemoteEvaluator
 from fedspan.engines.screening import ReplyRules
 from fedspan.engines.secure_parcels import open_asked
@@ -127,7 +127,7 @@ def connected(
     """
     here, config = prepared.federation, prepared.config
     known = here.members if members is None else members
-    federation = _federation(config)(
+    federation = Federation(
         here.method,
         prepared.engine,
         known,
@@ -135,6 +135,7 @@ def connected(
         here.settings,
         transport,
         rules,
+        _aggregating(config),
         run,
         exporting=nodes is None,
     )
@@ -150,15 +151,15 @@ def connected(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
-def _federation(config: RunConfig) -> Callable[..., RemoteFederation]:
-    """The kind of federation that a config asks for."""
+def _aggregating(config: RunConfig) -> Aggregating:
+    """The kind of aggregation that a config asks for."""
     secure = config.federation.secure_settings()
     if secure is None:
-        return RemoteFederation
+        return PlainAggregation
     require()
-    from fedspan.engines.secure_server import SecureFederation  # needs fedspan[secagg]
+    from fedspan.engines.secure_server import SecureAggregation  # needs fedspan[secagg]
 
-    return partial(SecureFederation, secure=secure)
+    return partial(SecureAggregation, secure=secure)
 
 
 def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> SecureClient | None:
@@ -193,29 +194,29 @@ def answer_as(run: str, threads: int, number: int, parcel: Parcel) -> Parcel:
     """
     asked = open_asked(parcel)
     try:
-        participant = _participants(run)[number]
+        host = _host(run)
         torch.set_num_threads(threads)  # not those that the config gives the whole run
-        return participant.reply(asked)
+        return host.reply(asked)
     except Exception as error:  # whatever it was, the server is told that there is no reply
         return declined(asked, error)
 
 
 @lru_cache(maxsize=1)
-def _participants(run: str) -> list[Participant]:
+def _host(run: str) -> Host:
     place = RunFolder(run)
     config = parse_config(parse_text(place.config_text(), str(place.config)))
     prepared = prepare(config, kept_partition(place), kept_key(place.path, config))
     federation, folder = prepared.federation, nodes_folder(place.path)
-    keeper, batch_size = DiskKeeper(folder), config.evaluation.batch_size
-    return [
-        Participant(
-            federation.method,
-            prepared.engine,
-            member,
-            prepared.train,
-            keeper,
-            batch_size,
-            secure=secure_client(config, id, folder),
-        )
-        for id, member in federation.members.items()
-    ]
+    secure: Mapping[str, SecureClient] | None = None
+    if config.federation.secure is not None:
+        made = {id: secure_client(config, id, folder) for id in federation.members}
+        secure = {id: client for id, client in made.items() if client is not None}
+    return Host(
+        federation.method,
+        prepared.engine,
+        federation.members,
+        prepared.train,
+        DiskKeeper(folder),
+        config.evaluation.batch_size,
+        secure=secure,
+    )

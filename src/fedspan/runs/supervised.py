@@ -10,8 +10,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from fedspan.config.node import load_node
+from fedspan.engines.host import declined
 from fedspan.engines.parcels import Parcel
-from fedspan.engines.participant import declined
 from fedspan.engines.secure_parcels import open_asked
 from fedspan.errors import FedspanError
 
