@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.analysis.ajive import planted, shortest
 from fedspan.core.alignment import Ajive, ajive
+from fedspan.diagnostics.ajive import planted, shortest
 
 TOLERANCE, FASTER = 1e-6, 50.0
 

@@ -64,9 +64,9 @@ def play(work: tuple[Trial, argparse.Namespace]) -> tuple[Trial, float]:
     from fedspan.config import parse_config
     from fedspan.errors import FedspanError
     from fedspan.runs.baselines import train_baseline
-    from fedspan.runs.build import prepare
-    from fedspan.runs.listener import Listener
+    from fedspan.runs.callbacks import Listener
     from fedspan.runs.session import run
+    from fedspan.runs.setup import prepare
 
     folder = args.out / trial.folder
     report = folder / "report.json"

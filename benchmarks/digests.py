@@ -249,7 +249,7 @@ def _untimed(value: Any) -> Any:
 
 def record_host(host: str, folder: Path, only: str) -> dict[str, Any]:
     """Run every case on one host; a case that the checkout refuses is recorded with its refusal."""
-    from fedspan import api
+    import fedspan
 
     found: dict[str, Any] = {}
     deployment = _deployment(folder) if host == "deployment" else None
@@ -260,7 +260,7 @@ def record_host(host: str, folder: Path, only: str) -> dict[str, Any]:
             out = folder / host / name
             try:
                 if deployment is None:
-                    api.run(values, out)
+                    fedspan.run(values, out)
                     found[name] = digest_folder(out)
                 else:
                     found[name] = _deployed(deployment, folder, values, out)

@@ -603,7 +603,7 @@ def same_id(stage: Stage) -> Outcome:
 
 @fault("wrong-authority", "a node trusts another authority than the server's")
 def wrong_authority(stage: Stage) -> Outcome:
-    from fedspan.flower.keys import make_authority
+    from fedspan.transports.flower.keys import make_authority
 
     make_authority(stage.folder / "other", [])
     path = stage.node("misled", NORTH, authority=str(stage.folder / "other" / "ca.crt"))

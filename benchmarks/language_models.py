@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import transformers
 
-from fedspan import api
+import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import prepare
+from fedspan.runs.setup import prepare
 
 
 def config_of(data: str, method: str, lr: float, rounds: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def played(data: str, method: str, lr: float, rounds: int, args: argparse.Namesp
         return None
     began = time.monotonic()
     try:
-        api.run(config_of(data, method, lr, rounds, args), folder, resume=True)
+        fedspan.run(config_of(data, method, lr, rounds, args), folder, resume=True)
     except FedspanError as error:
         if error.field != "training.lr":
             raise

@@ -25,8 +25,8 @@ from threading import Event
 
 from stage import Deployment
 
-from fedspan.engines.asking import Orders, Transport
-from fedspan.engines.parcels import Parcel
+from fedspan.federation.orders import Orders, Transport
+from fedspan.federation.protocol import Parcel
 
 MIB = 2**20
 GROWTH = 0.05
@@ -42,8 +42,8 @@ def answered(parcel: Parcel) -> Parcel:
 
 def answering(ready: str, authority: str, address: str, keys: list[str], most: int, poll: float) -> None:
     """A process: a link for each key, answering with what was sent."""
-    from fedspan.flower.keys import load_node_key
-    from fedspan.flower.supernode import Link, serve
+    from fedspan.transports.flower.keys import load_node_key
+    from fedspan.transports.flower.supernode import Link, serve
 
     def one(key: str) -> None:
         link = Link(address, Path(authority), load_node_key(Path(key)), most, poll)
@@ -116,7 +116,7 @@ def exchanged(transport: Transport, parcels: dict[str, Parcel], seconds: float) 
 
 
 def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> Measured:
-    from fedspan.flower.transport import GridTransport
+    from fedspan.transports.flower.transport import GridTransport
 
     transport = GridTransport(grid, nodes)  # type: ignore[arg-type]
     lost, seconds, memory = 0, [], {}
@@ -137,7 +137,7 @@ def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> 
 
 def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> list[tuple[str, str, bool]]:
     """One message, there and back; and what is said of larger ones than the limits."""
-    from fedspan.flower.transport import GridTransport
+    from fedspan.transports.flower.transport import GridTransport
 
     id = next(iter(nodes))
     transport = GridTransport(grid, nodes)  # type: ignore[arg-type]
@@ -164,9 +164,9 @@ def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> lis
 def measure(
     count: int, rounds: int, processes: int, megabytes: int, poll: float, folder: Path
 ) -> tuple[Measured, list]:
-    from fedspan.flower.attached import attached
-    from fedspan.flower.keys import make_node_key
-    from fedspan.flower.server import link_of
+    from fedspan.transports.flower.attached import attached
+    from fedspan.transports.flower.keys import make_node_key
+    from fedspan.transports.flower.server import link_of
 
     most = 768 * MIB
     with Deployment(folder / "deployment") as made:
@@ -286,7 +286,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fedspan-load-") as place:
         os.environ["FLWR_HOME"] = str(Path(place) / "home")
-        import fedspan.flower  # noqa: F401  (no telemetry)
+        import fedspan.transports.flower  # noqa: F401  (no telemetry)
 
         folder, rest = Path(place), (args.processes, args.megabytes, args.poll)
         result, messages = measure(args.nodes, args.rounds, *rest, folder / "first")

@@ -33,7 +33,7 @@ from fedspan.core.lowrank import LowRank, concatenate, svd
 from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerState, Spec, Trained
-from fedspan.engines.reduction import Reducer
+from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
 
 FULL = {"layers": 128, "size": 4096, "rank": 8, "clients": 50}
@@ -217,7 +217,9 @@ def sends_whole(key: str, args: argparse.Namespace) -> bool:
 def alone(key: str, args: argparse.Namespace) -> Cost:
     """``measure`` in a new process, forked from one that has imported everything and computed nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedspan.engines.reduction", "fedspan.methods.registry"])  # by default, nothing
+    context.set_forkserver_preload(
+        ["fedspan.federation.aggregation.reduction", "fedspan.methods.registry"]
+    )  # by default, nothing
     with ProcessPoolExecutor(1, context, torch.set_num_threads, (args.threads,)) as pool:
         return pool.submit(measure, key, args).result()
 

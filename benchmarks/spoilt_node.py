@@ -30,27 +30,27 @@ def main() -> None:
 
     import torch
 
-    from fedspan.api.deploying import join
+    from fedspan.clients.host import refused
     from fedspan.core.values import Message
-    from fedspan.engines import wire
-    from fedspan.engines.parcels import Order, Parcel, open_answer, open_order
-    from fedspan.engines.participant import refused
-    from fedspan.runs.supervised import Supervised
+    from fedspan.deployment.deploy import join
+    from fedspan.deployment.supervisor import Supervised
+    from fedspan.federation import serialization
+    from fedspan.federation.protocol import Order, Parcel, open_answer, open_order
 
     def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Order, Parcel], Parcel]:
         def spoil(_: Order, back: Parcel) -> Parcel:
             answer = open_answer(back)
-            message = wire.decode(answer.body)
+            message = serialization.decode(answer.body)
             changed = {name: change(value) for name, value in message.tensors.items()}
-            return replace(answer, body=wire.encode(replace(message, tensors=changed))).parcel()
+            return replace(answer, body=serialization.encode(replace(message, tensors=changed))).parcel()
 
         return spoil
 
     def more(_: Order, back: Parcel) -> Parcel:
         answer = open_answer(back)
-        message = wire.decode(answer.body)
+        message = serialization.decode(answer.body)
         extra = {**message.tensors, "backdoor/A": torch.ones(4, 4)}
-        return replace(answer, body=wire.encode(Message(extra, message.scalars))).parcel()
+        return replace(answer, body=serialization.encode(Message(extra, message.scalars))).parcel()
 
     def raises(order: Order, back: Parcel) -> Parcel:
         raise RuntimeError("a patient's name, which must not leave this machine")

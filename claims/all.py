@@ -23,8 +23,8 @@ from pathlib import Path
 
 from report import FOLDER
 
-from fedspan.runs.cells import DATA, MODEL, cells_of
-from fedspan.runs.presets import list_presets
+from fedspan.reproduction.cells import DATA, MODEL, cells_of
+from fedspan.reproduction.presets import list_presets
 
 HERE = Path(__file__).resolve().parent
 

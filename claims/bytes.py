@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 import fedspan
 from fedspan.config import parse_config
 from fedspan.methods.describe import list_methods
-from fedspan.runs.build import prepare
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_totals
+from fedspan.runs.setup import prepare
 
 RANK, CLIENTS, ROUNDS = 4, 4, 4
 LATER = (3, 4)  # both halves of an alternation

@@ -1,7 +1,7 @@
 """FedGaLore's Figure 5: the second moment that clients share, by averaging, by average and SVD, and by AJIVE.
 
-``python claims/fedgalore_ajive.py`` takes some minutes. The data are ``fedspan.analysis.ajive.second_moments``, AJIVE
-is ``fedspan.core.alignment.ajive``.
+``python claims/fedgalore_ajive.py`` takes some minutes. The data are
+``fedspan.diagnostics.ajive.second_moments``, AJIVE is ``fedspan.core.alignment.ajive``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedspan.analysis.ajive import second_moments
-from fedspan.analysis.verdict import Within, paired
 from fedspan.core.alignment import ajive
+from fedspan.diagnostics.ajive import second_moments
+from fedspan.experiments.verdict import Within, paired
 
 RANK, SQUARED = 5, 15  # of G*, and of its square: 5 * 6 / 2
 WIDE = 28  # of the square of a matrix of rank 5 + 2, the clients' gradient without its noise: 7 * 8 / 2

@@ -16,9 +16,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedspan.analysis.ajive import planted, shortest
-from fedspan.analysis.verdict import near, paired, standard_error
 from fedspan.core.alignment import Ajive, ajive
+from fedspan.diagnostics.ajive import planted, shortest
+from fedspan.experiments.verdict import near, paired, standard_error
 
 PAPER = (
     "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment (arXiv:2602.01746), "

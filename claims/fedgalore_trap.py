@@ -18,13 +18,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from fedspan.analysis.verdict import paired
 from fedspan.core.parametrization import Dense, LoRA, Parametrization, Projected
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.settings import TrainingSettings
+from fedspan.experiments.verdict import paired
 from fedspan.models.adapted import AdaptedModel
+from fedspan.training.loop import LoopEngine
+from fedspan.training.settings import TrainingSettings
 
 METHODS = {"full": "Full SGD", "galore": "GaLore", "lora": "LoRA"}
 SHARE = 0.91  # of full SGD in the paper's table: what W_ref is chosen by

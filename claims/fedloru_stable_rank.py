@@ -17,9 +17,9 @@ from rolora_mnist import Images, read_images
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.analysis.curvature import curvature, products
-from fedspan.analysis.verdict import paired
 from fedspan.core.tensors import generator
+from fedspan.diagnostics.curvature import curvature, products
+from fedspan.experiments.verdict import paired
 from fedspan.models.resnet import ResNetForSmallImages, SmallResNetConfig
 
 PAPER = (
@@ -120,8 +120,9 @@ momentum 0.9, learning rate {args.lr}, batches of {args.batch}; the paper names 
 
 The stable rank is the definition's, ||H||_F^2 / ||H||_2^2, of the mean cross-entropy over the training images, running
 statistics held: Hutchinson's mean over {args.probes} vectors, and {args.iterations} steps of Lanczos
-(`fedspan.analysis.curvature`, tested against the whole Hessian of a small network). The paper's equation (89) weights
-each eigenvalue that pyHessian's density shows, the largest too, by its density, which is not the stable rank's sum.
+(`fedspan.diagnostics.curvature`, tested against the whole Hessian of a small network). The paper's equation (89)
+weights each eigenvalue that pyHessian's density shows, the largest too, by its density, which is not the stable rank's
+sum.
 
 After equally many epochs the larger set has had ten times as many steps. With the initial weights nothing differs but
 the images that the Hessian is taken on."""

@@ -18,8 +18,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedspan.analysis.verdict import Verdict, Within, near, paired
 from fedspan.core.tensors import generator
+from fedspan.experiments.verdict import Verdict, Within, near, paired
 
 PAPER = (
     "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit Regularization "

@@ -12,7 +12,7 @@ from typing import Any
 
 from report import FOLDER, table, title_of
 
-from fedspan.runs.presets import list_presets
+from fedspan.reproduction.presets import list_presets
 
 OPENING = """# Claims
 

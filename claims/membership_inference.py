@@ -22,10 +22,10 @@ import report
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from fedspan.analysis.verdict import paired, standard_error
 from fedspan.config import parse_config
-from fedspan.engines.accounting import Spend
-from fedspan.runs.build import Prepared, prepare
+from fedspan.experiments.verdict import paired, standard_error
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.accounting import Spend
 
 PAPER = (
     "Yeom et al., Privacy Risk in Machine Learning: Analyzing the Connection to Overfitting (CSF 2018, "
@@ -87,7 +87,7 @@ def attacked(run: Prepared) -> dict[str, float]:
     """Train; what the attack finds, and what was spent."""
     progress, spend = run.federation.begin(), Spend(DELTA, "rdp")
     for _ in range(run.federation.settings.rounds):
-        result = run.federation.play(progress)
+        result = run.federation.run_round(progress)
         progress = result.progress
         spend.charge(result.charges)
     members, fitted = losses(run, run.train, progress)

@@ -15,15 +15,15 @@ import report
 from looks import LOOKS, Look
 from reproduced import finding, measures
 
-from fedspan.api.comparing import compare
-from fedspan.api.measuring import MEASURED, measured
-from fedspan.engines.prefix_rows import shared_prefixes
-from fedspan.runs.cells import MODEL, cells_of
-from fedspan.runs.judging import CellScore, judge
-from fedspan.runs.presets import preset_of
-from fedspan.runs.reusing import finished_runs
-from fedspan.runs.statements import Claim
-from fedspan.runs.tables import megabytes, plus_minus, seconds
+from fedspan.experiments.compare import compare
+from fedspan.experiments.reuse import finished_runs
+from fedspan.experiments.tables import megabytes, plus_minus, seconds
+from fedspan.reproduction.cells import MODEL, cells_of
+from fedspan.reproduction.measurement import MEASURED, measured
+from fedspan.reproduction.presets import preset_of
+from fedspan.reproduction.statements import Claim
+from fedspan.reproduction.verdicts import CellScore, judge
+from fedspan.training.prefix_rows import shared_prefixes
 
 PAGE = "reasons"
 TITLE = "Looked into: why the small scale contradicts"

@@ -20,9 +20,9 @@ import torch
 matplotlib.use("svg")
 from matplotlib.figure import Figure
 
-from fedspan.analysis.verdict import Verdict
+from fedspan.experiments.verdict import Verdict
 from fedspan.methods.describe import list_methods
-from fedspan.runs.presets import Preset
+from fedspan.reproduction.presets import Preset
 
 __all__ = ["FOLDER", "Finding", "command_line", "save_figure", "table", "title_of", "write"]
 
@@ -36,7 +36,7 @@ class Finding:
     Args:
         statement: what the paper says.
         measured: the number that speaks for or against it.
-        verdict: by the rule of ``fedspan.analysis.verdict``, or exact where nothing is random.
+        verdict: by the rule of ``fedspan.experiments.verdict``, or exact where nothing is random.
     """
 
     statement: str

@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from fedspan.api.reproducing import Reproduction, reproduce
-from fedspan.runs.judging import CellScore, Judged, difference
-from fedspan.runs.presets import Preset, preset_of
-from fedspan.runs.tables import markdown
+from fedspan.experiments.tables import markdown
+from fedspan.reproduction.presets import Preset, preset_of
+from fedspan.reproduction.reproduce import Reproduction, reproduce
+from fedspan.reproduction.verdicts import CellScore, Judged, difference
 from fedspan.tasks.metrics import METRICS, Metric
 
 

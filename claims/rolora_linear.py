@@ -1,6 +1,6 @@
 """RoLoRA's theory on rank-1 linear regression: what its lemmas say, measured.
 
-``python claims/rolora_linear.py`` takes a minute or two. The model is ``fedspan.analysis.linear``.
+``python claims/rolora_linear.py`` takes a minute or two. The model is ``fedspan.diagnostics.linear``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from fedspan.analysis.linear import (
+from fedspan.core.tensors import generator
+from fedspan.diagnostics.linear import (
     LinearFederation,
     angle_distance,
     fedit_round,
@@ -30,8 +31,7 @@ from fedspan.analysis.linear import (
     population,
     rolora_round,
 )
-from fedspan.analysis.verdict import Verdict
-from fedspan.core.tensors import generator
+from fedspan.experiments.verdict import Verdict
 
 D, CLIENTS, DELTA = 20, 5, 0.9
 TARGET = 1e-6

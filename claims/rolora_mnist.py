@@ -22,17 +22,20 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.analysis.verdict import near, paired, standard_error
 from fedspan.core.method import scaling_of
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, OptimizerSpec
-from fedspan.engines.evaluation import Evaluator
-from fedspan.engines.federation import Federation, Member
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.settings import RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
+from fedspan.experiments.verdict import near, paired, standard_error
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Member
+from fedspan.federation.settings import RoundSettings
 from fedspan.methods.registry import method_class
 from fedspan.models.adapted import AdaptedModel
+from fedspan.training.loop import LoopEngine
+from fedspan.training.settings import TrainingSettings
+from fedspan.transports.in_process import simulate
 
 METHODS = {"fedit": "LoRA", "ffa-lora": "FFA-LoRA", "rolora": "RoLoRA"}
 CLIENTS = (5, 10)
@@ -156,7 +159,7 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
         Member(Client(id, RANK, scaling_of(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)
         for id, indices in divide(data.train.y, clients, seed).items()
     ]
-    return Federation(made, engine, members, data.train, RoundSettings(rounds, seed=seed))
+    return simulate(made, engine, members, data.train, RoundSettings(rounds, seed=seed))
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def play(data: Data, method: str, clients: int, lr: float, seed: int, rounds: in
     progress, scores = federation.begin(), {"validation": list[float](), "test": list[float]()}
     for _ in range(rounds):
         try:
-            progress = federation.play(progress).progress
+            progress = federation.run_round(progress).progress
         except FedspanError:  # the loss of a client became infinite
             chance = (100 / CLASSES,) * rounds
             return Curve(chance, chance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedspan.runs.measures import MEASURES
+from fedspan.diagnostics.measures import MEASURES
 
 PAGE = Path(__file__).parent / "diagnostics.md"
 INTRO = """# Diagnostics: how the clients' updates fit together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedspan.runs.presets import list_presets
+from fedspan.reproduction.presets import list_presets
 
 PAGE = Path(__file__).with_name("reproducing.md")
 MARK = "<!-- presets -->\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from fedspan.runs.build import Prepared
+    from fedspan.runs.setup import Prepared
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
@@ -70,12 +70,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Finished runs, not to be changed: ``vit``, ``resnet``, and ``scratch`` on builtin:resnet-8."""
+    import fedspan
     import tiny_images
-    from fedspan import api
 
     folder = tmp_path_factory.mktemp("image-runs")
     for name, kind in (("vit", "vit"), ("resnet", "resnet"), ("scratch", "builtin:resnet-8")):
-        api.run(tiny_images.settings(images, kind), folder / name)
+        fedspan.run(tiny_images.settings(images, kind), folder / name)
     return folder
 
 
@@ -83,6 +83,6 @@ def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(tiny_folder: Path) -> Prepared:
     """FedIT on the tiny BERT, whose model tests may share: values of a federation leave nothing behind in it."""
     import tiny
-    from fedspan.runs.build import prepare
+    from fedspan.runs.setup import prepare
 
     return prepare(tiny.config(tiny_folder))

@@ -11,20 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedspan.clients.host import Host, declined
+from fedspan.clients.secagg import SecureClient
+from fedspan.clients.secagg_store import DiskVault
+from fedspan.clients.store import DiskKeeper
 from fedspan.core.values import Reduced, ServerState
-from fedspan.engines.federation import Federation, Progress, RoundResult
-from fedspan.engines.host import Host, declined
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.parcels import Order, Parcel
-from fedspan.engines.screening import ReplyRules
-from fedspan.engines.secure_client import SecureClient
-from fedspan.engines.secure_parcels import Phase, open_asked
-from fedspan.engines.secure_server import SecureAggregation
-from fedspan.engines.settings import SecureSettings
-from fedspan.runs.build import Prepared
-from fedspan.runs.keeping import DiskKeeper
-from fedspan.runs.vault import DiskVault
-from fedspan.secure.ring import Ring
+from fedspan.crypto.ring import Ring
+from fedspan.federation.aggregation.secure import SecureAggregation
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress, RoundResult
+from fedspan.federation.protocol import Order, Parcel
+from fedspan.federation.secagg.messages import Phase, open_asked
+from fedspan.federation.settings import SecureSettings
+from fedspan.federation.validation import ReplyRules
+from fedspan.runs.setup import Prepared
+from fedspan.training.loop import LoopEngine
+from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 from transporting import Replies, ReplyingTransport
 
@@ -68,9 +70,10 @@ class Stage(ReplyingTransport):
 
     def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
         for id in sorted(parcels, reverse=True):
-            asked = open_asked(parcels[id])
+            parcel = parcels[id]
+            asked = open_asked(parcel)
             self.asked.append((asked.task, asked.attempt, id))
-            self.sent.append((asked, parcels[id]))
+            self.sent.append((asked, parcel))
             if self.lose(asked):
                 yield id, GONE
                 continue
@@ -142,7 +145,7 @@ def secured(
 def among(federation: Federation, *ids: str) -> Federation:
     """The federation in one process, of some clients alone."""
     members = [federation.members[id] for id in ids]
-    return Federation(federation.method, federation.engine, members, federation.examples, federation.settings)
+    return simulate(federation.method, federation.engine, members, federation.examples, federation.settings)
 
 
 def bound(federation: Federation, asked: Collection[str], survivors: Collection[str]) -> float:

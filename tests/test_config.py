@@ -17,9 +17,10 @@ from pydantic import BaseModel
 from fedspan.config import RunConfig, load_config, override, parse_config
 from fedspan.core.noise import key_of_seed
 from fedspan.core.values import LayerSpec, OptimizerSpec, Spec
-from fedspan.engines.settings import EvaluationSettings, Privacy, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
+from fedspan.federation.settings import RoundSettings
 from fedspan.methods.registry import METHODS
+from fedspan.training.settings import Privacy, TrainingSettings
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadam import FedAdam
 from fedspan.wrappers.fedpaq import FedPAQ
@@ -88,7 +89,7 @@ def test_settings_carry_every_field_of_the_config() -> None:
     assert config.round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 3.0, private)
     secret = config.round_settings(bytes(32)).privacy
     assert secret == replace(private, key=bytes(32), secret=True) == config.training_settings(bytes(32)).privacy
-    assert config.evaluation_settings() == EvaluationSettings(2, 8)
+    assert (config.evaluation.every, config.evaluation.batch_size) == (2, 8)
 
 
 def test_a_schedule_falls_and_does_not_rise() -> None:

@@ -19,11 +19,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import fedspan
 import tiny
 import tiny_decoders
-from fedspan import api
 from fedspan.methods.registry import METHODS
-from fedspan.runs.cards import CARD
+from fedspan.runs.model_card import CARD
 
 _TIMED = {"seconds"}  # the only field that may differ
 
@@ -83,7 +83,7 @@ def test_a_run_played_twice(task: str, change: dict[str, Any], seed: int, tiny_f
         for number in range(2):
             disturb(number)
             folder = Path(name) / "run"
-            api.run({**made, "seed": seed}, folder)
+            fedspan.run({**made, "seed": seed}, folder)
             contents.append(content(folder))
             shutil.rmtree(folder)
         assert contents[0].keys() == contents[1].keys()
@@ -94,7 +94,7 @@ def test_a_run_played_twice(task: str, change: dict[str, Any], seed: int, tiny_f
 def test_another_seed_gives_other_bits(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 1})
     for seed in (1, 2):
-        api.run({**values, "seed": seed}, tmp_path / str(seed))
+        fedspan.run({**values, "seed": seed}, tmp_path / str(seed))
     files = [(tmp_path / seed / "adapter" / "adapter_model.safetensors").read_bytes() for seed in ("1", "2")]
     assert files[0] != files[1]
 
@@ -104,7 +104,7 @@ def test_another_process_with_another_hash_seed(tiny_folder: Path, tmp_path: Pat
     values = tiny.settings(tiny_folder, federation={"rounds": 2})
     values["partition"] = {"partitioner": "dirichlet", "clients": 4}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**values, "threads": 1, "baselines": ["local"]}))
-    api.run(tmp_path / "config.yaml", tmp_path / "here")
+    fedspan.run(tmp_path / "config.yaml", tmp_path / "here")
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": other, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "fedspan.cli", "run", str(tmp_path / "config.yaml"), "--out"]

@@ -24,13 +24,17 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from fedspan.clients.host import Host
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import Method
-from fedspan.engines.evaluation import Evaluator
-from fedspan.engines.federation import Federation
-from fedspan.engines.loop import LoopEngine
-from fedspan.runs.build import Prepared
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Member
 from fedspan.runs.ranks import client_ranks, client_scaling
+from fedspan.runs.setup import Prepared
+from fedspan.training.engine import Engine
+from fedspan.training.loop import LoopEngine
+from fedspan.transports.in_process import InProcess, simulate
 
 BERT = ["query", "value", "intermediate.dense", "output.dense"]
 GPT2 = ["c_attn", "c_proj"]
@@ -167,7 +171,7 @@ def variant(
         known.append(replace(members[id], client=client))
     made = engine(adapted, prepared.task, config.training_settings(), config.seed)
     wrapped = watch(config.wrapped(method))
-    federation = Federation(wrapped, made, known, prepared.train, config.round_settings())
+    federation = simulate(wrapped, made, known, prepared.train, config.round_settings())
     evaluator = Evaluator(federation, config.evaluation.batch_size)
     return replace(prepared, config=config, engine=made, federation=federation, evaluator=evaluator)
 
@@ -180,3 +184,19 @@ def fresh_classifier(folder: str | Path, **changes: object) -> nn.Module:
     if model.config.pad_token_id is None:
         model.config.pad_token_id = 3
     return model.eval()
+
+
+def host_of(federation: Federation) -> Host:
+    """The host of all clients of a simulation."""
+    assert isinstance(federation.transport, InProcess)
+    return federation.transport.host
+
+
+def use_engine(federation: Federation, engine: Engine) -> None:
+    """Have a simulation train on another engine."""
+    federation.engine = host_of(federation).engine = engine
+
+
+def use_members(federation: Federation, members: Mapping[str, Member]) -> None:
+    """Give a simulation other clients."""
+    federation.members = host_of(federation).members = members

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 
-from fedspan.engines.asking import OnReply, Orders, Transport
-from fedspan.engines.parcels import Parcel
+from fedspan.federation.orders import OnReply, Orders, Transport
+from fedspan.federation.protocol import Parcel
 
 Replies = Iterator[tuple[str, Parcel | str]]
 

@@ -14,7 +14,7 @@ from peers_answers import Answers
 from torch.profiler import ProfilerActivity, profile
 
 from fedspan.config import parse_config
-from fedspan.runs.build import prepare
+from fedspan.runs.setup import prepare
 
 KINDS = {
     "products with weights": ("addmm", "mm"),
@@ -35,10 +35,10 @@ def main() -> None:
     federation = prepared.federation
     progress = federation.begin()
     for _ in range(2):
-        progress = federation.play(progress).progress
+        progress = federation.run_round(progress).progress
     began = time.perf_counter()
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        federation.play(progress)
+        federation.run_round(progress)
     whole = time.perf_counter() - began
     names = {f"aten::{name}": kind for kind, own in KINDS.items() for name in own}
     seconds = dict.fromkeys([*KINDS, "other operators"], 0.0)

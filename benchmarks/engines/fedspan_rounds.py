@@ -14,7 +14,7 @@ from watch import Watch
 from work import CHECKED
 
 from fedspan.config import parse_config
-from fedspan.runs.build import prepare
+from fedspan.runs.setup import prepare
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
 
     def play(round: int) -> dict[str, float]:
         nonlocal progress
-        result = federation.play(progress, told)
+        result = federation.run_round(progress, told)
         progress = result.progress
         return {"loss": result.loss, "examples": examples, "training": watch.take()}
 

@@ -16,9 +16,9 @@ from peers_answers import Answers
 from watch import Watch, peak, reset_peak
 
 from fedspan.config import parse_config
-from fedspan.runs.build import Prepared
-from fedspan.runs.listener import Listener
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.session import run
+from fedspan.runs.setup import Prepared
 
 
 class Rounds(Listener):

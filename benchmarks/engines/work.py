@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from fedspan.config import parse_config
 from fedspan.core.tensors import is_extra
 from fedspan.core.values import Job
-from fedspan.engines.batching import job_batches, training_batches
-from fedspan.engines.work import Assignment
 from fedspan.models.names import resolve_model
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.batching import job_batches, training_batches
+from fedspan.training.jobs import Assignment
 
 __all__ = ["CHECKED", "Work", "write_plan"]
 

@@ -1,32 +1,37 @@
 """The types of the names that ``fedspan/__init__.py`` loads when they are first used."""
 
-from fedspan.api import compare as compare
-from fedspan.api import diagnose as diagnose
-from fedspan.api import evaluate as evaluate
-from fedspan.api import export as export
-from fedspan.api import harness as harness
-from fedspan.api import plan as plan
-from fedspan.api import predict as predict
-from fedspan.api import report as report
-from fedspan.api import resume as resume
-from fedspan.api import resume_compare as resume_compare
-from fedspan.api import resume_sweep as resume_sweep
-from fedspan.api import run as run
-from fedspan.api import sweep as sweep
 from fedspan.config import RunConfig as RunConfig
 from fedspan.config import load_config as load_config
 from fedspan.data.catalogue import list_datasets as list_datasets
+from fedspan.diagnostics.round_diagnosis import Diagnosis as Diagnosis
 from fedspan.errors import FedspanError as FedspanError
+from fedspan.experiments.compare import compare as compare
+from fedspan.experiments.compare import resume_compare as resume_compare
+from fedspan.experiments.comparison import CompareReport as CompareReport
+from fedspan.experiments.run_search import resume_sweep as resume_sweep
+from fedspan.experiments.run_search import sweep as sweep
+from fedspan.experiments.search import SweepReport as SweepReport
+from fedspan.experiments.series import Watcher as Watcher
 from fedspan.methods.describe import list_methods as list_methods
 from fedspan.methods.registry import register as register
 from fedspan.models.names import resolve_model as resolve_model
-from fedspan.runs.comparing import CompareReport as CompareReport
-from fedspan.runs.diagnosing import Diagnosis as Diagnosis
-from fedspan.runs.listener import Listener as Listener
-from fedspan.runs.plans import Plan as Plan
-from fedspan.runs.series import Watcher as Watcher
+from fedspan.planning.estimate import plan as plan
+from fedspan.planning.plan import Plan as Plan
+from fedspan.reports.render import report as report
+from fedspan.reproduction.rehearsal import dry_run as dry_run
+from fedspan.reproduction.reproduce import reproduce as reproduce
+from fedspan.reproduction.reproduce import resume_reproduction as resume_reproduction
+from fedspan.runs.callbacks import Listener as Listener
+from fedspan.runs.diagnose import diagnose as diagnose
+from fedspan.runs.evaluate import evaluate as evaluate
+from fedspan.runs.export import export as export
+from fedspan.runs.harness import harness as harness
+from fedspan.runs.load import predict as predict
+from fedspan.runs.notes import read_notes as read_notes
+from fedspan.runs.results import read_report as read_report
 from fedspan.runs.session import RunReport as RunReport
-from fedspan.runs.sweeping import SweepReport as SweepReport
+from fedspan.runs.train import resume as resume
+from fedspan.runs.train import run as run
 from fedspan.wrappers.describe import list_wrappers as list_wrappers
 
 __version__: str

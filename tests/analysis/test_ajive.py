@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedspan.analysis.ajive import planted, second_moments, shortest
+from fedspan.diagnostics.ajive import planted, second_moments, shortest
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fedspan.analysis.curvature import curvature, largest_magnitude, products
+from fedspan.diagnostics.curvature import curvature, largest_magnitude, products
 
 
 def network() -> tuple[nn.Module, torch.Tensor]:

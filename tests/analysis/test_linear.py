@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.analysis.linear import (
+from fedspan.diagnostics.linear import (
     LinearFederation,
     angle_distance,
     fedit_round,

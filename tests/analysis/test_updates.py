@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.analysis.updates import (
+from fedspan.core.base import Delta
+from fedspan.core.lowrank import LowRank
+from fedspan.diagnostics.updates import (
     combined,
     inner_product,
     moment_mismatch,
@@ -20,8 +22,6 @@ from fedspan.analysis.updates import (
     singular_values,
     together,
 )
-from fedspan.core.base import Delta
-from fedspan.core.lowrank import LowRank
 
 O, I = 7, 5  # noqa: E741
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedspan.analysis.verdict import near, paired
+from fedspan.experiments.verdict import near, paired
 
 
 @pytest.mark.parametrize(

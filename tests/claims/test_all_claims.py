@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 
-from fedspan.api.reproducing import Reproduction
 from fedspan.config import override, parse_config
-from fedspan.runs.cells import cells_of, settings_table
-from fedspan.runs.judging import CellScore, judge
-from fedspan.runs.presets import list_presets, preset_of
+from fedspan.reproduction.cells import cells_of, settings_table
+from fedspan.reproduction.presets import list_presets, preset_of
+from fedspan.reproduction.reproduce import Reproduction
+from fedspan.reproduction.verdicts import CellScore, judge
 
 CLAIMS = Path(__file__).resolve().parents[2] / "claims"
 

@@ -15,8 +15,10 @@ import sys
 
 import torch
 
-from fedspan import api  # noqa: F401  so that it is there when a command asks for it
-from fedspan.cli import app, closing, live  # noqa: F401
+import fedspan.experiments.compare
+import fedspan.experiments.run_search
+import fedspan.runs.train  # noqa: F401  so that it is there when a command asks for it
+from fedspan.cli import app, live, run_summary  # noqa: F401
 
 
 def command(output: str, arguments: list[str]) -> None:

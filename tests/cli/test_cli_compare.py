@@ -14,11 +14,11 @@ import yaml
 from click.testing import Result
 from rich.console import Console
 
-from fedspan import api
 from fedspan.cli.series import SeriesView
 from fedspan.config import RunConfig, load_config
-from fedspan.runs.build import Prepared
-from fedspan.runs.series import Step
+from fedspan.experiments import execution
+from fedspan.experiments.series import Step
+from fedspan.runs.setup import Prepared
 
 Call = Callable[..., Result]
 Write = Callable[..., Path]
@@ -115,7 +115,7 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
 def test_ctrl_c_says_how_to_go_on(
     command: str, call: Call, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, played = api.series.training.run, []
+    train, played = execution.train.run, []
 
     def interrupted(config: Any, place: Path, **more: Any) -> Any:
         if played:
@@ -126,7 +126,7 @@ def test_ctrl_c_says_how_to_go_on(
     folder = tmp_path / "my runs"
     asked = {"compare": ["--methods", "fedit", "--seeds", "0,1"], "sweep": ["--over", "method.r=1,2"]}[command]
     with monkeypatch.context() as patch:
-        patch.setattr(api.series.training, "run", interrupted)
+        patch.setattr(execution.train, "run", interrupted)
         result = call(command, config, *asked, "--out", folder)
     assert result.exit_code == 130
     assert result.stderr.startswith("stopped; 1 of 2 runs are finished. Go on with:\n")

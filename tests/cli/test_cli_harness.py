@@ -13,8 +13,8 @@ import torch
 import fedspan
 import tiny_decoders
 from fedspan import FedspanError
-from fedspan.api.serving import load_served
 from fedspan.config import parse_config
+from fedspan.runs.load import load_served
 
 pytest.importorskip("lm_eval", reason="the extra fedspan[harness] is not installed")
 

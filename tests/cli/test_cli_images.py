@@ -10,9 +10,9 @@ import pytest
 import yaml
 from peft import PeftModel
 
+import fedspan
 import tiny_images
 from conftest import Call
-from fedspan import api
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,13 @@ def test_the_snippet_loads_the_model(name: str, images: Path, screens: dict[str,
     paths = sorted((images / "pictures" / "north").rglob("*.png"))
     source = images / "resnet" if name == "resnet" else folder / "adapter"
     shares = model(pixel_values=tiny_images.pixels(source, paths)).logits.softmax(1).amax(1)
-    assert [share for _, share in api.predict(folder, paths)] == pytest.approx(shares.tolist(), abs=1e-4)
+    assert [share for _, share in fedspan.predict(folder, paths)] == pytest.approx(shares.tolist(), abs=1e-4)
 
 
 def test_predicting_on_files(call: Call, images: Path, screens: dict[str, tuple[Path, str]]) -> None:
     paths = sorted((images / "pictures" / "north" / "red").iterdir())[:2]
     folder, _ = screens["resnet"]
-    answers = api.predict(folder, [str(path) for path in paths])
+    answers = fedspan.predict(folder, [str(path) for path in paths])
     shown = call("predict", folder, *paths).stdout.splitlines()
     assert shown == [f"{label}\t{share:.4f}\t{path}" for (label, share), path in zip(answers, paths, strict=True)]
     rows = json.loads(call("predict", folder, *paths, "--json").stdout)

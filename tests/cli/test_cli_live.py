@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedspan.cli.formatting import duration, number, one_line, percent
 from fedspan.cli.live import RunView
-from fedspan.cli.text import duration, number, one_line, percent
-from fedspan.runs.build import Prepared
-from fedspan.runs.tables import size
+from fedspan.experiments.tables import size
+from fedspan.runs.setup import Prepared
 
 
 class Clock:

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import fedspan
 import tiny
-from fedspan import api
 from fedspan.cli.app import app
 from fedspan.methods.registry import METHODS
 
@@ -53,7 +53,7 @@ def test_what_it_shows_is_what_python_gives(tiny_folder: Path, tmp_path: Path) -
     count = len(tiny.LABELS)
     labels = ["--labels", str(count), "--clients", "4"]
     found = json.loads(invoked(str(path), "--rank", "3", *labels, "--json").stdout)["plans"]
-    plan = api.plan(values, overrides=["method.r=3"], labels=count, clients=4)
+    plan = fedspan.plan(values, overrides=["method.r=3"], labels=count, clients=4)
     assert list(found) == ["ffa-lora"]
     assert found["ffa-lora"]["bytes_up"] == plan.bytes_up
     assert found["ffa-lora"]["server"]["total"] == plan.server.total
@@ -63,7 +63,7 @@ def test_what_it_shows_is_what_python_gives(tiny_folder: Path, tmp_path: Path) -
     assert list(several["plans"]) == ["fedit", "flora"]
     assert (
         several["plans"]["flora"]["bytes_up"]
-        == api.plan(values, overrides=["method={name: flora, r: 3}"], labels=count, clients=4).bytes_up
+        == fedspan.plan(values, overrides=["method={name: flora, r: 3}"], labels=count, clients=4).bytes_up
     )
 
 

@@ -17,10 +17,10 @@ from fedspan import FedspanError
 
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 
-from fedspan.pages import charts
-from fedspan.pages.groups import curve, differences, grouped
-from fedspan.pages.story import Story, stories
-from fedspan.pages.words import score_text, sentences
+from fedspan.reports import charts
+from fedspan.reports.groups import curve, differences, grouped
+from fedspan.reports.run_data import Story, stories
+from fedspan.reports.summary import score_text, sentences
 
 LIMIT = 7_000_000
 

@@ -19,12 +19,12 @@ from click.testing import Result
 import fedspan
 import tiny
 from fedspan import FedspanError, Watcher
-from fedspan.api import reproducing
 from fedspan.config import parse_config
 from fedspan.config.privacy import PrivacyConfig
-from fedspan.runs.presets import list_presets, read_preset
-from fedspan.runs.reusing import FinishedRuns
-from fedspan.runs.series import Step
+from fedspan.experiments.reuse import FinishedRuns
+from fedspan.experiments.series import Step
+from fedspan.reproduction import reproduce
+from fedspan.reproduction.presets import list_presets, read_preset
 
 Call = Callable[..., Result]
 
@@ -72,14 +72,14 @@ def preset(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "notes": ["It is tiny."],
     }
     made = read_preset(values, "tiny-table1")
-    monkeypatch.setattr(reproducing, "preset_of", lambda id: made)
+    monkeypatch.setattr(reproduce, "preset_of", lambda id: made)
     return tiny_folder
 
 
 def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "table"
     with pytest.raises(Stop):
-        reproducing.reproduce("tiny-table1", folder, data=preset, listener=StopAfter(4))
+        reproduce.reproduce("tiny-table1", folder, data=preset, listener=StopAfter(4))
     assert not (folder / "table.json").exists()
     begun = (folder / "two" / "lora" / "sweep" / "trial-001-seed0" / "report.json").stat().st_mtime_ns
     found = call("reproduce", "--resume", folder)
@@ -102,10 +102,10 @@ def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path
     page = (folder / "table.md").read_text()
     assert "# Nobody's: Table 1" in page
     assert "It is tiny." in page
-    again = reproducing.reproduce("tiny-table1", folder, data=preset)
+    again = reproduce.reproduce("tiny-table1", folder, data=preset)
     assert [each.mean for each in again.scores] == [each["mean"] for each in report["scores"]]
     with pytest.raises(FedspanError, match="it was begun with scale 'small'; choose another"):
-        reproducing.reproduce("tiny-table1", folder, data=preset, scale="full")
+        reproduce.reproduce("tiny-table1", folder, data=preset, scale="full")
 
 
 class Played(Watcher):
@@ -120,7 +120,7 @@ class Played(Watcher):
 
 def test_no_run_is_played_twice(preset: Path, tmp_path: Path, call: Call) -> None:
     first, second = Played(), Played()
-    found = reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=first)
+    found = reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=first)
     # two trials and two seeds for each of two rows; the first seed of what was chosen is a trial
     assert len(first.names[True]) == 6
     assert [name for name in first.names[False] if not name.endswith("-seed0")] == []
@@ -135,7 +135,7 @@ def test_no_run_is_played_twice(preset: Path, tmp_path: Path, call: Call) -> Non
     (damaged / "config.yaml").write_text("{")
     shutil.copytree(tmp_path / "one" / "two" / "lora" / "seeds" / "fedit-seed1", tmp_path / "one" / "a-damaged")
     (tmp_path / "one" / "a-damaged" / "environment.json").write_text("{")
-    reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=second)
+    reproduce.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=second)
     assert second.names[True] == []
     one, two = (json.loads((tmp_path / name / "table.json").read_text()) for name in ("one", "two"))
     assert one["scores"] == two["scores"]
@@ -145,29 +145,29 @@ def test_no_run_is_played_twice(preset: Path, tmp_path: Path, call: Call) -> Non
 
 
 def test_runs_of_other_versions_are_played_anew(preset: Path, tmp_path: Path) -> None:
-    reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset)
+    reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset)
     for path in (tmp_path / "one").rglob("environment.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "1.0"}))
     seen = Played()
-    reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
+    reproduce.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
     assert len(seen.names[True]) == 6
 
 
 def test_runs_that_are_timed_are_all_played(preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = reproducing.preset_of("tiny-table1")
+    made = reproduce.preset_of("tiny-table1")
     timed = made.model_copy(update={"claims": [made.claims[1].model_copy(update={"measure": "seconds_to"})]})
-    monkeypatch.setattr(reproducing, "preset_of", lambda id: timed)
+    monkeypatch.setattr(reproduce, "preset_of", lambda id: timed)
     seen = Played()
-    reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=seen)
+    reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=seen)
     assert len(seen.names[True]) == 8
 
 
 def test_runs_that_read_what_was_changed_since_are_played_anew(preset: Path, tmp_path: Path) -> None:
-    reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset)
+    reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset)
     later = (tmp_path / "one" / "table.json").stat().st_mtime + 1
     os.utime(preset / "corpus.csv", (later, later))
     seen = Played()
-    reproducing.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
+    reproduce.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
     assert len(seen.names[True]) >= 6
 
 
@@ -210,11 +210,11 @@ def test_noise_that_is_secret_has_no_equal(preset: Path, tmp_path: Path) -> None
 
 
 def test_what_was_begun_before_there_was_reuse_is_gone_on_with(preset: Path, tmp_path: Path) -> None:
-    first = reproducing.reproduce("tiny-table1", tmp_path / "one", data=preset)
+    first = reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset)
     settings = yaml.safe_load((tmp_path / "one" / "reproduce.yaml").read_text())
     del settings["reuse"]
     (tmp_path / "one" / "reproduce.yaml").write_text(yaml.safe_dump(settings))
-    assert reproducing.resume_reproduction(tmp_path / "one").scores == first.scores
+    assert reproduce.resume_reproduction(tmp_path / "one").scores == first.scores
 
 
 def test_presets_are_listed_and_planned(call: Call) -> None:
@@ -252,4 +252,4 @@ def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str
 def test_a_folder_with_other_things_is_refused(preset: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FedspanError, match=r"it holds other things; choose another"):
-        reproducing.reproduce("tiny-table1", tmp_path, data=preset)
+        reproduce.reproduce("tiny-table1", tmp_path, data=preset)

@@ -23,7 +23,7 @@ from fedspan.config import parse_config
 from fedspan.data import DataConfig
 from fedspan.data.catalogue import DatasetEntry, list_datasets, snippet
 from fedspan.data.columns import TaskName
-from fedspan.data.filling import filled
+from fedspan.data.dataset_defaults import filled
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError

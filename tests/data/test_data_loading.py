@@ -21,7 +21,7 @@ from fedspan.data.builtin import CORPORA
 from fedspan.data.loading import load
 from fedspan.data.names import sort_names
 from fedspan.data.partition import partition
-from fedspan.data.places import matching
+from fedspan.data.path_patterns import matching
 from fedspan.errors import FedspanError
 
 Refused = Callable[..., FedspanError]

@@ -14,8 +14,8 @@ pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installe
 
 from opacus.accountants import RDPAccountant
 
-from fedspan.engines.accounting import Charge, Mechanism, Spend, calibrated, epsilon_of
 from fedspan.errors import FedspanError
+from fedspan.training.accounting import Charge, Mechanism, Spend, calibrated, epsilon_of
 
 
 def exact(noise: float, count: int, delta: float) -> float:

@@ -14,20 +14,20 @@ import torch
 import transformers
 from torch import Tensor
 
+import fedspan
 import tiny
 import tiny_decoders
 import tiny_images
-from fedspan import api
 from fedspan.config import parse_config
-from fedspan.engines import tuning, worker
-from fedspan.engines.batched import BatchedEngine, divided, together
-from fedspan.engines.tuning import DEFAULT, Stacking, Wish
-from fedspan.engines.worker import Worker
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.engine_setup import recall_choice
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.simulators import recall_choice
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
+from fedspan.training import autotuning, worker
+from fedspan.training.autotuning import DEFAULT, Stacking, Wish
+from fedspan.training.batched import BatchedEngine, divided, together
+from fedspan.training.worker import Worker
 
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
 EVERYBODY: Mapping[str, Any] = {"rounds": 2, "clients_per_round": None}
@@ -68,7 +68,7 @@ def state(prepared: Prepared) -> Mapping[str, Tensor]:
     """The global tensors after all rounds."""
     progress = prepared.federation.begin()
     while progress.state.round < prepared.federation.settings.rounds:
-        progress = prepared.federation.play(progress).progress
+        progress = prepared.federation.run_round(progress).progress
     return progress.state.tensors
 
 
@@ -145,13 +145,13 @@ def test_projectors_are_renewed_beside_running_statistics(
 def test_a_client_without_examples_does_not_disturb_the_measuring(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tuning, "_WORTH", 1)
+    monkeypatch.setattr(autotuning, "_WORTH", 1)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
     federation = prepared.federation
     empty = {id: replace(one, train=one.train[:0]) for id, one in federation.members.items() if id != "west"}
-    federation.members = {**federation.members, **empty}
-    federation.play(federation.begin())
+    tiny.use_members(federation, {**federation.members, **empty})
+    federation.run_round(federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)
     assert prepared.engine.stacking is not None
 
@@ -260,8 +260,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Stacking, 
     def taken(team: Sequence[Worker], together: Any, works: Any, at_once: int, examples: Any) -> float:
         return seconds.get(Stacking(at_once, len(team)), 9.0)
 
-    monkeypatch.setattr(tuning, "_seconds_a_token", taken)
-    monkeypatch.setattr(tuning, "_WORTH", 1)
+    monkeypatch.setattr(autotuning, "_seconds_a_token", taken)
+    monkeypatch.setattr(autotuning, "_WORTH", 1)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     return seconds
 
@@ -288,30 +288,30 @@ def test_as_many_at_once_as_is_fastest(
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        prepared.federation.play(prepared.federation.begin())
+        prepared.federation.run_round(prepared.federation.begin())
         assert engine.stacking == Stacking(*expected)
         measured.clear()  # remembered: nothing is measured again
         again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
-        prepared.federation.engine = again
-        prepared.federation.play(prepared.federation.begin())
+        tiny.use_engine(prepared.federation, again)
+        prepared.federation.run_round(prepared.federation.begin())
         assert again.stacking == engine.stacking
     finally:
         torch.set_num_threads(threads)
-    kept = tuning.cache_file()
+    kept = autotuning.cache_file()
     assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
     assert list(json.loads(kept.read_text()).values()) == [{"at_once": expected[0], "workers": expected[1]}]
 
 
 def test_a_damaged_cache_is_no_cache(measured: dict[Stacking, float]) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"at_once": "x"}}'):
-        tuning.cache_file().write_text(text)
-        assert tuning._read() == {}
+        autotuning.cache_file().write_text(text)
+        assert autotuning._read() == {}
 
 
 def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Measured or set, the same number at once gives the same bits."""
-    monkeypatch.setattr(tuning, "_WORTH", 1)
-    monkeypatch.setattr(tuning, "_MOST", 1)
+    monkeypatch.setattr(autotuning, "_WORTH", 1)
+    monkeypatch.setattr(autotuning, "_MOST", 1)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     config = tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None})
     prepared = prepare(config)
@@ -320,15 +320,15 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     assert isinstance(engine, BatchedEngine)
     assert engine.stacking is not None
     wish = Wish(engine.stacking.at_once, engine.stacking.workers)
-    prepared.federation.engine = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, wish)
+    tiny.use_engine(prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, wish))
     again = state(prepared)
     assert all(torch.equal(value, again[name]) for name, value in found.items())
 
 
 def test_small_rounds_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_search", None)
+    monkeypatch.setattr(autotuning, "_search", None)
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
-    prepared.federation.play(prepared.federation.begin())
+    prepared.federation.run_round(prepared.federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)
     workers = min(DEFAULT.workers, torch.get_num_threads())
     assert prepared.engine.stacking == Stacking(DEFAULT.at_once, workers)
@@ -338,7 +338,7 @@ def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
     """A resumed run trains as many at once as before it was stopped, whatever would be chosen now."""
     config = tiny.settings(tiny_folder, federation={"rounds": 1})
     config["engine"] = {"name": "batched"}
-    api.run(config, tmp_path / "run")
+    fedspan.run(config, tmp_path / "run")
     place = tmp_path / "run" / "engine.json"
     workers = min(DEFAULT.workers, torch.get_num_threads())
     assert json.loads(place.read_text()) == {"at_once": DEFAULT.at_once, "workers": workers}

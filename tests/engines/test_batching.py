@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedspan.core.tensors import generator
-from fedspan.engines.batching import epoch_batches, evaluation_batches, training_batches
+from fedspan.training.batching import epoch_batches, evaluation_batches, training_batches
 
 LENGTHS = np.random.default_rng(0).integers(2, 60, 1000)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tiny
-from fedspan.engines.batched import BatchedEngine
-from fedspan.engines.federation import RoundResult
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import RoundResult
 from fedspan.models.layout import TokenLayout
-from fedspan.runs.build import prepare
+from fedspan.runs.setup import prepare
+from fedspan.training.batched import BatchedEngine
 
 
 def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
@@ -21,9 +21,9 @@ def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:
     made = {"training": {"optimizer": "sgd", "lr": 0.02}, "federation": {"clients_per_round": 4}}
     prepared = prepare(tiny.config(folder, kind, engine={"name": "batched", **engine}, **made))
     assert isinstance(prepared.engine, BatchedEngine)
-    first = prepared.federation.play(prepared.federation.begin())
+    first = prepared.federation.run_round(prepared.federation.begin())
     assert prepared.engine.why_not is None
-    return [first, prepared.federation.play(first.progress)]
+    return [first, prepared.federation.run_round(first.progress)]
 
 
 @pytest.mark.slow

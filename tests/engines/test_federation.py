@@ -14,11 +14,14 @@ from torch import Tensor
 import tiny
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Job, Message, OptimizerSpec, ServerState, Trained
-from fedspan.engines import wire
-from fedspan.engines.evaluation import ClientScores, summarised
-from fedspan.engines.federation import Federation, Member, Progress
-from fedspan.engines.settings import RoundSettings, TrainingSettings
-from fedspan.runs.build import Prepared
+from fedspan.federation import serialization
+from fedspan.federation.evaluation import ClientScores, summarised
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Member, Progress
+from fedspan.federation.settings import RoundSettings
+from fedspan.runs.setup import Prepared
+from fedspan.training.settings import TrainingSettings
+from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 
 
@@ -26,18 +29,18 @@ def with_rounds(prepared: Prepared, rounds: int, cohort: int | None, seed: int =
     """The prepared federation with other round settings; nothing is trained by making it."""
     old = prepared.federation
     settings = RoundSettings(rounds, cohort, seed)
-    return Federation(old.method, old.engine, list(old.members.values()), old.examples, settings)
+    return simulate(old.method, old.engine, list(old.members.values()), old.examples, settings)
 
 
 def around(prepared: Prepared, wrapper: type[Wrapper]) -> Federation:
     """The prepared federation with a wrapper around its method."""
     old = prepared.federation
-    return Federation(wrapper(inner=old.method), old.engine, list(old.members.values()), old.examples, old.settings)
+    return simulate(wrapper(inner=old.method), old.engine, list(old.members.values()), old.examples, old.settings)
 
 
 def same(left: Progress, right: Progress) -> bool:
     """Bit for bit, in what the server knows."""
-    return wire.encode_state(left.state) == wire.encode_state(right.state)
+    return serialization.encode_state(left.state) == serialization.encode_state(right.state)
 
 
 def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
@@ -56,15 +59,15 @@ def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
 def test_the_order_of_members_does_not_matter(prepared: Prepared) -> None:
     old = prepared.federation
     backwards = list(old.members.values())[::-1]
-    again = Federation(old.method, old.engine, backwards, old.examples, old.settings)
-    assert same(old.play(old.begin()).progress, again.play(again.begin()).progress)
+    again = simulate(old.method, old.engine, backwards, old.examples, old.settings)
+    assert same(old.run_round(old.begin()).progress, again.run_round(again.begin()).progress)
 
 
 def test_a_round_reports_what_travelled_and_how_it_went(prepared: Prepared) -> None:
     """Down and up for each client in turn; the loss is the mean over examples, not over clients."""
     federation = with_rounds(prepared, 3, None)
     told: list[tuple[str, float]] = []
-    result = federation.play(federation.begin(), lambda client, loss: told.append((client, loss)))
+    result = federation.run_round(federation.begin(), lambda client, loss: told.append((client, loss)))
     ids = sorted(tiny.SITES)
     assert result.cohort == tuple(ids)
     assert [(t.client, t.direction) for t in result.transfers] == [(id, way) for id in ids for way in ("down", "up")]
@@ -82,7 +85,7 @@ def test_the_loss_weighs_examples(tiny_folder: Path, prepared: Prepared) -> None
     config = tiny.config(tiny_folder, training={"local_steps": None}, federation={"clients_per_round": 4})
     federation = tiny.variant(prepared, config).federation
     told: dict[str, float] = {}
-    result = federation.play(federation.begin(), told.__setitem__)
+    result = federation.run_round(federation.begin(), told.__setitem__)
     sizes = {id: len(member.train) for id, member in federation.members.items()}
     expected = sum(sizes[id] * loss for id, loss in told.items()) / sum(sizes.values())
     assert result.loss == pytest.approx(expected, rel=1e-9)
@@ -96,7 +99,7 @@ def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepare
         assert {id: federation.client(id, progress).held for id in federation.members} == {
             id: expected.get(id) for id in federation.members
         }
-        progress = federation.play(progress).progress
+        progress = federation.run_round(progress).progress
         expected |= dict.fromkeys(federation.cohort(round), round)
     assert progress.held == expected
     assert set(progress.memories) == set(expected)
@@ -108,7 +111,7 @@ def test_the_learning_rate_follows_the_schedule(tiny_folder: Path, prepared: Pre
     federation = tiny.variant(prepared, config).federation
     progress, rates = federation.begin(), []
     for _ in range(5):
-        result = federation.play(progress)
+        result = federation.run_round(progress)
         progress = result.progress
         rates.append(result.lr)
     assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
@@ -136,12 +139,12 @@ def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
             replies.append(dict(result[0].tensors))
             return result
 
-    federation = Federation(Listening(inner=old.method), old.engine, members, old.examples, RoundSettings(1))
-    state = federation.play(federation.begin()).progress.state
+    federation = simulate(Listening(inner=old.method), old.engine, members, old.examples, RoundSettings(1))
+    state = federation.run_round(federation.begin()).progress.state
     for name, value in state.tensors.items():
         mean = torch.stack([reply[name].double() for reply in replies]).mean(0)
         assert torch.allclose(value.double(), mean, rtol=1e-7, atol=1e-8)
-    assert not same(Progress(state), old.play(old.begin()).progress)
+    assert not same(Progress(state), old.run_round(old.begin()).progress)
 
 
 @pytest.mark.parametrize(("method", "matters"), [("fedit", True), ("flora", False)])
@@ -160,7 +163,7 @@ def test_moments_are_kept_on_request_and_within_a_generation(
         federation = tiny.variant(prepared, config).federation
         progress = federation.begin()
         for _ in range(2):
-            progress = federation.play(progress).progress
+            progress = federation.run_round(progress).progress
         assert bool(progress.optimizers) == (state == "keep")
         ends.append(progress)
     assert same(*ends) != matters
@@ -180,11 +183,11 @@ def test_a_method_may_train_in_phases(prepared: Prepared) -> None:
             return self.inner.finish(job, trained, client, {})[0], {"l/x": memory["l/x"] + 1}
 
     federation = around(prepared, Twice)
-    result = federation.play(federation.begin())
+    result = federation.run_round(federation.begin())
     assert seen == [(id, phase) for id in result.cohort for phase in ("train", "again")]
     assert len(result.transfers) == 2 * len(result.cohort)
     assert {float(memory["l/x"]) for memory in result.progress.memories.values()} == {2.0}
-    assert not same(result.progress, prepared.federation.play(federation.begin()).progress)
+    assert not same(result.progress, prepared.federation.run_round(federation.begin()).progress)
 
 
 def test_only_what_is_in_the_message_arrives(prepared: Prepared) -> None:
@@ -202,7 +205,7 @@ def test_only_what_is_in_the_message_arrives(prepared: Prepared) -> None:
             return self.inner.start(message, client, memory)
 
     federation = around(prepared, Spying)
-    federation.play(federation.begin())
+    federation.run_round(federation.begin())
     assert ids
 
 
@@ -213,9 +216,9 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
         Member(one.client, one.train, np.array([], dtype=np.int64), one.test[: 0 if id == "east" else None])
         for id, one in old.members.items()
     ]
-    federation = Federation(old.method, old.engine, bare, old.examples, old.settings)
+    federation = simulate(old.method, old.engine, bare, old.examples, old.settings)
     evaluator = type(prepared.evaluator)(federation, 3)
-    progress = federation.play(federation.begin()).progress
+    progress = federation.run_round(federation.begin()).progress
     validation, own = evaluator.clients(progress)
     assert validation is None
     assert own is not None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.values import Group, OptimizerSpec, OptimizerState
-from fedspan.engines.optimizers import LocalOptimizer
+from fedspan.training.optimizers import LocalOptimizer
 
 SHAPES = {"l/A": (3, 4), "l/B": (5, 3), "extras/bias": (2,)}
 STEPS = 25

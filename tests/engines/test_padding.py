@@ -15,11 +15,11 @@ import tiny
 import tiny_decoders
 from fedspan.config import parse_config
 from fedspan.core.values import Job
-from fedspan.engines.batched import BatchedEngine
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.tuning import Wish
 from fedspan.models.layout import TokenLayout
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.autotuning import Wish
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.loop import LoopEngine
 
 TEXTS = ("bert", "roberta", "distilbert", "gpt2")
 KINDS = (*TEXTS, *(f"{family}-lm" for family in tiny_decoders.FAMILIES))
@@ -100,10 +100,10 @@ def test_several_clients_at_once(
         engine = BatchedEngine(
             prepared.engine.adapted, prepared.task, settings, 0, Wish(3, workers), prefix, padding_free
         )
-        prepared.federation.engine = engine
+        tiny.use_engine(prepared.federation, engine)
         progress = prepared.federation.begin()
         for _ in range(2):
-            progress = prepared.federation.play(progress).progress
+            progress = prepared.federation.run_round(progress).progress
         states.append(progress.state.tensors)
         assert engine.why_not is None
         assert bool(packed) == padding_free

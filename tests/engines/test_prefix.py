@@ -19,12 +19,12 @@ import tiny_decoders
 import tiny_images
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Trained
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.prefix import PrefixCache
-from fedspan.engines.settings import PrefixSettings
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
+from fedspan.training.loop import LoopEngine
+from fedspan.training.prefix import PrefixCache
+from fedspan.training.settings import PrefixSettings
 
 MEMORY = PrefixSettings()
 LAST: Mapping[str, Any] = {"layers_to_transform": [1]}
@@ -173,10 +173,10 @@ def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> Non
     prepared = built("bert", folders, method={"name": "flora", "r": 2}, training={"optimizer": "sgd", "lr": 0.05})
     states: list[Mapping[str, Tensor]] = []
     for prefix in (None, MEMORY):
-        prepared.federation.engine = engine_of(prepared, prefix)
+        tiny.use_engine(prepared.federation, engine_of(prepared, prefix))
         progress = prepared.federation.begin()
         while progress.state.round < prepared.federation.settings.rounds:
-            progress = prepared.federation.play(progress).progress
+            progress = prepared.federation.run_round(progress).progress
         total = {name: delta for name, delta in progress.state.base.total.items() if isinstance(delta, Tensor)}
         assert len(total) == len(prepared.engine.adapted.layers)
         states.append({**progress.state.tensors, **total})

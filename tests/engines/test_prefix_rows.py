@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 import fedspan
 import tiny
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.prefix import PrefixCache
-from fedspan.engines.prefix_rows import next_run, prefix_key, shared_prefixes, store_in_use
-from fedspan.engines.settings import PrefixSettings
 from fedspan.models.prefix import FrozenPrefix, live_modules
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.loop import LoopEngine
+from fedspan.training.prefix import PrefixCache
+from fedspan.training.prefix_rows import next_run, prefix_key, shared_prefixes, store_in_use
+from fedspan.training.settings import PrefixSettings
 
 SETTINGS = PrefixSettings(1 << 30, None, 8)
 LAST: Mapping[str, Any] = {"layers_to_transform": [1]}

@@ -16,16 +16,17 @@ from torch import Tensor
 from fedspan.core.noise import key_of_seed
 from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.engines.changes import change_of, clipped, restored
-from fedspan.engines.privacy import (
+from fedspan.federation.aggregation.reducers import reducer_for
+from fedspan.federation.changes import change_of, clipped, restored
+from fedspan.federation.privacy import (
     client_noise,
     poisson_cohort,
     private_mean,
-    reducer_for,
     round_charges,
     sampling_rate,
 )
-from fedspan.engines.settings import Privacy, RoundSettings
+from fedspan.federation.settings import RoundSettings
+from fedspan.training.settings import Privacy
 
 SHAPES = {"layer/A": (2, 5), "layer/B": (7, 2), "extras/bias": (3,)}
 

@@ -20,16 +20,16 @@ pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installe
 import tiny
 from fedspan.core.noise import key_of_seed
 from fedspan.core.values import Job, OptimizerSpec, Trained
-from fedspan.engines.batching import job_batches
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.noisy_sum import NoisySum
-from fedspan.engines.private_training import PrivateTraining
-from fedspan.engines.sampling import noise_for, poisson_batches, private_steps, release_of
-from fedspan.engines.screening import untrained_jobs
-from fedspan.engines.settings import Privacy, TrainingSettings
-from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared
+from fedspan.federation.validation import untrained_jobs
+from fedspan.runs.setup import Prepared
+from fedspan.training.batching import job_batches
+from fedspan.training.dp_sgd import PrivateTraining
+from fedspan.training.jobs import Assignment
+from fedspan.training.loop import LoopEngine
+from fedspan.training.noisy_sum import NoisySum
+from fedspan.training.poisson import noise_for, poisson_batches, private_steps, release_of
+from fedspan.training.settings import Privacy, TrainingSettings
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
 

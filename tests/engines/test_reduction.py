@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.engines.reduction import Reducer
+from fedspan.federation.aggregation.reduction import Reducer
 
 IDS = ("a", "b", "c", "d")
 

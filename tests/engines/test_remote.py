@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 import tiny
+from fedspan.clients.host import Host, refused, told
+from fedspan.clients.store import DiskKeeper
 from fedspan.core.values import Message
-from fedspan.engines import wire
-from fedspan.engines.federation import Federation, Progress
-from fedspan.engines.host import Host, refused, told
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.parcels import Answer, Order, Parcel, open_answer, open_order
-from fedspan.engines.screening import ReplyRules
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared, prepare
-from fedspan.runs.keeping import DiskKeeper
+from fedspan.federation import serialization
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress
+from fedspan.federation.protocol import Answer, Order, Parcel, open_answer, open_order
+from fedspan.federation.validation import ReplyRules
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.loop import LoopEngine
 from transporting import Replies, ReplyingTransport
 
 Spoil = Callable[[Order, Answer], Parcel | str]
@@ -65,22 +66,22 @@ def changed(change: Callable[[str, Tensor], Tensor]) -> Spoil:
     """Every tensor of a reply changed."""
 
     def spoil(_: Order, answer: Answer) -> Parcel:
-        message = wire.decode(answer.body)
+        message = serialization.decode(answer.body)
         tensors = {name: change(name, value) for name, value in message.tensors.items()}
-        return replace(answer, body=wire.encode(replace(message, tensors=tensors))).parcel()
+        return replace(answer, body=serialization.encode(replace(message, tensors=tensors))).parcel()
 
     return spoil
 
 
 def more(_: Order, answer: Answer) -> Parcel:
-    message = wire.decode(answer.body)
-    return replace(answer, body=wire.encode(Message({**message.tensors, "more": torch.zeros(2)}))).parcel()
+    message = serialization.decode(answer.body)
+    return replace(answer, body=serialization.encode(Message({**message.tensors, "more": torch.zeros(2)}))).parcel()
 
 
 def fewer(_: Order, answer: Answer) -> Parcel:
-    tensors = dict(wire.decode(answer.body).tensors)
+    tensors = dict(serialization.decode(answer.body).tensors)
     tensors.popitem()
-    return replace(answer, body=wire.encode(Message(tensors))).parcel()
+    return replace(answer, body=serialization.encode(Message(tensors))).parcel()
 
 
 def failed(order: Order, _: Answer) -> Parcel:
@@ -124,14 +125,14 @@ def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, bui
     spoil, reason = SPOILT[kind]
     found = federation(built, tmp_path / "spoilt", spoil)
     begin = found.begin()
-    result = found.play(begin)
+    result = found.run_round(begin)
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == (BAD, 0)
     assert reason in failure.reason
     assert "patient" not in failure.reason
     assert BAD not in result.progress.held
     others = [member for id, member in built.federation.members.items() if id != BAD]
-    without = replace_members(built, others, tmp_path / "without").play(begin)
+    without = replace_members(built, others, tmp_path / "without").run_round(begin)
     for name, value in without.progress.state.tensors.items():
         assert torch.equal(value, result.progress.state.tensors[name])
     assert result.loss == without.loss
@@ -147,15 +148,15 @@ def test_missing_clients_are_asked_again_and_then_the_run_stops(built: Prepared,
     found = federation(built, tmp_path, SPOILT["silence"][0], min_replies=4, retries=2)
     begin = found.begin()
     with pytest.raises(FedspanError, match=r"at least 4 of 4 clients in round 1 \(south: no reply") as stopped:
-        found.play(begin)
+        found.run_round(begin)
     assert stopped.value.value == 3
     transport = found.transport
     assert isinstance(transport, Local)
     assert [(attempt, id) for _, attempt, id in transport.asked if attempt] == [(1, BAD), (2, BAD)]
     transport.spoil = good
-    again = found.play(begin)
-    clean = federation(built, tmp_path / "clean", good).play(begin)
-    assert wire.encode_state(again.progress.state) == wire.encode_state(clean.progress.state)
+    again = found.run_round(begin)
+    clean = federation(built, tmp_path / "clean", good).run_round(begin)
+    assert serialization.encode_state(again.progress.state) == serialization.encode_state(clean.progress.state)
 
 
 def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(built: Prepared, tmp_path: Path) -> None:
@@ -166,10 +167,10 @@ def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(bu
     clean = federation(built, tmp_path / "clean", good)
     one, other = found.begin(), clean.begin()
     for _ in range(2):
-        result = found.play(one)
+        result = found.run_round(one)
         assert [failure.attempt for failure in result.failures] == [0]
-        one, other = result.progress, clean.play(other).progress
-        assert wire.encode_state(one.state) == wire.encode_state(other.state)
+        one, other = result.progress, clean.run_round(other).progress
+        assert serialization.encode_state(one.state) == serialization.encode_state(other.state)
 
 
 def chosen(built: Prepared, count: int, folder: Path, more: int, spoil: Spoil = good) -> Federation:
@@ -184,7 +185,7 @@ def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first
 ) -> None:
     found = chosen(built, 2, tmp_path / "more", 1)
     begin = found.begin()
-    result = found.play(begin)
+    result = found.run_round(begin)
     assert isinstance(found.transport, Local)
     asked = sorted(found.drawn(0, 1))
     assert list(result.cohort) == asked
@@ -193,14 +194,14 @@ def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first
     assert not result.failures
     assert set(result.progress.held) == set(asked[:2])
     counted = [member for id, member in built.federation.members.items() if id in asked[:2]]
-    alone = replace_members(built, counted, tmp_path / "alone").play(begin)
-    assert wire.encode_state(alone.progress.state) == wire.encode_state(result.progress.state)
+    alone = replace_members(built, counted, tmp_path / "alone").run_round(begin)
+    assert serialization.encode_state(alone.progress.state) == serialization.encode_state(result.progress.state)
     assert set(found.drawn(0)) <= set(asked)  # who would be asked otherwise is among them
 
 
 def test_a_bad_reply_is_made_up_for_by_one_more(built: Prepared, tmp_path: Path) -> None:
     found = chosen(built, 3, tmp_path, 1, SPOILT["not finite"][0])
-    result = found.play(found.begin())
+    result = found.run_round(found.begin())
     assert [failure.client for failure in result.failures] == [BAD]
     assert set(result.progress.held) == set(built.federation.members) - {BAD}
     assert result.late == ()
@@ -208,7 +209,7 @@ def test_a_bad_reply_is_made_up_for_by_one_more(built: Prepared, tmp_path: Path)
 
 def test_a_reply_that_is_too_far_from_the_others_does_not_count_as_enough(built: Prepared, tmp_path: Path) -> None:
     found = chosen(built, 3, tmp_path, 1, SPOILT["far away"][0])
-    result = found.play(found.begin())
+    result = found.run_round(found.begin())
     assert [failure.client for failure in result.failures] == [BAD]
     assert set(result.progress.held) == set(built.federation.members) - {BAD}
 
@@ -221,7 +222,7 @@ def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_pat
     found.transport = Turned(found.transport.hosts, good)  # type: ignore[attr-defined]
     progress = other = found.begin()
     for number in range(3):
-        result = found.play(progress)
+        result = found.run_round(progress)
         progress = result.progress
         assert result.late == (("west", "east", "west")[number],)
         assert not result.failures
@@ -229,8 +230,8 @@ def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_pat
         without = replace_members(built, [], tmp_path / "unused")
         without.transport = alone.transport
         without.members = {id: member for id, member in built.federation.members.items() if id not in result.late}
-        other = without.play(other).progress
-        assert wire.encode_state(other.state) == wire.encode_state(progress.state)
+        other = without.run_round(other).progress
+        assert serialization.encode_state(other.state) == serialization.encode_state(progress.state)
         assert other.held == progress.held
 
 
@@ -238,14 +239,14 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, t
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
     built = prepare(config)
     found = federation(built, tmp_path, good)
-    progress = found.play(found.begin()).progress
+    progress = found.run_round(found.begin()).progress
     lost = next(path for path in tmp_path.rglob("*.safetensors"))
     lost.write_bytes(lost.read_bytes()[:-1])
-    result = found.play(progress)
+    result = found.run_round(progress)
     (failure,) = result.failures
     assert "client memory" in failure.reason
     assert failure.client not in result.progress.held
-    after = found.play(result.progress)
+    after = found.run_round(result.progress)
     assert not after.failures
     assert set(after.progress.held.values()) == {2}
 

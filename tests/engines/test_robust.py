@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fedspan.config import parse_config
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.engines.privacy import reducer_for
-from fedspan.engines.reduction import Reducer
-from fedspan.engines.settings import RoundSettings
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.reducers import reducer_for
+from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.settings import RoundSettings
 
 
 def reducer_of(clients: list[Client], origin: torch.Tensor | None = None, **settings: Any) -> Reducer:

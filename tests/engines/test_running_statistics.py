@@ -16,15 +16,17 @@ import tiny_images
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import extra_name
 from fedspan.core.values import Client, Contribution, Job, Message
-from fedspan.engines import wire
-from fedspan.engines.federation import Federation, Progress
-from fedspan.engines.reduction import Reducer
+from fedspan.federation import serialization
+from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_buffers
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 
 EPOCHS = {"local_steps": None, "local_epochs": 1, "batch_size": 5}
@@ -42,7 +44,7 @@ def under(prepared: Prepared, policy: str, lr_scale: float = 1.0) -> Federation:
     config = prepared.config.model_copy(update={"model": model})
     old = prepared.federation
     method = config.wrapped(config.build_method(prepared.engine.adapted.spec))
-    return Federation(method, old.engine, list(old.members.values()), old.examples, old.settings)
+    return simulate(method, old.engine, list(old.members.values()), old.examples, old.settings)
 
 
 def statistics(prepared: Prepared) -> dict[str, Tensor]:
@@ -58,7 +60,7 @@ def trained(federation: Federation, progress: Progress, id: str) -> tuple[Job, d
     """A client's job in a round and what its training gives."""
     engine, client = federation.engine, federation.client(id, progress)
     engine.adapted.set_base(progress.state.base)
-    message = wire.decode(wire.encode(federation.method.sync(progress.state, client)))
+    message = serialization.decode(serialization.encode(federation.method.sync(progress.state, client)))
     job = federation.method.start(message, client, progress.memories.get(id, {}))
     lr, number = engine.settings.lr(progress.state.round, 2), progress.state.round
     done = engine.train(job, federation.examples, federation.members[id].train, client=id, round=number, lr=lr)
@@ -99,12 +101,12 @@ def test_averaged_statistics_are_means_and_counts_the_largest(resnet: Prepared, 
     federation = under(resnet, "average")
     if weights == "uniform":
         members = [replace(one, client=replace(one.client, weight=1.0)) for one in federation.members.values()]
-        federation = Federation(federation.method, federation.engine, members, federation.examples, federation.settings)
+        federation = simulate(federation.method, federation.engine, members, federation.examples, federation.settings)
     progress = federation.begin()
     for round in (1, 2):
         replies = {id: trained(federation, progress, id) for id in federation.members}
         total = sum(federation.members[id].client.weight for id in replies)
-        progress = federation.play(progress).progress
+        progress = federation.run_round(progress).progress
         for name in (extra_name(path) for path in federation.method.spec.buffers):
             each = {id: tensors[name] for id, (_, tensors) in replies.items()}
             found = progress.state.tensors[name]
@@ -121,7 +123,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
     federation = under(resnet, "local")
     begun = federation.begin()
     first = {id: trained(federation, begun, id)[1] for id in federation.members}
-    result = federation.play(begun)
+    result = federation.run_round(begun)
     buffers = {extra_name(path) for path in federation.method.spec.buffers}
     assert not differing({name: begun.state.tensors[name] for name in buffers}, result.progress.state.tensors)
     for id, own in first.items():
@@ -133,7 +135,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
         job = federation.method.start(message, client, memory)
         assert not differing({name: own[name] for name in buffers}, job.tensors)
         assert buffers == job.buffers
-    again = federation.play(result.progress).progress
+    again = federation.run_round(result.progress).progress
     for id, own in first.items():
         assert differing({name: own[name] for name in buffers}, again.memories[id]) == buffers
     assert federation.method.declared().personal
@@ -149,7 +151,7 @@ def test_frozen_statistics_move_nowhere(resnet: Prepared) -> None:
         job, tensors = trained(federation, progress, "north")
         assert job.buffers == frozenset()
         assert not differing(begun, tensors)
-        progress = federation.play(progress).progress
+        progress = federation.run_round(progress).progress
         assert not differing(begun, progress.state.tensors)
         assert not differing(begun, statistics(resnet))
     assert any(isinstance(module, nn.BatchNorm2d) for module in resnet.engine.adapted.model.modules())
@@ -160,7 +162,7 @@ def test_norms_outside_the_extras_are_left_alone(images: Path) -> None:
     made = prepare(tiny_images.config(images, "resnet", model={"modules_to_save": []}))
     assert made.engine.adapted.spec.buffers == frozenset()
     before = statistics(made)
-    progress = made.federation.play(made.federation.begin()).progress
+    progress = made.federation.run_round(made.federation.begin()).progress
     assert not differing(before, statistics(made))
     assert not [name for name in progress.state.tensors if "running" in name]
 
@@ -176,7 +178,7 @@ def test_of_some_norms_only_those_that_train_move(images: Path) -> None:
 
 def test_evaluation_never_moves_them(resnet: Prepared) -> None:
     federation = under(resnet, "average")
-    progress = federation.play(federation.begin()).progress
+    progress = federation.run_round(federation.begin()).progress
     evaluator = replace(resnet, federation=federation).evaluator
     evaluator.federation = federation
     job = evaluator.job(progress, None)
@@ -222,7 +224,7 @@ def test_the_order_of_replies_does_not_matter(resnet: Prepared) -> None:
 def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
     for policy in ("average", "local"):
         federation = under(resnet, policy)
-        progress = federation.play(federation.begin()).progress
+        progress = federation.run_round(federation.begin()).progress
         with RunFolder.create(tmp_path / policy, "x: 1\n") as place:
             checkpoints.save(
                 place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best=None)
@@ -231,7 +233,7 @@ def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
         assert back is not None
         assert not differing(progress.state.tensors, back.progress.state.tensors)
         assert {v.dtype for n, v in back.progress.state.tensors.items() if "tracked" in n} == {torch.int64}
-        one, other = (federation.play(which).progress for which in (progress, back.progress))
+        one, other = (federation.run_round(which).progress for which in (progress, back.progress))
         assert not differing(one.state.tensors, other.state.tensors)
         for id, memory in one.memories.items():
             assert not differing(memory, other.memories[id])

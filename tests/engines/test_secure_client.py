@@ -16,11 +16,16 @@ from torch import Tensor
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
+from fedspan.clients.secagg import MemoryVault, SecureClient, Vault
+from fedspan.clients.secagg_store import DiskVault
 from fedspan.core.values import Client, Contribution
-from fedspan.engines.changes import change_of, clipped
-from fedspan.engines.parcels import Masking, Order
-from fedspan.engines.secure_client import MASKED, MemoryVault, SecureClient, Vault, context_of
-from fedspan.engines.secure_parcels import (
+from fedspan.crypto.graph import neighbourhoods, threshold_of
+from fedspan.crypto.ring import Ring
+from fedspan.errors import FedspanError
+from fedspan.federation.changes import change_of, clipped
+from fedspan.federation.protocol import Masking, Order
+from fedspan.federation.secagg.messages import (
+    MASKED,
     KeysAnswer,
     KeysOrder,
     PublicKeys,
@@ -28,13 +33,10 @@ from fedspan.engines.secure_parcels import (
     SharesOrder,
     UnmaskAnswer,
     UnmaskOrder,
+    context_of,
 )
-from fedspan.engines.secure_sums import begun_with, layout_of, parted
-from fedspan.engines.unmasking import Masked, unmask
-from fedspan.errors import FedspanError
-from fedspan.runs.vault import DiskVault
-from fedspan.secure.graph import neighbourhoods, threshold_of
-from fedspan.secure.ring import Ring
+from fedspan.federation.secagg.sums import begun_with, layout_of, parted
+from fedspan.federation.secagg.unmasking import Masked, unmask
 
 IDS = ("a", "b", "c", "d")
 START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}

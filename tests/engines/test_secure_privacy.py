@@ -16,9 +16,9 @@ import tiny
 from fedspan.config import parse_config
 from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Reduced
-from fedspan.engines.settings import SecureSettings
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared
+from fedspan.federation.settings import SecureSettings
+from fedspan.runs.setup import Prepared
 
 CLIP = 0.05
 
@@ -31,7 +31,7 @@ def run_of(prepared: Prepared, folder: Path, noise: float) -> tuple[Prepared, li
     )
     run = tiny.variant(prepared, config, watch=lambda one: securing.Noted(inner=one))
     known = run.federation.members.items()  # made with the weights of another config
-    run.federation.members = {id: replace(one, client=replace(one.client, weight=1.0)) for id, one in known}
+    tiny.use_members(run.federation, {id: replace(one, client=replace(one.client, weight=1.0)) for id, one in known})
     method = run.federation.method
     assert isinstance(method, securing.Noted)
     return run, method.reduced
@@ -44,7 +44,7 @@ def test_the_mean_is_that_of_replies_in_the_open(
     run, seen = run_of(prepared, tiny_folder, noise)
     there, _ = securing.secured(run, tmp_path, settings=SecureSettings(clip=1e4, bits=64))
     progress = run.federation.begin()
-    hidden, plain = there.play(progress), run.federation.play(progress)
+    hidden, plain = there.run_round(progress), run.federation.run_round(progress)
     assert hidden.charges == plain.charges
     assert not hidden.failures
     for name, value in seen[1].mean.items():
@@ -60,8 +60,8 @@ def test_a_client_that_is_gone_adds_nothing_and_the_number_below_stays(
     whole, _ = securing.secured(run, tmp_path / "whole", settings=SecureSettings(bits=64))
     lost = securing.gone_at("train", "west")
     less, _ = securing.secured(run, tmp_path / "less", settings=SecureSettings(bits=64), lose=lost)
-    whole.play(begun)
-    result = less.play(begun)
+    whole.run_round(begun)
+    result = less.run_round(begun)
     assert [failure.client for failure in result.failures] == ["west"]
     apart = {name: (seen[0].mean[name] - value).double() for name, value in seen[1].mean.items()}
     assert norm_of(apart) == pytest.approx(CLIP / 4, rel=1e-3)  # its own clipped change, of four clients'

@@ -17,15 +17,15 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 import securing
 import tiny
 from fedspan.core.values import Client, Contribution, Message
-from fedspan.engines import wire
-from fedspan.engines.federation import Federation
-from fedspan.engines.parcels import Order, Parcel, open_answer
-from fedspan.engines.secure_client import MASKED
-from fedspan.engines.secure_parcels import Phase, UnmaskAnswer
-from fedspan.engines.settings import SecureSettings
+from fedspan.crypto.ring import Ring
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared
-from fedspan.secure.ring import Ring
+from fedspan.federation import serialization
+from fedspan.federation.federation import Federation
+from fedspan.federation.protocol import Order, Parcel, open_answer
+from fedspan.federation.secagg.messages import MASKED, Phase, UnmaskAnswer
+from fedspan.federation.settings import SecureSettings
+from fedspan.runs.setup import Prepared
+from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 
 ALL = tuple(sorted(tiny.SITES))
@@ -51,9 +51,9 @@ def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbours: int | None, buil
     settings = SecureSettings(bits=bits, neighbours=neighbours)
     federation, stage = securing.secured(built, tmp_path, settings=settings)
     begin = federation.begin()
-    result = federation.play(begin)
+    result = federation.run_round(begin)
     hidden = reduced(federation)
-    plain = securing.among(built.federation, *ALL).play(begin)
+    plain = securing.among(built.federation, *ALL).run_round(begin)
     assert not result.failures
     securing.require_same_round(result, plain)
     assert hidden.count == reduced(federation).count == 4
@@ -67,12 +67,12 @@ def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbours: int | None, buil
 def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built: Prepared, tmp_path: Path) -> None:
     federation, _ = securing.secured(built, tmp_path, lose=securing.gone_at(phase, "south"))
     begin = federation.begin()
-    result = federation.play(begin)
+    result = federation.run_round(begin)
     hidden = reduced(federation)
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == ("south", 0)
     assert securing.GONE in failure.reason
-    plain = securing.among(built.federation, *OTHERS).play(begin)
+    plain = securing.among(built.federation, *OTHERS).run_round(begin)
     securing.require_same_round(result, plain)
     assert hidden.count == 3
     asked = ALL if phase == "train" else OTHERS
@@ -82,10 +82,10 @@ def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built
 def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp_path: Path) -> None:
     federation, _ = securing.secured(built, tmp_path, lose=securing.gone_at("unmask", "south"))
     begin = federation.begin()
-    result = federation.play(begin)
+    result = federation.run_round(begin)
     hidden = reduced(federation)
     assert not result.failures
-    plain = securing.among(built.federation, *ALL).play(begin)
+    plain = securing.among(built.federation, *ALL).run_round(begin)
     securing.require_same_round(result, plain)
     securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, ALL))
 
@@ -96,18 +96,18 @@ def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared
     lose = securing.gone_at(phase, "south", "west")
     federation, stage = securing.secured(built, tmp_path, lose=lose, retries=1)
     begin = federation.begin()
-    before = wire.encode_state(begin.state)
+    before = serialization.encode_state(begin.state)
     with pytest.raises(FedspanError, match=r"at least 3 of 4 clients in round 1 \(.*south: ") as stopped:
-        federation.play(begin)
+        federation.run_round(begin)
     assert "west" in str(stopped.value)
-    assert wire.encode_state(begin.state) == before
+    assert serialization.encode_state(begin.state) == before
     assert {attempt for _, attempt, _ in stage.asked} == {0, 1}
     sessions = {asked.session for asked, _ in stage.sent if not isinstance(asked, Order)}
     assert len(sessions) == 2
     stage.lose = securing.nobody
-    again = federation.play(begin)
+    again = federation.run_round(begin)
     assert set(again.progress.held) == set(ALL)
-    plain = securing.among(built.federation, *ALL).play(begin)
+    plain = securing.among(built.federation, *ALL).run_round(begin)
     assert again.loss == pytest.approx(plain.loss, rel=1e-12)
 
 
@@ -115,23 +115,23 @@ def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared
 def test_an_attempt_that_failed_is_followed_by_one_that_does_not(phase: str, built: Prepared, tmp_path: Path) -> None:
     federation, stage = securing.secured(built, tmp_path, lose=securing.gone_at(phase, "south", "west", attempts=1))
     begin = federation.begin()
-    result = federation.play(begin)
+    result = federation.run_round(begin)
     hidden = reduced(federation)
     assert {failure.attempt for failure in result.failures} == {0}
     assert {"south", "west"} <= {failure.client for failure in result.failures}
-    plain = securing.among(built.federation, *ALL).play(begin)
+    plain = securing.among(built.federation, *ALL).run_round(begin)
     securing.require_same_round(result, plain)
     securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, ALL))
     stage.lose = securing.nobody
-    assert not federation.play(result.progress).failures  # what was left on the clients' disks is not in the way
+    assert not federation.run_round(result.progress).failures  # what was left on the clients' disks is not in the way
 
 
 def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared, tmp_path: Path) -> None:
     federation, stage = securing.secured(built, tmp_path)
-    federation.play(federation.begin())
-    federation.play(federation.begin())
+    federation.run_round(federation.begin())
+    federation.run_round(federation.begin())
     vectors = [
-        wire.decode(open_answer(back).body).tensors[MASKED].numpy()
+        serialization.decode(open_answer(back).body).tensors[MASKED].numpy()
         for asked, back in stage.came
         if isinstance(asked, Order)
     ]
@@ -149,7 +149,7 @@ def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared
 
 def test_every_byte_that_travels_is_counted(built: Prepared, tmp_path: Path) -> None:
     federation, stage = securing.secured(built, tmp_path)
-    result = federation.play(federation.begin())
+    result = federation.run_round(federation.begin())
     for direction, parcels in (("down", stage.sent), ("up", stage.came)):
         for id in ALL:
             own = [(asked, parcel) for asked, parcel in parcels if asked.to == id]
@@ -171,7 +171,7 @@ def changed(change: Any) -> securing.Spoil:
         if not isinstance(asked, Order) or asked.to != "south":
             return back
         answer = open_answer(back)
-        return replace(answer, body=wire.encode(change(wire.decode(answer.body)))).parcel()
+        return replace(answer, body=serialization.encode(change(serialization.decode(answer.body)))).parcel()
 
     return spoil
 
@@ -194,12 +194,12 @@ def vector_of(message: Message) -> torch.Tensor:
 def test_a_vector_that_does_not_fit_is_left_out(change: Any, why: str, built: Prepared, tmp_path: Path) -> None:
     federation, _ = securing.secured(built, tmp_path, spoil=changed(change))
     begin = federation.begin()
-    result = federation.play(begin)
+    result = federation.run_round(begin)
     hidden = reduced(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    securing.among(built.federation, *OTHERS).play(begin)
+    securing.among(built.federation, *OTHERS).run_round(begin)
     securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, OTHERS))
 
 
@@ -209,9 +209,9 @@ def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> N
     federation, stage = securing.secured(built, tmp_path, spoil=spoil, retries=0)
     begin = federation.begin()
     with pytest.raises(FedspanError, match=r"a mean with a norm of .*, above federation\.secure\.clip"):
-        federation.play(begin)
+        federation.run_round(begin)
     stage.spoil = securing.good
-    assert not federation.play(begin).failures
+    assert not federation.run_round(begin).failures
 
 
 def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
 
     lose = securing.gone_at("train", "south", attempts=1)
     federation, _ = securing.secured(built, tmp_path, lose=lose, spoil=spoil)
-    result = federation.play(federation.begin())
+    result = federation.run_round(federation.begin())
     assert any("not of its key" in one.reason or "a norm of" in one.reason for one in result.failures)
     assert set(result.progress.held) == set(ALL)
 
@@ -236,7 +236,7 @@ def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path)
     clip = 1e-3
     federation, _ = securing.secured(built, tmp_path, settings=SecureSettings(clip=clip))
     begin = federation.begin()
-    federation.play(begin)
+    federation.run_round(begin)
     mean = reduced(federation).mean
     moved = torch.cat([(value.double() - begin.state.tensors[name].double()).flatten() for name, value in mean.items()])
     assert clip / 5 < float(moved.norm()) <= clip * 1.01
@@ -272,12 +272,12 @@ def test_a_client_whose_reply_has_no_place_in_the_sum_says_so_and_drops_out(
     spoilt = Spoilt(inner=built.federation.method, change=change)
     federation, _ = securing.secured(built, tmp_path, method=spoilt)
     begin = federation.begin()
-    result = federation.play(begin)
+    result = federation.run_round(begin)
     hidden = reduced(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    securing.among(built.federation, *OTHERS).play(begin)
+    securing.among(built.federation, *OTHERS).run_round(begin)
     securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, OTHERS))
 
 
@@ -289,12 +289,12 @@ def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Pre
 
     method = Counting(inner=built.federation.method)
     federation, stage = securing.secured(
-        replace(built, federation=Federation(
+        replace(built, federation=simulate(
             method, built.engine, built.federation.members, built.federation.examples, built.federation.settings
         )), tmp_path
     )  # fmt: skip
     with pytest.raises(FedspanError, match=r"federation\.secure: .*do not sum.*model\.extras"):
-        federation.play(federation.begin())
+        federation.run_round(federation.begin())
     assert not stage.asked
 
 
@@ -302,7 +302,7 @@ def test_two_clients_are_too_few_to_hide_among(prepared: Prepared, tiny_folder: 
     made = tiny.variant(prepared, tiny.config(tiny_folder, federation={"clients_per_round": 2}))
     federation, stage = securing.secured(made, tmp_path)
     with pytest.raises(FedspanError, match="at least 3 clients in a round"):
-        federation.play(federation.begin())
+        federation.run_round(federation.begin())
     assert not stage.asked
 
 
@@ -311,7 +311,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     lose = securing.gone_at("train", "south")
     federation, stage = securing.secured(built, tmp_path, lose=lose, least=4, retries=0)
     with pytest.raises(FedspanError, match=r"limits\.secure_clients: 3; at least 4"):
-        federation.play(federation.begin())
+        federation.run_round(federation.begin())
     given = [
         UnmaskAnswer.model_validate_json(back.header).shares for asked, back in stage.came if asked.task == "unmask"
     ]
@@ -323,14 +323,14 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(
 ) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
     federation, _ = securing.secured(tiny.variant(prepared, config), tmp_path)
-    progress = federation.play(federation.begin()).progress
+    progress = federation.run_round(federation.begin()).progress
     damaged = next(path for path in tmp_path.rglob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    result = federation.play(progress)
+    result = federation.run_round(progress)
     (failure,) = result.failures
     assert "client memory" in failure.reason
     assert failure.client not in result.progress.held
-    after = federation.play(result.progress)
+    after = federation.run_round(result.progress)
     assert not after.failures
     assert set(after.progress.held.values()) == {2}
 
@@ -339,7 +339,7 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
     built: Prepared, tmp_path: Path
 ) -> None:
     federation, stage = securing.secured(built, tmp_path)
-    progress = federation.play(federation.begin()).progress
+    progress = federation.run_round(federation.begin()).progress
     order = next(asked for asked, _ in stage.sent if isinstance(asked, Order))
     participant = stage.make(order.to)
     with pytest.raises(FedspanError, match=r"federation\.secure: None; a session"):

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedspan.core.base import BasePatch, BaseUpdate, Delta, Increment, apply_patch
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import Message, ServerState
-from fedspan.engines.wire import decode, decode_state, encode, encode_state, payload_size
+from fedspan.federation.serialization import decode, decode_state, encode, encode_state, payload_size
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),

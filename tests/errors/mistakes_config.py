@@ -8,7 +8,7 @@ from typing import Any
 from world import Mistake, World
 
 from fedspan.config import load_config, override, parse_config
-from fedspan.runs.build import choose_device
+from fedspan.runs.setup import choose_device
 
 
 def _parse(**changes: Any) -> Callable[[World], object]:
@@ -44,7 +44,7 @@ def _no_config(world: World) -> None:
 
 
 def _unknown_method(world: World) -> None:
-    from fedspan.cli.show import methods
+    from fedspan.cli.methods import methods
 
     methods("fedsa")
 
@@ -56,9 +56,9 @@ def _unknown_dataset(world: World) -> None:
 
 
 def _secure_here(world: World) -> None:
-    from fedspan import api
+    import fedspan
 
-    api.run({"data": {"train": "train.csv"}, "federation": {"secure": {}}}, world.folder / "run")
+    fedspan.run({"data": {"train": "train.csv"}, "federation": {"secure": {}}}, world.folder / "run")
 
 
 FILES = [

@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image
 from world import Mistake, World, cut, edit_json
 
+import fedspan
 import tiny_images
-from fedspan import api
 from fedspan.config import parse_config
-from fedspan.runs.build import prepare
+from fedspan.runs.setup import prepare
 
 TASK = "image-classification"
 
@@ -98,17 +98,17 @@ def _no_processor(world: World) -> None:
 
 def _narrow(world: World) -> None:
     made = prepare(tiny_images.config(world.images, "resnet", model={"image_size": 8}, training={"batch_size": 1}))
-    made.federation.play(made.federation.begin())
+    made.federation.run_round(made.federation.begin())
 
 
 def _predict(*given: Any) -> Callable[[World], object]:
-    return lambda world: api.predict(world.run("seeing"), given)
+    return lambda world: fedspan.predict(world.run("seeing"), given)
 
 
 def _notes(world: World) -> None:
-    folder = api.export(world.run("seeing"), world.folder / "adapter")
+    folder = fedspan.export(world.run("seeing"), world.folder / "adapter")
     edit_json(folder / "fedspan.json", image_size=-3)
-    api.predict(folder, ["x.png"])
+    fedspan.predict(folder, ["x.png"])
 
 
 def _texts(world: World) -> None:

@@ -53,7 +53,7 @@ def _plain_tokenizer(folder: Path) -> None:
 
 def _no_template(world: World) -> None:
     from fedspan.config import parse_config
-    from fedspan.runs.build import prepare
+    from fedspan.runs.setup import prepare
 
     world.model(_plain_tokenizer, "llama-lm")
     import tiny_decoders

@@ -10,7 +10,7 @@ from unittest import mock
 
 from world import Mistake, World, cut, edit_json, flip
 
-from fedspan import api
+import fedspan
 from fedspan.runs.folder import RunFolder
 
 CHECKPOINT = Path("checkpoints") / "round-00001"
@@ -30,26 +30,26 @@ def _config(old: str, new: str) -> Callable[[World], object]:
 
 
 def _run_into(name: str) -> Callable[[World], object]:
-    return lambda world: api.run(world.values(), name)
+    return lambda world: fedspan.run(world.values(), name)
 
 
 def _taken(world: World) -> None:
     world.file("taken/thesis.tex", "x")
-    api.run(world.values(), world.folder / "taken")
+    fedspan.run(world.values(), world.folder / "taken")
 
 
 def _locked(world: World) -> None:
     folder = world.run("stopped")
     with RunFolder.resume(folder):
-        api.resume(folder)
+        fedspan.resume(folder)
 
 
 def _holds_run(world: World) -> None:
-    api.run(world.values(), world.run())
+    fedspan.run(world.values(), world.run())
 
 
 def _other_config(world: World) -> None:
-    api.run(world.values(federation={"rounds": 9}), world.run("stopped"), resume=True)
+    fedspan.run(world.values(federation={"rounds": 9}), world.run("stopped"), resume=True)
 
 
 def _other_data(world: World) -> None:
@@ -58,7 +58,7 @@ def _other_data(world: World) -> None:
     shorter = world.file("corpus.csv", "".join(corpus.read_text().splitlines(keepends=True)[:-20]))
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace(str(corpus), str(world.folder / shorter)))
-    api.resume(folder)
+    fedspan.resume(folder)
 
 
 def refusing(code: int, after: int = 0) -> Callable[..., object]:
@@ -81,7 +81,7 @@ def _full(after: int) -> Callable[[World], object]:
     def provoke(world: World) -> None:
         values = world.values(federation={"rounds": 1})
         with mock.patch("os.write", refusing(errno.ENOSPC, after)(os.write)):
-            api.run(values, world.folder / "run")
+            fedspan.run(values, world.folder / "run")
 
     return provoke
 
@@ -89,35 +89,35 @@ def _full(after: int) -> Callable[[World], object]:
 def _full_at_export(world: World) -> None:
     folder = world.run("stopped")
     with mock.patch.object(Path, "write_bytes", refusing(errno.ENOSPC)(Path.write_bytes)):
-        api.resume(folder)
+        fedspan.resume(folder)
 
 
 def _full_copy(world: World) -> None:
     folder = world.run()
     with mock.patch("shutil.copytree", refusing(errno.ENOSPC)(os.write)):
-        api.export(folder, world.folder / "out")
+        fedspan.export(folder, world.folder / "out")
 
 
 def _full_merge(world: World) -> None:
     folder = world.export()
     out = world.folder / "merged"
     with mock.patch("transformers.PreTrainedModel.save_pretrained", refusing(errno.ENOSPC)(os.write)):
-        api.export(folder, out, "merged")
+        fedspan.export(folder, out, "merged")
 
 
 def _read_only(world: World) -> None:
     values = world.values()
     with mock.patch.object(Path, "mkdir", refusing(errno.EROFS)(Path.mkdir)):
-        api.run(values, world.folder / "run")
+        fedspan.run(values, world.folder / "run")
 
 
 def _below_file(world: World) -> None:
     world.file("notes", "x")
-    api.run(world.values(), world.folder / "notes" / "run")
+    fedspan.run(world.values(), world.folder / "notes" / "run")
 
 
 def _picture(world: World) -> None:
-    from fedspan.cli.show import partition
+    from fedspan.cli.methods import partition
 
     partition(
         Path(world.file("my.yaml", "data: {train: train.csv}\npartition: {clients: 2}\n")),
@@ -134,8 +134,8 @@ FOLDERS = [
     Mistake("is-file", "The folder is a file.", "run folder", _run_into("train.csv")),
     Mistake("holds-run", "The folder holds a run.", "run folder", _holds_run),
     Mistake("name-too-long", "The name is too long for the disk.", "run folder", _run_into("x" * 300)),
-    Mistake("no-run", "Nothing to go on with.", "run folder", lambda world: api.resume("nothing")),
-    Mistake("long-resume", "Nothing can have such a name.", "run folder", lambda world: api.resume("x" * 300)),
+    Mistake("no-run", "Nothing to go on with.", "run folder", lambda world: fedspan.resume("nothing")),
+    Mistake("long-resume", "Nothing can have such a name.", "run folder", lambda world: fedspan.resume("x" * 300)),
     Mistake("locked", "Another process works on the run.", "run folder", _locked),
     Mistake("other-config", "Another config than the run's.", "config", _other_config),
     Mistake("config-yaml", "config.yaml is no YAML any more.", "config", _config("seed: 3", "seed: ["), "valid YAML ("),

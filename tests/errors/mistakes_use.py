@@ -8,18 +8,18 @@ from typing import Any
 
 from world import Mistake, World, cut, edit_json
 
-from fedspan import api
+import fedspan
 
 
 def _predict(client: str | None = None, kind: str = "finished") -> Callable[[World], object]:
-    return lambda world: api.predict(world.run(kind), ["word1"], client)
+    return lambda world: fedspan.predict(world.run(kind), ["word1"], client)
 
 
 def _exported(change: Callable[[Path], object]) -> Callable[[World], object]:
     def provoke(world: World) -> None:
         folder = world.export()
         change(folder)
-        api.predict(folder, ["word1"])
+        fedspan.predict(folder, ["word1"])
 
     return provoke
 
@@ -32,32 +32,32 @@ def _report(**changes: Any) -> Callable[[World], object]:
     def provoke(world: World) -> None:
         folder = world.run()
         edit_json(folder / "report.json", **changes)
-        api.predict(folder, ["word1"])
+        fedspan.predict(folder, ["word1"])
 
     return provoke
 
 
 def _export(kind: str = "finished", out: str = "out", **options: Any) -> Callable[[World], object]:
-    return lambda world: api.export(world.run(kind), out, **options)
+    return lambda world: fedspan.export(world.run(kind), out, **options)
 
 
 def _evaluate(content: str | None = None, kind: str = "finished", **options: Any) -> Callable[[World], object]:
     def provoke(world: World) -> None:
         if content is not None:
             options["data"] = world.file("new.csv", content)
-        api.evaluate(world.run(kind), **options)
+        fedspan.evaluate(world.run(kind), **options)
 
     return provoke
 
 
 def _cli(*texts: str, **options: Any) -> Callable[[World], object]:
-    from fedspan.cli.use import predict
+    from fedspan.cli.trained_model import predict
 
     return lambda world: predict(Path("run"), list(texts), **options)
 
 
 def _file(content: str | bytes) -> Callable[[World], object]:
-    from fedspan.cli.use import predict
+    from fedspan.cli.trained_model import predict
 
     return lambda world: predict(Path("run"), file=Path(world.file("texts.txt", content)))
 
@@ -67,21 +67,21 @@ def _other_labels(world: World) -> None:
     config, corpus = folder / "config.yaml", str(world.tiny / "corpus.csv")
     world.file("two.csv", "text,label\n" + "word1,a\nword2,b\n" * 9)
     config.write_text(config.read_text().replace(corpus, "two.csv"))
-    api.evaluate(folder)
+    fedspan.evaluate(folder)
 
 
 def _merged_adapter(world: World) -> None:
-    merged = api.export(world.run(), world.folder / "merged", "merged")
-    api.export(merged, world.folder / "out")
+    merged = fedspan.export(world.run(), world.folder / "merged", "merged")
+    fedspan.export(merged, world.folder / "out")
 
 
 FEDSPAN = "FOLDER/adapter/fedspan.json"
 USING = [
-    Mistake("nothing", "No such folder.", "folder", lambda world: api.predict("nothing", ["word1"])),
-    Mistake("too-long", "Nothing can have such a name.", "folder", lambda world: api.predict("x" * 300, ["word1"])),
-    Mistake("no-model", "A folder without a model.", "folder", lambda world: api.predict(world.folder, ["word1"])),
+    Mistake("nothing", "No such folder.", "folder", lambda world: fedspan.predict("nothing", ["word1"])),
+    Mistake("too-long", "Nothing can have such a name.", "folder", lambda world: fedspan.predict("x" * 300, ["word1"])),
+    Mistake("no-model", "A folder without a model.", "folder", lambda world: fedspan.predict(world.folder, ["word1"])),
     Mistake("unfinished", "The run is not finished.", "run folder", _predict(kind="stopped")),
-    Mistake("report-without-run", "A report of no run.", "run folder", lambda world: api.read_report("nothing")),
+    Mistake("report-without-run", "A report of no run.", "run folder", lambda world: fedspan.read_report("nothing")),
     Mistake("client", "A client is misspelt.", "client", _predict("weast")),
     Mistake("whose", "Every client has a model, and none is named.", "client", _predict(kind="personal")),
     Mistake(
@@ -156,7 +156,7 @@ EXPORT = [
     Mistake("merged", "An adapter out of merged weights.", "form", _merged_adapter),
 ]
 EVALUATE = [
-    Mistake("no-data", "An exported model, without data.", "data", lambda world: api.evaluate(world.export())),
+    Mistake("no-data", "An exported model, without data.", "data", lambda world: fedspan.evaluate(world.export())),
     Mistake("data-missing", "The file is not there.", "data", _evaluate(data="no.csv")),
     Mistake("data-empty", "The file has no name.", "data", _evaluate(data="")),
     Mistake("data-text", "There is no column of texts.", "text", _evaluate("message,label\nword1,lab\n")),

@@ -18,15 +18,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from world import GOOD, World
 
-from fedspan.api.notes import facts_of, read_notes
-from fedspan.api.reports import read_report
 from fedspan.config import parse_config
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition
 from fedspan.models.export import read_adapter
-from fedspan.runs.build import prepare
-from fedspan.runs.packing import read_index
+from fedspan.runs.checkpoint_format import read_index
+from fedspan.runs.notes import facts_of, read_notes
+from fedspan.runs.results import read_report
+from fedspan.runs.setup import prepare
 
 TALKS = '{"talk": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9
 

@@ -14,16 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import fedspan
 import tiny
 import tiny_decoders
 import tiny_images
-from fedspan import api
 from fedspan.config import parse_config
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
 
 GOOD = "text,label\none,a\ntwo,b\nthree,a\nfour,b\nfive,a\nsix,b\n"
 QUESTIONS = '{"question": "a1 b2", "answer": "b1"}\n{"question": "c3", "answer": "d3"}\n'
@@ -158,26 +158,26 @@ class World:
     @cached_property
     def _finished(self) -> Path:
         folder = self.root / "finished-run"
-        api.run(self.values(federation={"rounds": 2}, evaluation={"batch_size": 64}), folder)
+        fedspan.run(self.values(federation={"rounds": 2}, evaluation={"batch_size": 64}), folder)
         return folder
 
     @cached_property
     def _personal(self) -> Path:
         folder = self.root / "personal-run"
-        api.run(self.values(federation={"rounds": 1}, method={"name": "fedsa-lora"}), folder)
+        fedspan.run(self.values(federation={"rounds": 1}, method={"name": "fedsa-lora"}), folder)
         return folder
 
     @cached_property
     def _answering(self) -> Path:
         folder = self.root / "answering-run"
         changes: dict[str, Any] = {"federation": {"rounds": 1}, "evaluation": {"generate": False}}
-        api.run(tiny_decoders.settings(self.tiny, **changes), folder)
+        fedspan.run(tiny_decoders.settings(self.tiny, **changes), folder)
         return folder
 
     @cached_property
     def _seeing(self) -> Path:
         folder = self.root / "seeing-run"
-        api.run(tiny_images.settings(self.images, federation={"rounds": 1}), folder)
+        fedspan.run(tiny_images.settings(self.images, federation={"rounds": 1}), folder)
         return folder
 
     def run(self, kind: str = "finished") -> Path:
@@ -193,13 +193,13 @@ class World:
 
     def export(self) -> Path:
         """The finished run's adapter, alone in a folder."""
-        return api.export(self.run(), self.folder / "adapter")
+        return fedspan.export(self.run(), self.folder / "adapter")
 
     def resume(self, change: Callable[[RunFolder], object]) -> object:
         """Go on with a stopped run in which something was changed."""
         folder = self.run("stopped")
         change(RunFolder(folder))
-        return api.resume(folder)
+        return fedspan.resume(folder)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedspan import api
+import fedspan
 
 pytestmark = pytest.mark.slow  # together they take minutes, so they are a step of their own in .ci/run
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -56,7 +57,7 @@ def test_ten_banks(tiny_folder: Path, tmp_path: Path) -> None:
     printed = played("ten_banks", out, *ENCODER, tiny_folder / "bert")
     rows = table(printed)
     for method in ("fedit", "rolora", "flora"):
-        report = api.read_report(out / f"{method}-seed0")
+        report = fedspan.read_report(out / f"{method}-seed0")
         assert len(report.by_client) == 10
         assert rows[method][0] == percent(report.scores["test"]["accuracy"])
         assert rows[method][2] == percent(report.scores["clients"]["worst"]["accuracy"])
@@ -73,7 +74,7 @@ def test_instruction_tuning(own: bool, decoders: Path, tmp_path: Path) -> None:
         given.write_text(json.dumps([{"instruction": row["question"], "output": row["answer"]} for row in rows]))
     more = () if own else ("--data", given)
     printed = played("instruction_tuning", out, "--model", decoders / "llama-lm", *more)
-    report = api.read_report(out / "run")
+    report = fedspan.read_report(out / "run")
     assert len(report.by_client) == 4
     assert not own or set(report.by_client) == {"sums", "capitals", "larger", "greetings"}
     assert f"round 1: held-out loss {report.scores['test']['loss']:.3f}" in printed
@@ -97,7 +98,7 @@ def test_vision_domains(tmp_path: Path) -> None:
     rows = table(printed)
     assert rows["method"] == ["chalk", "colours", "ink", "mean", "worst domain", "MB up"]
     for method in ("fedavg", "fedhm"):
-        report = api.read_report(out / method)
+        report = fedspan.read_report(out / method)
         *own, mean, worst, sent = rows[method]
         assert own == [percent(report.by_client[domain]["accuracy"]) for domain in ("chalk", "colours", "ink")]
         assert mean == percent(sum(scores["accuracy"] for scores in report.by_client.values()) / 3)
@@ -108,7 +109,7 @@ def test_vision_domains(tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
     # So that transformers knows the architecture.
-    import fedspan.models.resnet  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    importlib.import_module("fedspan.models.resnet")
 
     model = AutoModelForImageClassification.from_pretrained(out / "fedavg" / "adapter")
     assert sorted(model.config.label2id) == ["circle", "cross", "ring", "square", "triangle"]
@@ -117,7 +118,7 @@ def test_vision_domains(tmp_path: Path) -> None:
 def test_personalisation(tiny_folder: Path, tmp_path: Path) -> None:
     out, methods = tmp_path / "out", ("local-only", "fedit", "fedsa-lora", "pfedloru")
     printed = played("personalisation", out, *ENCODER, tiny_folder / "bert")
-    rows, reports = table(printed), {method: api.read_report(out / f"{method}-seed0") for method in methods}
+    rows, reports = table(printed), {method: fedspan.read_report(out / f"{method}-seed0") for method in methods}
     clients = [f"client-{number:02}" for number in range(10)]
     for client in clients:
         assert rows[client] == [percent(reports[method].by_client[client]["accuracy"]) for method in methods]
@@ -137,7 +138,7 @@ def test_differential_privacy(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
     out = tmp_path / "out"
     printed = played("differential_privacy", out, "--epsilon", "3", *ENCODER, tiny_folder / "bert")
-    plain, private = api.read_report(out / "plain"), api.read_report(out / "private")
+    plain, private = fedspan.read_report(out / "plain"), fedspan.read_report(out / "private")
     assert not plain.privacy
     assert 0 < private.privacy["epsilon"] <= 3
     assert f"epsilon {private.privacy['epsilon']:.3f} of 3 spent, at delta 0.0001" in printed
@@ -149,7 +150,7 @@ def test_own_method(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = played("own_method", out, *ENCODER, tiny_folder / "bert")
     for method in ("fedit", "slow-a"):
-        report = api.read_report(out / f"{method}-seed0")
+        report = fedspan.read_report(out / f"{method}-seed0")
         assert report.method == method
         assert f"{method}: held-out accuracy {report.scores['test']['accuracy']:.1%}" in printed
 
@@ -170,7 +171,7 @@ def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
     out, holders = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
     printed = played("three_machines", out, *ENCODER, tiny_folder / "bert")
-    report = api.read_report(out / "run")
+    report = fedspan.read_report(out / "run")
     assert set(report.by_client) == set(holders)
     assert not report.failures
     for holder in holders:

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedspan.core.values import Message
-from fedspan.engines import wire
-from fedspan.engines.parcels import Masking, Parcel, open_answer, open_order, read_header
-from fedspan.engines.secure_parcels import (
+from fedspan.deployment.handshake import Introduction, Invitation
+from fedspan.federation import serialization
+from fedspan.federation.protocol import Masking, Parcel, open_answer, open_order, read_header
+from fedspan.federation.secagg.messages import (
     KeysAnswer,
     KeysOrder,
     PhaseAnswer,
@@ -27,11 +28,10 @@ from fedspan.engines.secure_parcels import (
     UnmaskOrder,
     open_phase,
 )
-from fedspan.runs.meeting import Introduction, Invitation
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
-codec = pytest.importorskip("fedspan.flower.codec")
-objects = pytest.importorskip("fedspan.flower.objects")
+codec = pytest.importorskip("fedspan.transports.flower.codec")
+objects = pytest.importorskip("fedspan.transports.flower.objects")
 inflatable = pytest.importorskip("flwr.supercore.inflatable.inflatable_object")
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
@@ -55,8 +55,8 @@ def test_a_small_body_is_one_object_and_a_large_one_is_in_pieces(over: int, obje
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_messages_of_every_number_format_survive_to_the_bit(dtype: torch.dtype) -> None:
     value = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
-    sent = wire.encode(Message({"layer/A": value}, {"round": 3}))
-    back = wire.decode(codec.from_records(codec.to_records(Parcel("{}", sent))).body)
+    sent = serialization.encode(Message({"layer/A": value}, {"round": 3}))
+    back = serialization.decode(codec.from_records(codec.to_records(Parcel("{}", sent))).body)
     assert back.tensors["layer/A"].dtype == dtype
     assert torch.equal(back.tensors["layer/A"], value)
 

@@ -128,7 +128,7 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     process = submitted(made, plan, run)
     wait_for_round(run, 1, process)
     time.sleep(0.5)
-    subprocess.run(["pkill", "-KILL", "-f", f"fedspan.flower.superlink.*{made.port}"], check=True)
+    subprocess.run(["pkill", "-KILL", "-f", f"fedspan.transports.flower.superlink.*{made.port}"], check=True)
     finish(process, made)
     assert same(tmp_path / "clean", run)
 

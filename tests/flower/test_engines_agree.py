@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 from sites import SITES, local_values, run_values, site_files
 from stage import Deployment
 
-from fedspan import api
+import fedspan
 
 METHODS = ("fedit", "rolora", "flora", "fedsa-lora", "fedgalore", "florg")
 BOUND = {"fedgalore": 1e-3}
@@ -46,7 +46,7 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     def made(method: str, engine: str) -> tuple[dict[str, Any], Path]:
         values = run_values(tiny_folder, {"name": method, "r": 2})
         out = tmp_path / f"{method}-{engine}"
-        api.run(local_values(values, files["all"], {"name": engine}), out)
+        fedspan.run(local_values(values, files["all"], {"name": engine}), out)
         return values, out
 
     return files, made

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fedspan.cli import app
+from fedspan.deployment.status import name_run
 from fedspan.errors import FedspanError
-from fedspan.runs.standing import name_run
 
-servers = pytest.importorskip("fedspan.flower.server", reason="the extra fedspan[flower] is not installed")
+servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
 
 
 def test_a_name_that_the_certificate_is_not_good_for_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from fedspan.errors import FedspanError
 
-keys = pytest.importorskip("fedspan.flower.keys", reason="the extra fedspan[flower] is not installed")
+keys = pytest.importorskip("fedspan.transports.flower.keys", reason="the extra fedspan[flower] is not installed")
 
 
 def handshake(folder: Path, authority: Path, name: str) -> None:

@@ -19,7 +19,7 @@ from sites import SITES, local_values, run_values, site_files
 from stage import Deployment
 from test_deployment import finish, rounds, submitted, wait_for_round
 
-from fedspan import api
+import fedspan
 from fedspan.errors import FedspanError
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_flower_s_simulation_gives_the_plain_adapter(
     for kind, engine, federation in (("plain", "loop", {}), ("secure", "flower-sim", SECURE)):
         values = run_values(tiny_folder, options, federation=federation)
         found[kind] = tmp_path / kind
-        api.run(local_values(values, files["all"], {"name": engine}), found[kind])
+        fedspan.run(local_values(values, files["all"], {"name": engine}), found[kind])
     for path in sorted((found["plain"] / "adapter").rglob("*.safetensors")):
         mine, theirs = load_file(path), load_file(found["secure"] / path.relative_to(found["plain"]))
         limit = 1e-3 if method == "florg" else 1e-6  # of a Gram matrix' root
@@ -68,7 +68,7 @@ def test_flower_s_simulation_gives_the_plain_adapter(
 def test_one_process_that_sees_all_is_refused(files: dict[str, Path], tiny_folder: Path, tmp_path: Path) -> None:
     values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation=SECURE)
     with pytest.raises(FedspanError, match=r"federation\.secure: 'loop'; left out, or engine\.name: flower-sim"):
-        api.run(local_values(values, files["all"], {"name": "loop"}), tmp_path / "run")
+        fedspan.run(local_values(values, files["all"], {"name": "loop"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no
             **values,
             "federation": {key: value for key, value in values["federation"].items() if key != "secure"},
         }
-        api.run(local_values(open_values, files["all"], {"name": "loop"}), plain)
+        fedspan.run(local_values(open_values, files["all"], {"name": "loop"}), plain)
         config.write_text(yaml.safe_dump(values))
         run = tmp_path / "secure"
         finish(submitted(made, config, run), made)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-superlink = pytest.importorskip("fedspan.flower.superlink", reason="the extra fedspan[flower] is not installed")
+superlink = pytest.importorskip(
+    "fedspan.transports.flower.superlink", reason="the extra fedspan[flower] is not installed"
+)
 
 
 async def behind(scope: Any, receive: Any, send: Any) -> None:

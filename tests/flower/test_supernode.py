@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedspan.engines.parcels import Parcel
+from fedspan.federation.protocol import Parcel
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
@@ -17,8 +17,8 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.run import RunNotRunningException
 
-from fedspan.flower import supernode
-from fedspan.flower.codec import to_records
+from fedspan.transports.flower import supernode
+from fedspan.transports.flower.codec import to_records
 
 pytestmark = pytest.mark.usefixtures("identity")
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from fedspan.engines.asking import Orders
-from fedspan.engines.parcels import Parcel
+from fedspan.federation.orders import Orders
+from fedspan.federation.protocol import Parcel
 from transporting import exchanged
 
-transport = pytest.importorskip("fedspan.flower.transport", reason="the extra fedspan[flower] is not installed")
-codec = pytest.importorskip("fedspan.flower.codec")
+transport = pytest.importorskip(
+    "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
+)
+codec = pytest.importorskip("fedspan.transports.flower.codec")
 
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -111,7 +113,7 @@ def test_who_hangs_is_given_up_at_the_deadline() -> None:
 def test_no_more_of_a_reply_is_fetched_than_the_server_takes() -> None:
     from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
-    limited = pytest.importorskip("fedspan.flower.limited")
+    limited = pytest.importorskip("fedspan.transports.flower.limited")
     pulled: list[str] = []
 
     def pull(id: str) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from watching import Play, Played, method_config, play
 
-from fedspan.runs.build import Prepared
+from fedspan.runs.setup import Prepared
 
 
 @pytest.fixture(scope="session")

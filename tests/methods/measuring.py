@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 from watching import Played, Round
 
-from fedspan.engines.wire import encode
+from fedspan.federation.serialization import encode
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

@@ -14,7 +14,7 @@ from fedspan.core.method import scaling_of
 from fedspan.core.penalties import SlotProduct
 from fedspan.core.tensors import slots_of, tensor_name
 from fedspan.core.values import Client, LayerSpec, Message, Reduced, ServerState, Spec, StackItem
-from fedspan.engines.reduction import Reducer
+from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.hetlora import HetLoRA
 from toys.oracle import Pairs, pair_gradients
 from toys.problem import HEAD, LAYERS, Problem

@@ -12,10 +12,10 @@ from watching import Play, Played, Round, differences, method_config
 
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, is_extra, layer_of, slots_of, split_extras, tensor_name
-from fedspan.engines.reduction import Reducer
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 PERSONAL = [key for key, cls in METHODS.items() if cls.claims.personal]

@@ -20,14 +20,30 @@ from watching import Play, Played, Round, differences, snapshot
 import fedspan
 import tiny
 from fedspan import FedspanError
-from fedspan.api.measuring import measured
 from fedspan.cli.app import app
 from fedspan.config import parse_config
+from fedspan.diagnostics.measures import MEASURES, readings, values_of
+from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis, diagnose_round
+from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
+from fedspan.reproduction.measurement import measured
 from fedspan.runs import session
-from fedspan.runs.diagnosing import STEPS, Barrier, diagnosed
-from fedspan.runs.listener import Listener
-from fedspan.runs.measures import MEASURES, readings, values_of
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.setup import Prepared
+
+
+def diagnosed(prepared: Prepared, before: Progress, *, pairs: int, examples: int = 500) -> Diagnosis:
+    assert prepared.test is not None
+    return diagnose_round(
+        prepared.federation,
+        before,
+        prepared.test,
+        title="one",
+        seed=0,
+        batch_size=64,
+        pairs=pairs,
+        examples=examples,
+    )
 
 
 def learnt(run: Played, round: Round, layer: str) -> tuple[Tensor, Tensor]:

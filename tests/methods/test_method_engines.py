@@ -14,17 +14,17 @@ from watching import method_config
 
 import tiny
 from fedspan.core.values import Job, OptimizerState, Trained
-from fedspan.engines import worker
-from fedspan.engines.batched import BatchedEngine
-from fedspan.engines.engine import Engine
-from fedspan.engines.federation import Progress
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.settings import PrefixSettings
-from fedspan.engines.tuning import Wish
-from fedspan.engines.work import Assignment
+from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
+from fedspan.training import worker
+from fedspan.training.autotuning import Wish
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.engine import Engine
+from fedspan.training.jobs import Assignment
+from fedspan.training.loop import LoopEngine
+from fedspan.training.settings import PrefixSettings
 
 AT_ONCE = (1, 3, 8)
 ADAMW = {"fedgalore"}  # whatever the run's optimizer
@@ -63,10 +63,10 @@ def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | 
 
 
 def played(prepared: Prepared, engine: Engine) -> Progress:
-    prepared.federation.engine = engine
+    tiny.use_engine(prepared.federation, engine)
     progress = prepared.federation.begin()
     while progress.state.round < prepared.federation.settings.rounds:
-        progress = prepared.federation.play(progress).progress
+        progress = prepared.federation.run_round(progress).progress
     return progress
 
 

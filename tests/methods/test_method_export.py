@@ -15,11 +15,11 @@ from transformers import AutoModelForSequenceClassification
 from watching import method_config
 
 import tiny
-from fedspan.engines.federation import Progress
+from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared, prepare
-from fedspan.runs.exports import write_adapters
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.trained_models import write_adapters
 
 MODELS: Mapping[str, Mapping[str, object]] = {
     "bert": {},
@@ -73,7 +73,7 @@ def test_pretrained_weights_that_count_as_zero_are_gone_from_what_is_written(
     prepared = tiny.variant(loaded, config)
     progress = prepared.federation.begin()
     for _ in range(3):
-        progress = prepared.federation.play(progress).progress
+        progress = prepared.federation.run_round(progress).progress
     assert progress.state.base.rho == 0.0
     assert progress.state.base.total
     folder = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
@@ -95,7 +95,7 @@ def test_peft_gives_the_engine_s_logits(
     prepared = tiny.variant(loaded, config)
     begin = progress = prepared.federation.begin()
     for _ in range(2):
-        progress = prepared.federation.play(progress).progress
+        progress = prepared.federation.run_round(progress).progress
     folders = write_adapters(prepared, progress, RunFolder(tmp_path))
     personal = METHODS[key].claims.personal or name == "bert-local-head"
     assert set(folders) == (set(prepared.federation.members) if personal else {"global"})

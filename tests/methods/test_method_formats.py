@@ -10,7 +10,7 @@ from watching import method_config, play
 
 from fedspan.core.base import as_dense
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16"])

@@ -16,12 +16,13 @@ from watching import Play, differences, flat, method_config, snapshot
 import tiny
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.partition import Partition
-from fedspan.engines.federation import Federation, Progress
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
-from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
 
 
 def interrupted_config(folder: Path, key: str) -> RunConfig:
@@ -34,7 +35,7 @@ def uninterrupted(federation: Federation) -> list[Progress]:
     """The progress before the first round and after each."""
     steps = [federation.begin()]
     while steps[-1].state.round < federation.settings.rounds:
-        steps.append(federation.play(steps[-1]).progress)
+        steps.append(federation.run_round(steps[-1]).progress)
     return steps
 
 
@@ -63,7 +64,7 @@ def one_round_in_a_new_process(folder: Path) -> None:
     if kept is not None:
         held = {id: round for id, round in kept.held.items() if round is not None}
         progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
-    after = federation.play(progress).progress
+    after = federation.run_round(progress).progress
     checkpoint.save(run, Checkpoint(after.state, after.memories, after.held, after.optimizers))
 
 
@@ -113,9 +114,9 @@ def test_a_round_that_fails_midway_leaves_nothing_behind(
         with monkeypatch.context() as patch:
             patch.setattr(prepared.task, "loss", failing)
             with pytest.raises(_Unplugged):
-                federation.play(progress)
+                federation.run_round(progress)
         assert differences(before, flat(progress)) == []
-        progress = federation.play(progress).progress
+        progress = federation.run_round(progress).progress
         assert differences(progress, expected) == []
 
 
@@ -124,7 +125,7 @@ def test_a_round_played_twice_counts_once(key: str, played: Play) -> None:
     """Memories, moments and what clients hold advance from the progress that is given, not from the last call."""
     run = played(key)
     for round in run.rounds[-2:]:
-        again = run.federation.play(round.before)
+        again = run.federation.run_round(round.before)
         assert differences(again.progress, round.after) == []
         assert again.transfers == round.result.transfers
         assert again.loss == round.result.loss
@@ -134,7 +135,7 @@ def test_a_failed_round_leaves_no_dropout_in_the_model(
     tiny_folder: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tiny.variant(prepared, tiny.config(tiny_folder, training={"lora_dropout": 0.5}))
-    progress = made.federation.play(made.federation.begin()).progress
+    progress = made.federation.run_round(made.federation.begin()).progress
     indices = made.federation.members["west"].train
 
     def predictions() -> Tensor:
@@ -147,5 +148,5 @@ def test_a_failed_round_leaves_no_dropout_in_the_model(
     with monkeypatch.context() as patch:
         patch.setattr(made.task, "loss", failing)
         with pytest.raises(_Unplugged):
-            made.federation.play(progress)
+            made.federation.run_round(progress)
     assert torch.equal(predictions(), before)

@@ -18,13 +18,13 @@ from watching import Play, Played, differences, method_config, play
 import tiny
 import tiny_convolutions
 from fedspan.config import RunConfig, parse_config
-from fedspan.engines.federation import Progress
+from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
-from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.checkpoint import Checkpoint
-from fedspan.runs.exports import write_adapters
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.trained_models import write_adapters
 
 KINDS = ("convolution", "embedding")
 SHAPES = {
@@ -161,7 +161,7 @@ def test_resumed_after_a_round_it_ends_with_the_same_bits(
     progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
     federation = tiny.variant(loaded[kind], layers_config(folder, kind, key)).federation
     for expected in rest:
-        progress = federation.play(progress).progress
+        progress = federation.run_round(progress).progress
         assert differences(progress, expected) == []
 
 

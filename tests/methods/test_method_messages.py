@@ -16,9 +16,9 @@ from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory
 from fedspan.core.tensors import Tensors, extra_name, split_extras
 from fedspan.core.values import Job
-from fedspan.engines.wire import decode, encode
+from fedspan.federation.serialization import decode, encode
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared
+from fedspan.runs.setup import Prepared
 
 POLICIES = ("average", "local", "frozen")
 HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous_ranks]
@@ -143,7 +143,7 @@ def test_the_extras_learning_rate_is_a_multiple(tiny_folder: Path, prepared: Pre
         config = method_config(tiny_folder, "fedit", training=training, model={"extras_lr_scale": scale})
         federation = tiny.variant(prepared, config).federation
         before = federation.begin()
-        after = federation.play(before).progress.state.tensors
+        after = federation.run_round(before).progress.state.tensors
         moved.append({name: after[name] - value for name, value in before.state.tensors.items()})
     for name, once in moved[0].items():
         factor = 3.0 if name.startswith("extras/") else 1.0

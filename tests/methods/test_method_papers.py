@@ -17,10 +17,10 @@ from fedspan.core.base import as_dense
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import split_extras, tensor_name
 from fedspan.core.values import Message
-from fedspan.engines.batching import training_batches
-from fedspan.engines.federation import Federation
-from fedspan.engines.settings import RoundSettings
-from fedspan.runs.build import Prepared
+from fedspan.federation.settings import RoundSettings
+from fedspan.runs.setup import Prepared
+from fedspan.training.batching import training_batches
+from fedspan.transports.in_process import simulate
 
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
 
@@ -191,7 +191,7 @@ def test_fedit_of_one_client_is_plain_training_of_a_peft_model(
     training = {"optimizer": optimizer, "lr": 0.05, **options}
     made = tiny.variant(prepared, method_config(tiny_folder, "fedit", training=training, federation={"rounds": 3}))
     member = made.federation.members["north"]
-    federation = Federation(made.federation.method, made.engine, [member], made.train, RoundSettings(3))
+    federation = simulate(made.federation.method, made.engine, [member], made.train, RoundSettings(3))
     progress = begin = federation.begin()
     lora = LoraConfig(r=3, lora_alpha=6, target_modules=tiny.BERT, modules_to_save=["classifier"], task_type="SEQ_CLS")
     model = get_peft_model(tiny.fresh_classifier(tiny_folder / "bert"), lora)
@@ -204,7 +204,7 @@ def test_fedit_of_one_client_is_plain_training_of_a_peft_model(
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
     theirs = kind(mine.values(), lr=0.05, weight_decay=0.1, **options)
     for round in range(3):
-        progress = federation.play(progress).progress
+        progress = federation.run_round(progress).progress
         loop(model, theirs, batches(made, "north", round))
         for name, parameter in mine.items():
             found, moved = progress.state.tensors[name], parameter.detach()
@@ -224,7 +224,7 @@ def test_fedavg_is_full_fine_tuning_of_the_target_weights(tiny_folder: Path, pre
     """Against a loop over models loaded anew with ``torch.optim.SGD``, averaged by examples: 1e-6."""
     made = tiny.variant(prepared, method_config(tiny_folder, "fedavg", training=SGD, federation={"rounds": 1}))
     begin = made.federation.begin()
-    result = made.federation.play(begin)
+    result = made.federation.run_round(begin)
     ours = {f"{layer.name}.weight": tensor_name(layer.name, "W") for layer in made.engine.adapted.spec.layers}
     ours |= {path: f"extras/{path}" for path in made.engine.adapted.extras}
     examples = {id: len(made.federation.members[id].train) for id in result.cohort}

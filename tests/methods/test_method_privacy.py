@@ -16,17 +16,17 @@ from test_method_remote import remote
 
 import tiny
 from fedspan.core.values import Trained
-from fedspan.engines.batched import BatchedEngine
-from fedspan.engines.federation import Progress, RoundResult
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.privacy import client_noise, order_charges, sampling_rate
-from fedspan.engines.tuning import Wish
-from fedspan.engines.wire import encode_state
-from fedspan.engines.work import Assignment
 from fedspan.errors import FedspanError
+from fedspan.federation.privacy import client_noise, order_charges, sampling_rate
+from fedspan.federation.progress import Progress, RoundResult
+from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared
+from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples
+from fedspan.training.autotuning import Wish
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.jobs import Assignment
+from fedspan.training.loop import LoopEngine
 
 GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""
@@ -81,7 +81,7 @@ def tiny_spec() -> Any:
 def played(run: Any, rounds: int = 2) -> tuple[list[RoundResult], Progress]:
     progress, results = run.begin(), []
     for _ in range(rounds):
-        results.append(run.play(progress))
+        results.append(run.run_round(progress))
         progress = results[-1].progress
     return results, progress
 
@@ -99,7 +99,7 @@ def test_a_mechanism_fits_or_is_refused_with_the_reason(
     assert isinstance(here.engine, Counting)
     if mechanism == "dp-sgd" and key in GRADIENTS:
         with pytest.raises(FedspanError, match="raw gradients"):
-            here.federation.play(here.federation.begin())
+            here.federation.run_round(here.federation.begin())
         return
     rounds = 2 if key in REMOTE else 1
     mine, progress = played(here.federation, rounds)
@@ -145,7 +145,7 @@ def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_fo
     run = tiny.variant(prepared, settings(tiny_folder, key, mechanism, training={"optimizer": "sgd", "lr": 0.1}))
     _, by_loop = played(run.federation)
     parts = (run.engine.adapted, run.task, run.engine.settings, run.engine.seed)
-    run.federation.engine = BatchedEngine(*parts, Wish(3, 1))
+    tiny.use_engine(run.federation, BatchedEngine(*parts, Wish(3, 1)))
     _, batched = played(run.federation)
     for name, value in by_loop.state.tensors.items():
         other = batched.state.tensors[name]
@@ -159,11 +159,11 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
 ) -> None:
     if not fits(key, "local"):
         pytest.skip("refused, as the other test measures")
+    from fedspan.clients import host
     from fedspan.core.tensors import norm as norm_of
-    from fedspan.engines import federation
 
     found: list[tuple[float, float]] = []
-    genuine = federation.protected
+    genuine = host.protected
 
     def watched(privacy: Any, started: Any, client: Any, reply: Any, round: int) -> Any:
         made = genuine(privacy, started, client, reply, round)
@@ -172,7 +172,7 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
         found.append((norm_of(change), norm_of(raw)))
         return made
 
-    monkeypatch.setattr(federation, "protected", watched)
+    monkeypatch.setattr(host, "protected", watched)
     run = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=1e-9))
     played(run.federation)
     assert found

@@ -10,17 +10,17 @@ import pytest
 from watching import method_config
 
 import tiny
-from fedspan.engines.federation import Federation
-from fedspan.engines.host import Host, refused
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.parcels import Parcel, open_order
-from fedspan.engines.remote_evaluation import RemoteEvaluator
-from fedspan.engines.screening import ReplyRules
-from fedspan.engines.wire import encode_state
+from fedspan.clients.host import Host, refused
+from fedspan.clients.store import DiskKeeper
 from fedspan.errors import FedspanError
+from fedspan.federation.evaluation_exchange import RemoteEvaluator
+from fedspan.federation.federation import Federation
+from fedspan.federation.protocol import Parcel, open_order
+from fedspan.federation.serialization import encode_state
+from fedspan.federation.validation import ReplyRules
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared
-from fedspan.runs.keeping import DiskKeeper
+from fedspan.runs.setup import Prepared
+from fedspan.training.loop import LoopEngine
 from transporting import Replies, ReplyingTransport
 
 
@@ -64,7 +64,7 @@ def test_rounds_between_machines_have_the_bits_of_those_on_one(
     there = remote(here, tmp_path)
     progress, other = here.federation.begin(), there.begin()
     for _ in range(there.settings.rounds):
-        result, got = here.federation.play(progress), there.play(other)
+        result, got = here.federation.run_round(progress), there.run_round(other)
         progress, other = result.progress, got.progress
         assert not got.failures
         assert encode_state(progress.state) == encode_state(other.state)

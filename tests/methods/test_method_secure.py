@@ -16,10 +16,10 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 import securing
 import tiny
 from fedspan.config import parse_config
-from fedspan.engines.settings import SecureSettings
 from fedspan.errors import FedspanError
+from fedspan.federation.settings import SecureSettings
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared
+from fedspan.runs.setup import Prepared
 
 SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
 STACKS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "stack")
@@ -60,9 +60,9 @@ def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_fol
     assert isinstance(notes, securing.Noted)
     progress = here.federation.begin()
     for _ in range(here.federation.settings.rounds):
-        result = there.play(replace(progress, memories={}, optimizers={}))
+        result = there.run_round(replace(progress, memories={}, optimizers={}))
         hidden = notes.reduced[-1]
-        plain = here.federation.play(progress)
+        plain = here.federation.run_round(progress)
         assert not result.failures
         assert result.cohort == plain.cohort
         assert result.progress.held == plain.progress.held
@@ -88,10 +88,10 @@ def test_a_round_without_one_client_is_that_of_the_others(
     notes = here.federation.method
     assert isinstance(notes, securing.Noted)
     begin = there.begin()
-    result = there.play(begin)
+    result = there.run_round(begin)
     hidden = notes.reduced[-1]
     left = all if phase == "unmask" else tuple(id for id in all if id != "south")
-    plain = securing.among(here.federation, *left).play(begin)
+    plain = securing.among(here.federation, *left).run_round(begin)
     securing.require_same_round(result, plain)
     securing.require_close(hidden.mean, notes.reduced[-1].mean, securing.bound(there, all, left))
 

@@ -29,9 +29,10 @@ from fedspan.core.values import (
     ServerState,
     Trained,
 )
-from fedspan.engines.federation import Federation, Progress, RoundResult
-from fedspan.engines.loop import LoopEngine
-from fedspan.runs.build import Prepared
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress, RoundResult
+from fedspan.runs.setup import Prepared
+from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.wrapper import Wrapper
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -272,7 +273,7 @@ def play(prepared: Prepared, config: RunConfig) -> Played:
         method.calls.clear()
         engine.trained.clear()
         before = snapshot(progress)
-        result = made.federation.play(progress)
+        result = made.federation.run_round(progress)
         rounds.append(Round(progress, result, tuple(method.calls), tuple(engine.trained)))
         written += [f"play{path}" for path in differences(before, flat(progress))]
         progress = result.progress

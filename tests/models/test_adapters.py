@@ -18,9 +18,9 @@ from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import count
 from fedspan.errors import FedspanError
 from fedspan.models.export import layer_updates, read_adapter
-from fedspan.runs.build import Prepared, prepare
-from fedspan.runs.exports import write_adapters
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.trained_models import write_adapters
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"r": 3, "lora_alpha": 5}),
@@ -71,7 +71,7 @@ def test_round_0_is_the_adapter_and_the_export_includes_it(
     progress = made.federation.begin()
     first = engine_logits(made, progress)
     assert torch.allclose(first, logits(made, theirs), rtol=0, atol=1e-5)
-    progress = made.federation.play(progress).progress
+    progress = made.federation.run_round(progress).progress
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     back = PeftModel.from_pretrained(tiny.fresh_classifier(tiny_folder / kind), str(folder)).eval()
     expected = engine_logits(made, progress)

@@ -12,13 +12,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import fedspan
 import tiny_decoders
-from fedspan import api
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared, prepare
-from fedspan.runs.exports import write_adapters
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.trained_models import write_adapters
 
 families = pytest.mark.parametrize("family", tiny_decoders.FAMILIES)
 
@@ -32,7 +32,7 @@ def exported(prepared: Prepared, tmp_path: Path, auto: Any, **options: Any) -> t
     """After two rounds: PEFT's model, and logits of both on one padded batch."""
     progress = prepared.federation.begin()
     for _ in range(2):
-        progress = prepared.federation.play(progress).progress
+        progress = prepared.federation.run_round(progress).progress
     adapter = write_adapters(prepared, progress, RunFolder(tmp_path))["global"]
     base = auto.from_pretrained(prepared.config.model.name, attn_implementation="eager", **options)
     base.config.pad_token_id = prepared.task.tokenizer.pad_token_id
@@ -84,7 +84,7 @@ def test_a_run_of_a_language_model_from_config_to_answers(family: str, decoders:
     """Loss falls, the best round has the least, and an exported model answers as the run's report says."""
     changes = {"federation": {"rounds": 4}, "training": {"lr": 0.02, "local_steps": None, "batch_size": 8}}
     values = {**tiny_decoders.settings(decoders, family, **changes), "baselines": ["centralised"]}
-    report = api.run(values, tmp_path / "run")
+    report = fedspan.run(values, tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line)["validation"]["loss"] for line in lines]
     assert (report.task, report.metric) == ("causal-lm", "loss")
@@ -97,14 +97,14 @@ def test_a_run_of_a_language_model_from_config_to_answers(family: str, decoders:
         "token_accuracy",
         "worst",
     }
-    measured = api.evaluate(tmp_path / "run")
+    measured = fedspan.evaluate(tmp_path / "run")
     for name, value in report.scores["test"].items():
         assert measured[name] == pytest.approx(value, rel=1e-4)
     questions = [row["text"].removeprefix("Q: ").removesuffix(" A:") for row in report.examples]
-    assert api.predict(tmp_path / "run", questions) == [row["prediction"] for row in report.examples]
-    merged = api.export(tmp_path / "run", tmp_path / "merged", "merged")
-    assert api.predict(merged, questions) == [row["prediction"] for row in report.examples]
-    assert api.evaluate(merged, data=decoders / "questions.jsonl", generate=False)["examples"] == 100
+    assert fedspan.predict(tmp_path / "run", questions) == [row["prediction"] for row in report.examples]
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", "merged")
+    assert fedspan.predict(merged, questions) == [row["prediction"] for row in report.examples]
+    assert fedspan.evaluate(merged, data=decoders / "questions.jsonl", generate=False)["examples"] == 100
 
 
 def test_an_encoder_is_no_language_model(tiny_folder: Path, decoders: Path) -> None:

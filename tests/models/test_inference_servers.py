@@ -12,8 +12,8 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
+import fedspan
 import tiny_decoders
-from fedspan import api
 
 
 @pytest.fixture(scope="module", params=["fedit", "flora", "fedex-lora", "flexlora", "fedloru", "rolora"])
@@ -27,7 +27,7 @@ def adapter(request: pytest.FixtureRequest, decoders: Path, tmp_path_factory: py
     if request.param in ("flora", "flexlora"):
         changes["federation"] |= {"ranks": [1, 3]}
     folder = tmp_path_factory.mktemp("served") / "run"
-    api.run(tiny_decoders.settings(decoders, "llama", **changes), folder)
+    fedspan.run(tiny_decoders.settings(decoders, "llama", **changes), folder)
     return folder / "adapter"
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import fedspan
 import tiny_decoders
-from fedspan import api
 from fedspan.config import parse_config
 from fedspan.core.base import as_dense
 from fedspan.errors import FedspanError
 from fedspan.models import quantized
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 
 pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
 kinds = pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -71,7 +71,7 @@ def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders
     before, progress, losses = stored(made), made.federation.begin(), list[float]()
     assert len(before) == 14  # all linear layers of both blocks, none of the embeddings and the head
     for _ in range(3):
-        result = made.federation.play(progress)
+        result = made.federation.run_round(progress)
         progress = result.progress
         losses.append(result.loss)
         made.evaluator.clients(progress)
@@ -88,7 +88,7 @@ def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_narrow_format_beside_a_quantised_base(kind: str, dtype: str, decoders: Path) -> None:
     made = prepare(parse_config(settings(decoders, kind, model={"dtype": dtype})))
-    result = made.federation.play(made.federation.begin())
+    result = made.federation.run_round(made.federation.begin())
     assert result.loss == pytest.approx(result.loss)  # not NaN
     assert all(value.dtype == torch.float32 for value in result.progress.state.tensors.values())
 
@@ -96,12 +96,12 @@ def test_a_narrow_format_beside_a_quantised_base(kind: str, dtype: str, decoders
 @kinds
 def test_a_run_and_its_export(kind: str, decoders: Path, tmp_path: Path) -> None:
     """PEFT on the same quantised base gives the report's numbers; merged, it is a plain model."""
-    report = api.run(settings(decoders, kind, federation={"rounds": 1}), tmp_path / "run")
+    report = fedspan.run(settings(decoders, kind, federation={"rounds": 1}), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "adapter" / "fedspan.json").read_text())["quantization"] == kind
-    measured = api.evaluate(tmp_path / "run", generate=False)
+    measured = fedspan.evaluate(tmp_path / "run", generate=False)
     assert measured["loss"] == pytest.approx(report.scores["test"]["loss"], rel=1e-3)
-    merged = api.export(tmp_path / "run", tmp_path / "merged", "merged")
-    whole = api.evaluate(merged, data=decoders / "questions.jsonl", generate=False)
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", "merged")
+    whole = fedspan.evaluate(merged, data=decoders / "questions.jsonl", generate=False)
     assert whole["loss"] == pytest.approx(report.scores["test"]["loss"], rel=0.2)  # other weights: not rounded
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
 
@@ -115,7 +115,7 @@ def test_a_classifier_s_head_is_not_quantised(kind: str, tiny_folder: Path) -> N
     assert {value.dtype for value in adapted.extras.values()} == {torch.float32}
     assert {path.rpartition(".")[0] for path in adapted.extras} == {"classifier", "bert.pooler.dense"}
     assert quantized.is_quantized(adapted.model.get_submodule("bert.encoder.layer.0.attention.self.key"))
-    made.federation.play(made.federation.begin())
+    made.federation.run_round(made.federation.begin())
 
 
 def test_the_extra_is_named_where_it_is_missing(decoders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,13 @@ from fedspan.core.base import as_dense
 from fedspan.core.parametrization import Effective, LoRA, Slots
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 
 
 def first_job(prepared: Prepared) -> Job:
     """FedIT's, after a round: B is not 0, so that every factor has a gradient."""
     federation = prepared.federation
-    progress = federation.play(federation.begin()).progress
+    progress = federation.run_round(federation.begin()).progress
     return federation.method.start(federation.method.sync(progress.state, None), None, {})
 
 
@@ -143,7 +143,7 @@ def test_flora_on_a_narrow_base_keeps_its_update_in_float32(tiny_folder: Path, p
     progress = narrow.federation.begin()
     losses = []
     for _ in range(2):
-        result = narrow.federation.play(progress)
+        result = narrow.federation.run_round(progress)
         progress = result.progress
         losses.append(result.loss)
         narrow.evaluator.clients(progress)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from fedspan.clients.data import changeable
+from fedspan.clients.store import store
 from fedspan.core.values import OptimizerState, ServerState
-from fedspan.engines.federation import Progress
-from fedspan.engines.members import changeable
+from fedspan.federation.progress import Progress
 from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
-from fedspan.runs.clients import store
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 
@@ -56,7 +56,7 @@ def go_on(run: RunFolder, stop: int) -> None:
             memories, kept = changeable(progress.memories), changeable(progress.optimizers)
             memories["a"], memories[f"c{round % 5}"] = memory_of(round), memory_of(round)
             kept["b"] = (moments, 0)
-            progress = store(run, Progress(state_of(round), memories, {"a": round}, kept))
+            progress = store(run.clients, Progress(state_of(round), memories, {"a": round}, kept))
             held = {"a": round, "b": None}
             save(run, Checkpoint(progress.state, progress.memories, held, progress.optimizers, best, positions))
             prune(run)

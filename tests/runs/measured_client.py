@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.config import parse_config
-from fedspan.runs.build import prepare
+from fedspan.runs.setup import prepare
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -30,7 +30,7 @@ def play(values: dict[str, Any]) -> int:
     """A round; the number of training examples of its first client."""
     prepared = prepare(parse_config(values))
     federation = prepared.federation
-    federation.play(federation.begin())
+    federation.run_round(federation.begin())
     return len(next(iter(federation.members.values())).train)
 
 

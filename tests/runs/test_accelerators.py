@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+import fedspan
 import tiny
-from fedspan import FedspanError, api
-from fedspan.runs.accelerators import ACCELERATORS, UTILISATION, Speed, accelerator_speed
-from fedspan.runs.modelling import empty_model
-from fedspan.runs.planned_compute import Compute
+from fedspan import FedspanError
+from fedspan.planning.accelerators import ACCELERATORS, UTILISATION, Speed, accelerator_speed
+from fedspan.planning.compute import Compute
+from fedspan.runs.model_setup import empty_model
 
 
 def compute(**changes: Any) -> Compute:
@@ -81,7 +82,7 @@ def test_what_is_computed_once_is_paid_once_and_its_weights_are_read_once(tiny_f
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_this_machine_is_timed(engine: str, kind: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSPAN_CACHE", str(tiny_folder / f"cache-{engine}-{kind}"))
-    found = api.plan(
+    found = fedspan.plan(
         tiny.settings(tiny_folder, kind, engine={"name": engine}), labels=4, clients=4, device="here", length=7
     ).time
     assert found is not None
@@ -103,25 +104,25 @@ def test_images_are_timed_too() -> None:
         "training": {"local_steps": 1, "batch_size": 2},
         "partition": {"clients": 2},
     }
-    found = api.plan(values, labels=3, device="here")
+    found = fedspan.plan(values, labels=3, device="here")
     assert found.time is not None
     assert found.time.step > 0
 
 
 def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.calibration._WHOLE", 0)
+    monkeypatch.setattr("fedspan.planning.calibration._WHOLE", 0)
     asked: list[int | None] = []
 
     def watched(config: Any, labels: Any, architecture: Any, device: Any, depth: int | None) -> Any:
         asked.append(depth)
         return empty_model(config, labels, architecture, device, depth)
 
-    monkeypatch.setattr("fedspan.runs.calibration.empty_model", watched)
+    monkeypatch.setattr("fedspan.planning.calibration.empty_model", watched)
     values = tiny.settings(tiny_folder, model={"layers_to_transform": [3]})
     shape = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
     architecture = {"model_type": "bert", "vocab_size": 100, "max_position_embeddings": 32, **shape}
     values["partition"] = {"clients": 3}
-    found = api.plan(values, architecture=architecture, labels=4, device="here").time
+    found = fedspan.plan(values, architecture=architecture, labels=4, device="here").time
     assert asked == [2, 2]
     assert found is not None
     assert found.step > 0
@@ -130,10 +131,10 @@ def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkey
 def test_what_can_not_be_timed(tiny_folder: Path) -> None:
     values = tiny.settings(tiny_folder, model={"quantization": "nf4"})
     with pytest.raises(FedspanError, match=r"^--device: 'here'; a GPU's name: a base in nf4"):
-        api.plan(values, labels=4, clients=4, device="here")
+        fedspan.plan(values, labels=4, clients=4, device="here")
     for device in (None, "here"):
         with pytest.raises(FedspanError, match=r"^--utilisation: 0\.5; a GPU's name beside it"):
-            api.plan(tiny.settings(tiny_folder), labels=4, clients=4, device=device, utilisation=0.5)
+            fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, device=device, utilisation=0.5)
     for mbit in (0, -1, float("nan"), float("inf")):
         with pytest.raises(FedspanError, match=r"^--mbit: .*; megabits a second, more than 0"):
-            api.plan(tiny.settings(tiny_folder), labels=4, clients=4, mbit=mbit)
+            fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, mbit=mbit)

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fedspan
 import tiny
-from fedspan import api
 from fedspan.config import parse_config
 from fedspan.core.lowrank import LowRank
-from fedspan.engines.federation import Progress
+from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.models.export import layer_updates
 from fedspan.runs.baselines import alone, pooled, train_baseline
-from fedspan.runs.build import Prepared, prepare
-from fedspan.runs.listener import Listener
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.setup import Prepared, prepare
 
 
 class Told(Listener):
@@ -47,7 +47,7 @@ def play(run: Prepared) -> Progress:
     """All rounds of a run."""
     progress = run.federation.begin()
     while progress.state.round < run.federation.settings.rounds:
-        progress = run.federation.play(progress).progress
+        progress = run.federation.run_round(progress).progress
     return progress
 
 
@@ -65,10 +65,10 @@ def test_centralised_training_has_everybody_s_examples_and_its_own_learning_rate
 
 def test_local_only_training_sends_nothing_and_keeps_a_model_a_client(prepared: Prepared) -> None:
     made = alone(prepared)
-    first = made.federation.play(made.federation.begin())
+    first = made.federation.run_round(made.federation.begin())
     assert first.cohort == tuple(sorted(tiny.SITES))  # everybody, whatever the run's cohort
     # The initial head reaches everybody once, so that all start alike; after that nothing travels.
-    second = made.federation.play(first.progress)
+    second = made.federation.run_round(first.progress)
     assert {transfer.payload for transfer in second.transfers} == {0}
     models = list(made.evaluator.models(second.progress))
     assert [ids for ids, _ in models] == [(id,) for id in sorted(tiny.SITES)]
@@ -133,8 +133,8 @@ def test_a_baseline_that_was_stopped_goes_on_to_the_same_scores(name: str, prepa
 def test_peft_gives_the_accuracy_that_the_run_reports(key: str, tiny_folder: Path, tmp_path: Path) -> None:
     """For personal methods one adapter a client, whose mean the report gives."""
     values = tiny.settings(tiny_folder, method={"name": key}, federation={"clients_per_round": None})
-    report = api.run(values, tmp_path / "run")
+    report = fedspan.run(values, tmp_path / "run")
     assert set(report.adapters) == (set(tiny.SITES) if METHODS[key].claims.personal else {"global"})
     clients = [None if id == "global" else id for id in report.adapters]
-    measured = [api.evaluate(tmp_path / "run", client)["accuracy"] for client in clients]
+    measured = [fedspan.evaluate(tmp_path / "run", client)["accuracy"] for client in clients]
     assert np.mean(measured) == pytest.approx(report.scores["test"]["accuracy"])

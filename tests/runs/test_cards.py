@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 import fedspan
 import tiny
-from fedspan.runs.cards import CARD, _command
+from fedspan.runs.model_card import CARD, _command
 
 
 @pytest.fixture(scope="module")

@@ -192,7 +192,7 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.packing.FORMAT", 3)
+    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 3)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
     with pytest.raises(FedspanError, match="reads formats 1 and 2"):
@@ -200,7 +200,7 @@ def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.M
 
 
 def test_wire_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.engines.wire.FORMAT", 2)
+    monkeypatch.setattr("fedspan.federation.serialization.FORMAT", 2)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
     with pytest.raises(FedspanError, match="format 2"):

@@ -11,14 +11,14 @@ import pytest
 import torch
 from test_checkpoint import plain
 
+from fedspan.clients.data import changeable
+from fedspan.clients.store import MEMORY, MOMENTS, store
 from fedspan.core.values import OptimizerState, ServerState
-from fedspan.engines.federation import Progress
-from fedspan.engines.members import changeable
-from fedspan.engines.wire import Writer, encode_state
 from fedspan.errors import FedspanError
+from fedspan.federation.progress import Progress
+from fedspan.federation.serialization import Writer, encode_state
+from fedspan.files import Damaged
 from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
-from fedspan.runs.clients import MEMORY, MOMENTS, store
-from fedspan.runs.files import Damaged
 from fedspan.runs.folder import RunFolder
 
 START = Progress(ServerState())
@@ -50,7 +50,7 @@ def played(progress: Progress, *cohort: str) -> Progress:
 
 
 def committed(run: RunFolder, progress: Progress, best: tuple[int, float] | None = None) -> Progress:
-    after = store(run, progress)
+    after = store(run.clients, progress)
     save(run, Checkpoint(after.state, after.memories, after.held, after.optimizers, best))
     prune(run)
     return after
@@ -123,7 +123,7 @@ def test_old_versions_go_when_no_checkpoint_needs_them(run: RunFolder) -> None:
 def test_what_no_checkpoint_names_goes_on_resume(run: RunFolder) -> None:
     first = committed(run, played(START, "a"))
     whole = files(run)
-    store(run, played(first, "a", "b"))
+    store(run.clients, played(first, "a", "b"))
     (run.clients / "round-00003.tmp-1").mkdir()
     (run.clients / "round-00003.tmp-1" / "memory-0.safetensors").write_bytes(b"half")
     assert files(run) > whole
@@ -135,7 +135,7 @@ def test_what_no_checkpoint_names_goes_on_resume(run: RunFolder) -> None:
 
 def test_a_round_that_was_stored_and_not_committed_is_stored_again(run: RunFolder) -> None:
     first = committed(run, played(START, "a"))
-    store(run, played(first, "a", "b"))
+    store(run.clients, played(first, "a", "b"))
     committed(run, played(first, "b"))
     assert files(run) == named(run, ("a", 1), ("b", 2))
 
@@ -189,7 +189,7 @@ def test_an_older_file_is_checked_when_it_is_read(run: RunFolder) -> None:
 def test_what_cannot_be_stored_leaves_nothing(run: RunFolder) -> None:
     progress = Progress(ServerState(1), {"a": memory(1), "b": {"x": torch.ones(2, dtype=torch.complex128)}})
     with pytest.raises(ValueError, match="'x'"):
-        store(run, progress)
+        store(run.clients, progress)
     assert files(run) == set()
 
 

@@ -17,9 +17,8 @@ import yaml
 import fedspan
 import tiny
 from fedspan import CompareReport, FedspanError, Watcher, load_config
-from fedspan.api import read_report
-from fedspan.api.reports import read_config
-from fedspan.runs.comparing import CompareRow, plan_comparison
+from fedspan.experiments.comparison import CompareRow, plan_comparison
+from fedspan.runs.results import read_config, read_report
 
 METHODS = ("fedit", "fedloru")
 SEEDS = (4, 1)

@@ -15,8 +15,8 @@ import torch
 
 import fedspan
 from fedspan.errors import FedspanError
+from fedspan.files import write_atomic
 from fedspan.runs.environment import record_environment
-from fedspan.runs.files import write_atomic
 from fedspan.runs.folder import RunFolder
 
 CONFIG = "seed: 1  # ключ\n"

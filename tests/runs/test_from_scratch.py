@@ -16,10 +16,10 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import materialise
 from fedspan.core.parametrization import dense_change
 from fedspan.core.tensors import slots_of
-from fedspan.engines.federation import Progress
-from fedspan.runs.build import Prepared, prepare
-from fedspan.runs.exports import write_adapters
+from fedspan.federation.progress import Progress
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.trained_models import write_adapters
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_fedloru_builds_convolutions_of_nothing_but_its_factors(pictures: Path, 
             B, A = (slots_of(tensors, name)[slot].double() for slot in "BA")
             assert close(weight, sums[name] + scaling * B @ A)
             assert weight.norm() > 0.1
-        result = made.federation.play(progress)
+        result = made.federation.run_round(progress)
         if round == 1:  # what every factor was before it began anew
             for name, weight in weights(made, result.progress).items():
                 assert torch.linalg.matrix_rank(weight, rtol=1e-5) <= 4  # to rounding of float32
@@ -117,7 +117,7 @@ def test_fedhm_takes_ranks_above_a_convolution_s_outputs(pictures: Path, tmp_pat
         smaller = weights(made, progress, "south")
         assert not close(smaller["layer3.0.conv2"], whole["layer3.0.conv2"], 0.01)
         assert close(smaller["conv1"], whole["conv1"])
-        result = made.federation.play(progress)
+        result = made.federation.run_round(progress)
         sizes = {one.client: one.payload for one in result.transfers if one.direction == "up"}
         assert sizes["east"] < sizes["north"] < sizes["south"] < sizes["west"]
         progress = result.progress

@@ -13,14 +13,13 @@ import torch
 import yaml
 
 from fedspan import __version__
+from fedspan.clients.store import DiskKeeper, Kept, Lost
 from fedspan.config.node import load_node
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.values import OptimizerState
-from fedspan.engines.participant import Kept, Lost
+from fedspan.deployment.handshake import Invitation
+from fedspan.deployment.node import kept_invitation, last_serial
 from fedspan.errors import FedspanError
-from fedspan.runs.holder import kept_invitation, last_serial
-from fedspan.runs.keeping import DiskKeeper
-from fedspan.runs.meeting import Invitation
 
 NODE = {
     "id": "clinic-a",
@@ -132,7 +131,7 @@ def _is_digest(text: bytes) -> bool:
 
 
 def test_key_files(place: Path) -> None:
-    keys = pytest.importorskip("fedspan.flower.keys", reason="the extra fedspan[flower] is not installed")
+    keys = pytest.importorskip("fedspan.transports.flower.keys", reason="the extra fedspan[flower] is not installed")
     path = place / "node.key"
     keys.make_node_key(path)
     fuzz(path, path.read_bytes(), keys.load_node_key, 5_000, 6)

@@ -13,12 +13,12 @@ import yaml
 import tiny
 from fedspan import __version__
 from fedspan.config.node import NodeConfig, load_node
-from fedspan.engines.parcels import Answer, Order, Parcel, open_answer, open_order, read_header
+from fedspan.deployment.handshake import Introduction, Invitation, base_digest, server_config
+from fedspan.deployment.node import Holder
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared
-from fedspan.runs.holder import Holder
-from fedspan.runs.meeting import Introduction, Invitation, base_digest, server_config
+from fedspan.federation.protocol import Answer, Order, Parcel, open_answer, open_order, read_header
 from fedspan.runs.remote import connected, members_of, prepare_server
+from fedspan.runs.setup import Prepared
 from transporting import ReplyingTransport
 
 CLIENT = "clinic"
@@ -74,7 +74,7 @@ def served(tiny_folder: Path, holder: Holder, **changes: Any) -> tuple[Prepared,
 
 def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), method={"name": "fedsa-lora"})
-    first = run.federation.play(run.federation.begin())
+    first = run.federation.run_round(run.federation.begin())
     assert not first.failures
     validation, test = run.evaluator.clients(first.progress)
     assert validation is not None
@@ -83,7 +83,7 @@ def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, 
     (sent,) = run.federation.beside().transfers
     assert (sent.purpose, sent.client, sent.bytes) == ("evaluate", CLIENT, len(transport.sent[-1].body))
     transport.holder = Holder(node(tiny_folder, tmp_path))  # whose process was killed
-    second = run.federation.play(first.progress)
+    second = run.federation.run_round(first.progress)
     assert not second.failures
     assert second.progress.held == {CLIENT: 1}
     assert run.federation.conclude(second.progress) == ()
@@ -95,7 +95,7 @@ def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, 
 def test_what_was_sent_before_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     holder = Holder(node(tiny_folder, tmp_path))
     run, transport = served(tiny_folder, holder)
-    run.federation.play(run.federation.begin())
+    run.federation.run_round(run.federation.begin())
     (parcel,) = transport.sent
     for one in (holder, Holder(node(tiny_folder, tmp_path))):
         answer = open_answer(one.answer(parcel))
@@ -143,7 +143,7 @@ def test_another_version_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
 def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     holder = Holder(node(tiny_folder, tmp_path, limits={"message_mib": 1}))
     run, transport = served(tiny_folder, holder)
-    run.federation.play(run.federation.begin())
+    run.federation.run_round(run.federation.begin())
     order = replace(open_order(transport.sent[0]), serial=2**52, body=bytes(2**20 + 1))
     answer: Answer = open_answer(holder.answer(order.parcel()))
     assert "at most 1048576 bytes" in (answer.failed or "")

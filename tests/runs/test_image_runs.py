@@ -16,19 +16,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import fedspan
 import tiny
 import tiny_decoders
 import tiny_images
-from fedspan import api
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.parametrization import Factorised
 from fedspan.core.values import Job
-from fedspan.engines.federation import Progress
+from fedspan.federation.progress import Progress
 from fedspan.models.merging import export_merged, needs_merging
-from fedspan.runs.build import Prepared, prepare
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import write_adapters
+from fedspan.runs.setup import Prepared, prepare
 
 Load = Callable[[Path], nn.Module]
 
@@ -37,7 +37,7 @@ def played(config: RunConfig, rounds: int = 2) -> tuple[Prepared, Progress]:
     made = prepare(config)
     progress = made.federation.begin()
     for _ in range(rounds):
-        progress = made.federation.play(progress).progress
+        progress = made.federation.run_round(progress).progress
     return made, progress
 
 
@@ -118,7 +118,7 @@ def test_only_the_architecture_is_taken(kind: str, images: Path, tmp_path: Path)
     assert all(torch.equal(value, before[name]) for name, value in again.named_parameters())
     other = prepare(config.model_copy(update={"seed": 4})).engine.adapted.model
     assert not torch.equal(other.get_parameter(min(targets)), before[min(targets)])
-    progress = made.federation.play(made.federation.begin()).progress
+    progress = made.federation.run_round(made.federation.begin()).progress
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     back = transformers.AutoModelForImageClassification.from_pretrained(folder)
     assert close(theirs(made, back), ours(made, progress))
@@ -199,7 +199,7 @@ def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders
     made, progress = played(parse_config(values), 0)
     first = ours(made, progress)
     assert close(first, theirs(made, model))
-    progress = made.federation.play(progress).progress
+    progress = made.federation.run_round(progress).progress
     folder = write_adapters(made, progress, RunFolder(tmp_path))["global"]
     fresh = (
         tiny_images.fresh_classifier(images / "resnet")
@@ -214,11 +214,11 @@ def test_starting_from_an_adapter(what: str, method: str, images: Path, decoders
 @pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
 def test_evaluate_gives_the_report_s_scores(name: str, images: Path, image_runs: Path) -> None:
     report = json.loads((image_runs / name / "report.json").read_text())
-    found = api.evaluate(image_runs / name)
+    found = fedspan.evaluate(image_runs / name)
     wanted = report["scores"]["test"]
     assert found == pytest.approx({**{key: wanted[key] for key in found if key in wanted}, "examples": 10}, abs=1e-4)
     assert {"accuracy", "loss"} <= set(found)
-    everywhere = api.evaluate(image_runs / name, data=images / "pictures")
+    everywhere = fedspan.evaluate(image_runs / name, data=images / "pictures")
     assert everywhere["examples"] == sum(tiny_images.SITES.values())
 
 
@@ -236,26 +236,26 @@ def test_predictions_on_files(name: str, images: Path, image_runs: Path) -> None
         pixels = tiny_images.pixels(images / name, paths)
     with torch.no_grad():
         shares = model(pixel_values=pixels).logits.softmax(1)
-    found = api.predict(image_runs / name, [str(paths[0]), *paths[1:]])
+    found = fedspan.predict(image_runs / name, [str(paths[0]), *paths[1:]])
     assert [label for label, _ in found] == [tiny_images.COLOURS[index] for index in shares.argmax(1).tolist()]
     assert [share for _, share in found] == pytest.approx(shares.amax(1).tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet", "scratch"])
 def test_merged_exports(name: str, images: Path, image_runs: Path, tmp_path: Path) -> None:
-    out = api.export(image_runs / name, tmp_path / "merged", form="merged")
+    out = fedspan.export(image_runs / name, tmp_path / "merged", form="merged")
     paths = sorted((images / "pictures" / "west").rglob("*.png"))
     model = transformers.AutoModelForImageClassification.from_pretrained(out).eval()
     with torch.no_grad():
         shares = model(pixel_values=tiny_images.pixels(out, paths)).logits.softmax(1).amax(1)
     for folder in (image_runs / name, out):
-        found = api.predict(folder, paths)
+        found = fedspan.predict(folder, paths)
         assert [share for _, share in found] == pytest.approx(shares.tolist(), abs=1e-4)
-    again = api.export(out, tmp_path / "again", form="merged")
-    assert api.predict(again, paths) == api.predict(out, paths)
+    again = fedspan.export(out, tmp_path / "again", form="merged")
+    assert fedspan.predict(again, paths) == fedspan.predict(out, paths)
     if name == "scratch":
         with pytest.raises(Exception, match="holds a merged model"):
-            api.export(image_runs / name, tmp_path / "adapter")
+            fedspan.export(image_runs / name, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("name", ["resnet", "scratch"])
@@ -266,9 +266,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     (folder / "report.json").unlink()
     shutil.rmtree(folder / "adapter")
     shutil.rmtree(folder / "checkpoints" / "round-00002")
-    api.resume(folder)
+    fedspan.resume(folder)
     again = tmp_path / "again"
-    api.run(tiny_images.settings(images, {"scratch": "builtin:resnet-8"}.get(name, name)), again)
+    fedspan.run(tiny_images.settings(images, {"scratch": "builtin:resnet-8"}.get(name, name)), again)
     weights = "model.safetensors" if name == "scratch" else "adapter_model.safetensors"
     bits = [(place / "adapter" / weights).read_bytes() for place in (image_runs / name, folder, again)]
     assert bits[0] == bits[1] == bits[2]
@@ -276,7 +276,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
 
 def test_the_baselines_train_from_scratch_too(images: Path, tmp_path: Path) -> None:
     values = tiny_images.settings(images, "builtin:resnet-8", federation={"rounds": 1})
-    report = api.run({**values, "baselines": ["local", "centralised"]}, tmp_path / "run")
+    report = fedspan.run({**values, "baselines": ["local", "centralised"]}, tmp_path / "run")
     assert set(report.baselines) == {"local", "centralised"}
     assert all(made["scores"]["test"]["loss"] > 0 for made in report.baselines.values())
 

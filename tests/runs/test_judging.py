@@ -10,11 +10,11 @@ import pytest
 
 import fedspan
 import tiny
-from fedspan.runs.cells import Cell
+from fedspan.reproduction.cells import Cell
+from fedspan.reproduction.statements import Claim
+from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, difference, judge, verdict_table
 from fedspan.runs.curves import Point, curve_of, reached, target_of
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.judging import CellScore, Judged, JudgedCell, difference, judge, verdict_table
-from fedspan.runs.statements import Claim
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
 

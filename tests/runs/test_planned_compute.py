@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import fedspan
 import tiny
-from fedspan import FedspanError, api
+from fedspan import FedspanError
 from fedspan.core.values import Client, Job
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared
-from fedspan.runs.plans import PlannedModel, plan_run, planned_model
+from fedspan.planning.plan import PlannedModel, plan_run, planned_model
+from fedspan.runs.setup import Prepared
 
 RANK, BATCH, LENGTH = 3, 8, 11
 LLAMA = {
@@ -89,7 +90,7 @@ def llama(**changes: Any) -> dict[str, Any]:
 def test_a_thousand_hospitals_with_llama_2_7b_are_planned_without_it() -> None:
     """Kaplan et al. (arXiv:2001.08361): 2 FLOPs a weight and token forwards, and attention beside; of a frozen base as
     much backwards, where whole training takes twice that."""
-    found = api.plan(llama(), architecture=LLAMA, device="A100", mbit=100)
+    found = fedspan.plan(llama(), architecture=LLAMA, device="A100", mbit=100)
     tokens, width, blocks = 512, 4096, 32
     assert found.parameters == 6_738_415_616
     weights = found.parameters - 32000 * width  # the embedding is a look-up
@@ -106,9 +107,9 @@ def test_a_thousand_hospitals_with_llama_2_7b_are_planned_without_it() -> None:
 
 
 def test_frozen_lower_blocks_are_computed_once_and_have_no_backward() -> None:
-    whole = api.plan(llama(), architecture=LLAMA).compute
+    whole = fedspan.plan(llama(), architecture=LLAMA).compute
     upper = llama(model={"layers_to_transform": list(range(24, 32))}, engine={"prefix_memory": 100.0})
-    kept = api.plan(upper, architecture=LLAMA, examples=40_000)
+    kept = fedspan.plan(upper, architecture=LLAMA, examples=40_000)
     blocks = (whole.example / 2) / 32  # all blocks count the same, the head 2 % of them
     assert kept.compute.once == pytest.approx(24 * blocks, rel=0.05)
     assert kept.compute.example == pytest.approx(2 * 8 * blocks, rel=0.1)
@@ -120,40 +121,42 @@ def test_frozen_lower_blocks_are_computed_once_and_have_no_backward() -> None:
     assert 0 < kept.compute.run - 1000 * kept.compute.client <= 1000 * own * kept.compute.once
     for change in ({"prefix_cache": False}, {"prefix_memory": 0.01}):
         given = llama(model={"layers_to_transform": list(range(24, 32))}, engine=change)
-        again = api.plan(given, architecture=LLAMA, examples=40_000)
+        again = fedspan.plan(given, architecture=LLAMA, examples=40_000)
         assert (again.compute.once, again.client.cache) == (0, 0)
         assert again.compute.example == pytest.approx(kept.compute.example + kept.compute.once, rel=1e-3)
 
 
 def test_recomputed_activations_take_less_memory_and_more_flops() -> None:
-    kept = api.plan(llama(), architecture=LLAMA)
-    again = api.plan(llama(model={"gradient_checkpointing": True}), architecture=LLAMA)
+    kept = fedspan.plan(llama(), architecture=LLAMA)
+    again = fedspan.plan(llama(model={"gradient_checkpointing": True}), architecture=LLAMA)
     assert again.client.activations < 0.3 * kept.client.activations
     # Three passes in place of two, but that torch ends a block's third with the last activation that is asked for.
     assert 1.35 < again.compute.example / kept.compute.example < 1.5
 
 
 def test_flops_are_of_the_mean_length_and_memory_of_the_greatest() -> None:
-    long, short = (api.plan(llama(), architecture=LLAMA, length=length) for length in (None, 128))
+    long, short = (fedspan.plan(llama(), architecture=LLAMA, length=length) for length in (None, 128))
     assert (long.compute.length, short.compute.length) == (512, 128)
     assert 4 < long.compute.example / short.compute.example < 4.3
     assert long.client == short.client
     for length in (0, 513):
         with pytest.raises(FedspanError, match=rf"^--length: {length}; a whole number from 1 to 512"):
-            api.plan(llama(), architecture=LLAMA, length=length)
+            fedspan.plan(llama(), architecture=LLAMA, length=length)
 
 
 def test_packed_batches_are_one_row() -> None:
-    one, packed = (api.plan(llama(data={"packing": packing}), architecture=LLAMA).compute for packing in (False, True))
+    one, packed = (
+        fedspan.plan(llama(data={"packing": packing}), architecture=LLAMA).compute for packing in (False, True)
+    )
     attention = 3 * 32 * 4 * 512**2 * 4096  # of an example, forwards and, both of its factors moving, twice backwards
     assert packed.example == pytest.approx(one.example + 3 * attention, rel=0.01)  # each token meets those of all four
 
 
 def test_without_examples_or_steps_only_a_step_is_known() -> None:
     given = llama(training={"local_steps": None, "local_epochs": 2})
-    unknown = api.plan(given, architecture=LLAMA, device="h100")
+    unknown = fedspan.plan(given, architecture=LLAMA, device="h100")
     assert (unknown.compute.client, unknown.compute.run, unknown.time and unknown.time.client) == (None, None, None)
-    known = api.plan(given, architecture=LLAMA, examples=1_000_000)
+    known = fedspan.plan(given, architecture=LLAMA, examples=1_000_000)
     assert known.compute.client == 2 * 800 * known.compute.example  # a fifth is for validation and test
 
 
@@ -180,7 +183,7 @@ def test_a_model_that_asks_for_values_or_another_dtype_is_refused(
     """T5 looks for the last end-of-text token of a batch; a mixture's fused experts are multiplied in bfloat16."""
     model = {"name": "org/model", "target_modules": [target], "max_length": 64, "dtype": "float32"}
     with pytest.raises(FedspanError, match=f"^model.name: 'org/model'; a model that can be planned.*{why}"):
-        api.plan(llama(model=model, **config), architecture=architecture)
+        fedspan.plan(llama(model=model, **config), architecture=architecture)
 
 
 def test_images_have_no_length(tmp_path: Path) -> None:
@@ -190,8 +193,8 @@ def test_images_have_no_length(tmp_path: Path) -> None:
         "model": {"name": "builtin:resnet-8", "target_modules": "all-linear", "image_size": 32},
         "training": {"local_steps": 1},
     }
-    found = api.plan(values, labels=10)
+    found = fedspan.plan(values, labels=10)
     assert found.compute.length is None
     assert found.compute.example > 0
     with pytest.raises(FedspanError, match=r"^--length: 5; left out: images have none"):
-        api.plan(values, labels=10, length=5)
+        fedspan.plan(values, labels=10, length=5)

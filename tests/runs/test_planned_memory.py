@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
+import fedspan
 import tiny
-from fedspan import api
 
 TOLERANCE = 0.15
 WORDS = 60  # beyond the greatest length
@@ -83,5 +83,5 @@ def test_memory_of_a_client_is_what_its_process_takes(folder: Path) -> None:
         real, examples = map(int, line.split())
         assert examples == EXAMPLES
         labels = None if values.get("task") else 2
-        ratios[name] = api.plan(values, labels=labels, examples=EXAMPLES).client.total / real
+        ratios[name] = fedspan.plan(values, labels=labels, examples=EXAMPLES).client.total / real
     assert ratios == {name: pytest.approx(1, abs=TOLERANCE) for name in CASES}

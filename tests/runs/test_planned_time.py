@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from fedspan import api
+import fedspan
 from fedspan.config import parse_config
 from fedspan.data.loading import load
 from fedspan.models.loading import source_of
@@ -64,14 +64,14 @@ def test_a_run_takes_the_time_that_was_planned(
     values = settings(**changes)
     examples, length = known(values)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path / "planned"))
-    found = api.plan(values, labels=20, examples=examples, length=length, device="here").time
+    found = fedspan.plan(values, labels=20, examples=examples, length=length, device="here").time
     assert found is not None
     assert found.simulated is not None
     assert found.client is not None
     monkeypatch.setenv(
         "FEDSPAN_CACHE", str(tmp_path / "played")
     )  # a run that has yet to find how many at once are best
-    api.run(values, folder=tmp_path / "run")
+    fedspan.run(values, folder=tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     real = json.loads(lines[-1])["seconds"]
     planned = found.simulated + found.start

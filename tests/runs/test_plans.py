@@ -10,11 +10,11 @@ import pytest
 
 import fedspan
 import tiny
-from fedspan import FedspanError, api
+from fedspan import FedspanError
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared
+from fedspan.planning.plan import PlannedModel, plan_run, planned_model
 from fedspan.runs.ledger import Ledger, Totals
-from fedspan.runs.plans import PlannedModel, plan_run, planned_model
+from fedspan.runs.setup import Prepared
 
 ROUNDS, RANK = 4, 3
 
@@ -30,7 +30,7 @@ def played(prepared: Prepared, path: Path) -> Totals:
     progress = federation.begin()
     with Ledger(path) as ledger:
         for number in range(1, federation.settings.rounds + 1):
-            result = federation.play(progress)
+            result = federation.run_round(progress)
             progress = result.progress
             for one in result.transfers:
                 ledger.record(number, one.client, one.direction, one.bytes, one.payload)
@@ -105,7 +105,7 @@ def test_what_trains_is_what_moves(key: str, prepared: Prepared, planned: Planne
         for member in run.federation.members.values():
             job = method.start(method.sync(progress.state, member.client), member.client, {})
             most = max(most, sum(job.tensors[name].numel() for name in job.trainable_names))
-        progress = run.federation.play(progress).progress
+        progress = run.federation.run_round(progress).progress
     assert plan.trainable >= most - sum(p.numel() for p in planned.adapted.extras.values())
     assert plan.trainable <= plan.parameters
     assert plan.client.gradients == 4 * plan.trainable
@@ -141,7 +141,7 @@ def test_the_public_function_fills_in_what_the_catalogue_knows(tiny_folder: Path
     values["partition"] = {"clients": 4}
     values["data"] = {"dataset": "sst2", "train": str(tiny_folder / "missing.tsv"), "test": "nowhere.tsv"}
     values["training"] = {"local_epochs": 1, "batch_size": 10}
-    found = api.plan(values, overrides=["data.max_examples=500"])
+    found = fedspan.plan(values, overrides=["data.max_examples=500"])
     assert (found.clients, found.steps) == (4, 10)
     # three of 16 x 16 and two of 24 x 16 in each of two layers, of rank 2; a head for 2 labels
     assert found.trainable == 2 * 2 * (3 * 32 + 2 * 40) + 2 * 17
@@ -152,13 +152,13 @@ def test_an_architecture_takes_the_place_of_the_model_s_config(tiny_folder: Path
     values["partition"] = {"clients": 4}
     values["model"] = {"name": "nobody/knows-it", "target_modules": ["query"]}
     encoder = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
-    found = api.plan(values, architecture={"model_type": "roberta", **encoder}, labels=4)
+    found = fedspan.plan(values, architecture={"model_type": "roberta", **encoder}, labels=4)
     assert found.layers == 3
     elsewhere = ["data.train=nowhere.csv"]
     with pytest.raises(FedspanError, match=r"^data\.labels: None; the labels"):
-        api.plan(values, architecture={"model_type": "roberta", **encoder}, overrides=elsewhere)
+        fedspan.plan(values, architecture={"model_type": "roberta", **encoder}, overrides=elsewhere)
     with pytest.raises(FedspanError, match=r"^model\.name: 'nobody/knows-it'; a hub id that can be reached"):
-        api.plan(values, labels=4)
+        fedspan.plan(values, labels=4)
 
 
 def test_what_a_local_file_tells_need_not_be_said(tiny_folder: Path, tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from test_holder import CLIENT, introduced, node, served, values
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
+import fedspan
 import tiny
-from fedspan import api
 from fedspan.config import parse_config
-from fedspan.engines.accounting import Charge, Mechanism, Spend, epsilon_of
-from fedspan.engines.parcels import open_answer, open_order
+from fedspan.deployment.handshake import server_config
+from fedspan.deployment.node import Holder
 from fedspan.errors import FedspanError
-from fedspan.runs.holder import Holder
-from fedspan.runs.listener import Listener
-from fedspan.runs.meeting import server_config
-from fedspan.runs.spending import Book
+from fedspan.federation.protocol import open_answer, open_order
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.privacy_budget import Book
+from fedspan.training.accounting import Charge, Mechanism, Spend, epsilon_of
 
 DP_SGD = {"mechanism": "dp-sgd", "epsilon": 3.0}
 
@@ -56,7 +56,7 @@ def test_a_budget_is_spent_by_the_last_round_and_written_down(
     mechanism: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     privacy = {"mechanism": mechanism, "epsilon": 3.0, "clip": 0.1}
-    report = api.run(run_values(tiny_folder, privacy), tmp_path / "run")
+    report = fedspan.run(run_values(tiny_folder, privacy), tmp_path / "run")
     spent = [row["privacy"]["epsilon"] for row in rows(tmp_path / "run")]
     assert len(spent) == 4
     assert 0 < spent[0] < spent[1] <= spent[2] <= spent[3] <= 3.0
@@ -66,7 +66,7 @@ def test_a_budget_is_spent_by_the_last_round_and_written_down(
     assert report.privacy["delta"] == 1e-5
     assert report.privacy["mechanism"] == mechanism
     assert report.rounds == 4
-    assert api.read_report(tmp_path / "run").privacy == report.privacy
+    assert fedspan.read_report(tmp_path / "run").privacy == report.privacy
 
 
 def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Path) -> None:
@@ -75,14 +75,14 @@ def test_a_run_ends_before_it_exceeds_its_budget(tiny_folder: Path, tmp_path: Pa
     listener = Notes()
     privacy = {"mechanism": "central", "noise": 2.0, "epsilon": budget}
     evaluation = {"every": 5}
-    report = api.run(run_values(tiny_folder, privacy, evaluation=evaluation), tmp_path / "run", listener=listener)
+    report = fedspan.run(run_values(tiny_folder, privacy, evaluation=evaluation), tmp_path / "run", listener=listener)
     assert report.rounds == report.best_round == 2
     assert listener.notes[-1] == "stopped after round 2: the next one would exceed privacy.epsilon"
     assert report.privacy["epsilon"] == pytest.approx(epsilon_of(two, 1e-5, "rdp"))
     assert "validation" in rows(tmp_path / "run")[-1]  # the last round, though it was not meant to be
     too_little = {**privacy, "epsilon": epsilon_of(one, 1e-5, "rdp") * 0.9}
     with pytest.raises(FedspanError, match="which one round costs with this noise") as refused:
-        api.run(run_values(tiny_folder, too_little), tmp_path / "none")
+        fedspan.run(run_values(tiny_folder, too_little), tmp_path / "none")
     assert refused.value.field == "privacy.epsilon"
 
 
@@ -95,7 +95,7 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     privacy = {"mechanism": mechanism, "epsilon": 3.0, "randomness": randomness, "clip": 0.1}
     given, cut, whole = run_values(tiny_folder, privacy), tmp_path / "cut", tmp_path / "whole"
     with pytest.raises(KeyboardInterrupt):
-        api.run(given, cut, listener=Notes(stop=2))
+        fedspan.run(given, cut, listener=Notes(stop=2))
     key = cut / "noise.key"
     assert key.is_file() == (randomness == "secret")
     if randomness == "secret":
@@ -103,14 +103,14 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
         kept = key.read_bytes()
         key.unlink()
         with pytest.raises(FedspanError, match=r"noise\.key"):
-            api.resume(cut)
+            fedspan.resume(cut)
         key.write_bytes(kept[:-1])
         with pytest.raises(FedspanError, match="31 bytes"):
-            api.resume(cut)
+            fedspan.resume(cut)
         key.write_bytes(kept)
-    report = api.resume(cut)
+    report = fedspan.resume(cut)
     if randomness == "seed":
-        assert api.run(given, whole).privacy == report.privacy
+        assert fedspan.run(given, whole).privacy == report.privacy
         first, second = ((one / "adapter" / "adapter_model.safetensors").read_bytes() for one in (cut, whole))
         assert first == second
         stripped = [{**row, "seconds": 0} for row in rows(cut)]
@@ -130,7 +130,7 @@ def test_other_privacy_is_another_run(tiny_folder: Path) -> None:
 
 def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> None:
     given = {**run_values(tiny_folder, {"mechanism": "dp-sgd", "noise": 500.0}), "baselines": ["centralised"]}
-    report = api.run(given, tmp_path / "run")
+    report = fedspan.run(given, tmp_path / "run")
     assert report.baselines["centralised"]["scores"]["test"]["loss"] < report.scores["test"]["loss"] - 0.1
 
 
@@ -146,7 +146,7 @@ def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:
 def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Path, tmp_path: Path) -> None:
     changes = {"privacy": {**DP_SGD, "randomness": "secret"}}
     run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), **changes)
-    result = run.federation.play(run.federation.begin())
+    result = run.federation.run_round(run.federation.begin())
     assert not result.failures
     (charge,) = result.charges
     assert charge.payer == CLIENT
@@ -156,7 +156,7 @@ def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Pa
     book = json.loads((tmp_path / "privacy.json").read_text())
     assert book == {"": [[charge.mechanism.rate, charge.mechanism.noise, charge.count]]}
     transport.holder = Holder(node(tiny_folder, tmp_path))
-    assert not run.federation.play(result.progress).failures
+    assert not run.federation.run_round(result.progress).failures
     assert json.loads((tmp_path / "privacy.json").read_text())[""][0][2] == 2 * charge.count
 
 
@@ -164,7 +164,7 @@ def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> No
     """A server that calls them many would be sent less noise."""
     changes = {"privacy": {**DP_SGD, "randomness": "secret"}}
     run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), **changes)
-    honest = run.federation.play(run.federation.begin()).charges[0].mechanism.noise
+    honest = run.federation.run_round(run.federation.begin()).charges[0].mechanism.noise
     order = open_order(transport.sent[0])
     assert order.client is not None
     lie = replace(order, client=replace(order.client, examples=10**6), serial=order.serial + 10**9)
@@ -179,10 +179,10 @@ def test_a_round_that_is_played_again_tells_nothing_new(mechanism: str, tiny_fol
     privacy = {"mechanism": mechanism, "epsilon": 3.0, "randomness": "secret"}
     run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), privacy=privacy)
     before = run.federation.begin()
-    first = run.federation.play(before)
+    first = run.federation.run_round(before)
     assert not first.failures
     transport.holder = Holder(node(tiny_folder, tmp_path))
-    again = run.federation.play(before)
+    again = run.federation.run_round(before)
     assert not again.failures
     for name, tensor in first.progress.state.tensors.items():
         assert torch.equal(again.progress.state.tensors[name], tensor), name
@@ -206,9 +206,9 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
     secret = {"privacy": {**DP_SGD, "randomness": "secret"}}
     run, _ = served(tiny_folder, Holder(node(tiny_folder, tmp_path, **limit)), **secret)
     progress = run.federation.begin()
-    progress = run.federation.play(progress).progress
+    progress = run.federation.run_round(progress).progress
     with pytest.raises(FedspanError, match=r"limits\.epsilon") as stopped:
-        run.federation.play(progress)
+        run.federation.run_round(progress)
     assert stopped.value.field == "good replies"
     (spent,) = [Spend(1e-5, "rdp")]
     spent.restore(json.loads((tmp_path / "privacy.json").read_text()))
@@ -257,4 +257,4 @@ def test_running_statistics_can_t_be_made_private(images: Path, tmp_path: Path) 
     given["federation"] = {**given["federation"], "weights": "uniform"}
     given["method"] = {"name": "fedavg"}
     with pytest.raises(FedspanError, match="running statistics"):
-        api.run({**given, "privacy": {"mechanism": "central", "noise": 1.0}}, tmp_path / "run")
+        fedspan.run({**given, "privacy": {"mechanism": "central", "noise": 1.0}}, tmp_path / "run")

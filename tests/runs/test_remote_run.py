@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import tiny
-from fedspan.engines.parcels import Parcel, open_order
+from fedspan.federation.protocol import Parcel, open_order
 from fedspan.runs import session
-from fedspan.runs.build import Prepared
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines, read_totals
-from fedspan.runs.listener import Listener
 from fedspan.runs.remote import answer_as, connected, nodes_folder
 from fedspan.runs.session import RunReport
+from fedspan.runs.setup import Prepared
 from transporting import Replies, ReplyingTransport
 
 BAD = "south"

@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 from test_checkpoint import plain
 
+import fedspan
 import tiny
-from fedspan import api
+from fedspan.clients.data import OnDemand
+from fedspan.clients.store import store
 from fedspan.core.values import Client
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import Partition, partition
-from fedspan.engines.evaluation import Evaluator
-from fedspan.engines.federation import Federation, Member
-from fedspan.engines.members import OnDemand
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Member
 from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
-from fedspan.runs.clients import store
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared
+from fedspan.transports.in_process import simulate
 
 CLIENTS = 100_000
 COHORT = 4
@@ -53,7 +55,7 @@ def large(prepared: Prepared, folder: Path, asked: list[str]) -> Federation:
 
     ids = (f"client-{at:05}" for at in range(CLIENTS))
     old = made.federation
-    return Federation(old.method, old.engine, OnDemand(ids, member), old.examples, old.settings)
+    return simulate(old.method, old.engine, OnDemand(ids, member), old.examples, old.settings)
 
 
 def test_rounds_and_checkpoints_touch_the_cohort_alone(
@@ -65,18 +67,18 @@ def test_rounds_and_checkpoints_touch_the_cohort_alone(
     in_memory = progress = federation.begin()
     for number in range(3):
         asked.clear()
-        result = federation.play(progress)
+        result = federation.run_round(progress)
         assert set(asked) == set(result.cohort)
-        progress = store(run, result.progress)
+        progress = store(run.clients, result.progress)
         save(run, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers))
         written = [path for path in run.clients.glob(f"round-{number + 1:05}/*")]
         assert len(written) == 2 * COHORT  # a memory and moments
         prune(run)
-        in_memory = federation.play(in_memory).progress
+        in_memory = federation.run_round(in_memory).progress
     assert plain(in_memory) == plain(progress)
     kept = resume(run)
     assert kept is not None
-    assert plain(federation.play(kept.progress).progress) == plain(federation.play(in_memory).progress)
+    assert plain(federation.run_round(kept.progress).progress) == plain(federation.run_round(in_memory).progress)
 
 
 def test_a_sample_of_the_clients_is_measured(prepared: Prepared, tiny_folder: Path) -> None:
@@ -102,9 +104,9 @@ def test_a_sample_of_all_is_all(prepared: Prepared) -> None:
 PEAK = """
 import sys
 from pathlib import Path
-from fedspan import api
+import fedspan
 from fedspan.config import load_config
-api.run(load_config(sys.argv[1], sys.argv[3:]), sys.argv[2])
+fedspan.run(load_config(sys.argv[1], sys.argv[3:]), sys.argv[2])
 print(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1])
 """
 """A process's peak of resident memory, in KiB; ``ru_maxrss`` would be that of the process that began it, too."""
@@ -148,13 +150,13 @@ def test_peak_memory_is_that_of_fifty_clients(method: str, tiny_folder: Path, tm
 
 def test_models_of_clients_that_were_not_measured_are_exported_on_demand(tiny_folder: Path, tmp_path: Path) -> None:
     changes = {"method": {"name": "fedsa-lora", "r": 2}, "federation": {"rounds": 1}, "evaluation": {"clients": 2}}
-    report = api.run(tiny.settings(tiny_folder, **changes), tmp_path / "run")
+    report = fedspan.run(tiny.settings(tiny_folder, **changes), tmp_path / "run")
     assert len(report.adapters) == len(report.by_client) == 2
     others = sorted(set(tiny.SITES) - set(report.adapters))
     with pytest.raises(FedspanError, match="fedspan export --client first"):
-        api.predict(tmp_path / "run", ["lab1"], client=others[0])
+        fedspan.predict(tmp_path / "run", ["lab1"], client=others[0])
     for id in tiny.SITES:
-        out = api.export(tmp_path / "run", tmp_path / id, client=id)
+        out = fedspan.export(tmp_path / "run", tmp_path / id, client=id)
         assert (out / "adapter_model.safetensors").is_file()
         if id in report.adapters:
             same = tmp_path / "run" / report.adapters[id] / "adapter_model.safetensors"

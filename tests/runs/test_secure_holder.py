@@ -16,13 +16,13 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 import tiny
 from fedspan import __version__
 from fedspan.config.node import NodeConfig
-from fedspan.engines.parcels import Order, Parcel, open_answer, read_header
-from fedspan.engines.secure_parcels import KeysAnswer, UnmaskAnswer, open_asked
+from fedspan.deployment.handshake import Introduction, Invitation, server_config
+from fedspan.deployment.node import Holder
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared
-from fedspan.runs.holder import Holder
-from fedspan.runs.meeting import Introduction, Invitation, server_config
+from fedspan.federation.protocol import Order, Parcel, open_answer, read_header
+from fedspan.federation.secagg.messages import KeysAnswer, UnmaskAnswer, open_asked
 from fedspan.runs.remote import connected, members_of, prepare_server
+from fedspan.runs.setup import Prepared
 from transporting import Replies, ReplyingTransport
 
 CLINICS = ("clinic-a", "clinic-b", "clinic-c")
@@ -79,9 +79,9 @@ def served(
 
 def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path, secure_only=True)
-    first = run.federation.play(run.federation.begin())
+    first = run.federation.run_round(run.federation.begin())
     assert not first.failures
-    second = run.federation.play(first.progress)
+    second = run.federation.run_round(first.progress)
     assert not second.failures
     assert second.progress.held == dict.fromkeys(CLINICS, 1)
     assert len(transport.sent) == 2 * 4 * 3
@@ -96,7 +96,7 @@ def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, t
 
 def test_every_parcel_that_comes_again_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path)
-    run.federation.play(run.federation.begin())
+    run.federation.run_round(run.federation.begin())
     for parcel in transport.sent:
         asked = open_asked(parcel)
         back = transport.make(asked.to).answer(parcel)
@@ -121,7 +121,7 @@ def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_f
 
 def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path, secure_only=True)
-    run.federation.play(run.federation.begin())
+    run.federation.run_round(run.federation.begin())
     order = next(asked for asked in map(open_asked, transport.sent) if isinstance(asked, Order))
     answer = open_answer(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).parcel()))
     assert "in this run replies are sent under masks" in (answer.failed or "")
@@ -136,11 +136,11 @@ def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_fol
     )
     begin = run.federation.begin()
     if stands:
-        result = run.federation.play(begin)
+        result = run.federation.run_round(begin)
         assert set(result.progress.held) == set(CLINICS[:2])
         return
     with pytest.raises(FedspanError, match=r"limits\.secure_clients: 2; at least 3"):
-        run.federation.play(begin)
+        run.federation.run_round(begin)
     answers = [one for one in transport.came if '"task":"unmask"' in one.header]
     assert len(answers) == 2
     assert all(not read_header(UnmaskAnswer, one).shares for one in answers)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedspan.deployment.status import name_run, named_run, standing
 from fedspan.errors import FedspanError
-from fedspan.runs.standing import name_run, named_run, standing
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedspan.engines.parcels import Order, open_answer
-from fedspan.runs.supervised import Supervised
+from fedspan.deployment.supervisor import Supervised
+from fedspan.federation.protocol import Order, open_answer
 
 ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).parcel()
 

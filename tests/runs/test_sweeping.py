@@ -15,10 +15,10 @@ import yaml
 import fedspan
 import tiny
 from fedspan import FedspanError, SweepReport, Watcher, load_config
-from fedspan.api import read_report, series
-from fedspan.api.reports import read_config
-from fedspan.runs.space import Range, combinations, space_of
-from fedspan.runs.sweeping import plan_sweep, trials_of
+from fedspan.experiments import execution
+from fedspan.experiments.search import plan_sweep, trials_of
+from fedspan.experiments.search_space import Range, combinations, space_of
+from fedspan.runs.results import read_config, read_report
 
 OVER = {"training.lr": "1e-3,2e-2"}
 
@@ -95,7 +95,7 @@ def test_nothing_of_a_test_is_in_the_table_or_its_files(
     """With scores on tests that would choose the worst trial, and no name but their own, all is as before."""
     folder, report, _ = made
     worst = f"trial-{report.trials[-1].number:03}"
-    train = series.training.run
+    train = execution.train.run
 
     def poisoned(config: Any, place: Path, **more: Any) -> Any:
         played = train(config, place, **more)
@@ -103,7 +103,7 @@ def test_nothing_of_a_test_is_in_the_table_or_its_files(
         scores = {**played.scores, "test": {"accuracy": score}, "clients": {"accuracy": score}}
         return replace(played, scores=scores, by_client={id: {"accuracy": score} for id in played.by_client})
 
-    monkeypatch.setattr(series.training, "run", poisoned)
+    monkeypatch.setattr(execution.train, "run", poisoned)
     told = Told()
     other = fedspan.sweep(values_of(tiny_folder), tmp_path / "made", OVER, rounds=1, seeds=[5, 6], listener=told)
     assert [trial.number for trial in other.trials] == [trial.number for trial in report.trials]

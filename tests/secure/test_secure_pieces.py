@@ -17,11 +17,11 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 from Crypto.Cipher import AES
 from Crypto.Protocol.SecretSharing import Shamir
 
-from fedspan.secure.graph import neighbourhoods, threshold_of
-from fedspan.secure.keys import Keys, mask_key_of, new_secret, open_sealed, pair_seed, seal
-from fedspan.secure.masks import add_mask, mask
-from fedspan.secure.ring import Ring
-from fedspan.secure.shares import SHARE, combine, split
+from fedspan.crypto.graph import neighbourhoods, threshold_of
+from fedspan.crypto.keys import Keys, mask_key_of, new_secret, open_sealed, pair_seed, seal
+from fedspan.crypto.masks import add_mask, mask
+from fedspan.crypto.ring import Ring
+from fedspan.crypto.shares import SHARE, combine, split
 
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
 SEED = bytes(range(32))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import tiny
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import tiny_images
 from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained, load_scratch
-from fedspan.runs.build import prepare
+from fedspan.runs.setup import prepare
 from fedspan.tasks.images import ImageClassification
 from fedspan.tasks.labelling import Labelling
 
@@ -209,7 +209,7 @@ def test_batches_of_one_image_need_something_to_measure(images: Path) -> None:
     made = prepare(tiny_images.config(images, "resnet", model={"image_size": 8}, training={"batch_size": 1}))
     begun = made.federation.begin()
     with pytest.raises(FedspanError, match=r"larger images, for batches of one \(Expected more than 1 value") as caught:
-        made.federation.play(begun)
+        made.federation.run_round(begun)
     assert (caught.value.field, caught.value.value) == ("model.image_size", 8)
 
 

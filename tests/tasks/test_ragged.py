@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tiny_decoders
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared
+from fedspan.runs.setup import Prepared
 from fedspan.tasks import causal, encoding
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.classification import SequenceClassification

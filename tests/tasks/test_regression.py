@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fedspan
 import tiny
-from fedspan import api
 from fedspan.config import parse_config
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.regression import Regression
 
 CPU = torch.device("cpu")
@@ -84,15 +84,15 @@ def settings(tiny_folder: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 def test_a_run_of_regression_on_pairs(tiny_folder: Path, tmp_path: Path) -> None:
     training = {"training": {"lr": 0.01, "local_steps": None, "batch_size": 8, "local_epochs": 4}}
     values = settings(tiny_folder, tmp_path, federation={"rounds": 4, "clients_per_round": None}, **training)
-    report = api.run(values, tmp_path / "run")
+    report = fedspan.run(values, tmp_path / "run")
     assert (report.task, report.metric) == ("regression", "pearson")
     assert set(report.scores["test"]) == {"loss", "pearson", "spearman"}
     assert report.scores["clients"]["worst"].keys() == {"client", "pearson"}
     assert report.scores["test"]["loss"] < np.var([0, 1, 2, 3, 4, 5]) + 6.25  # that of answering 0 always
-    measured = api.evaluate(tmp_path / "run")
+    measured = fedspan.evaluate(tmp_path / "run")
     for name, value in report.scores["test"].items():
         assert measured[name] == pytest.approx(value, rel=1e-4)
-    numbers = api.predict(tmp_path / "run", [("word1 word2", "word1 word2"), ("word1", "word5")])
+    numbers = fedspan.predict(tmp_path / "run", [("word1 word2", "word1 word2"), ("word1", "word5")])
     assert all(isinstance(number, float) for number in numbers)
 
 

@@ -17,10 +17,10 @@ from fedspan.core.method import Memory, Method, scaling_of
 from fedspan.core.parametrization import dense_change
 from fedspan.core.tensors import Tensors, count, slots_of, split_extras
 from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Trained
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.reduction import Reducer
-from fedspan.engines.settings import TrainingSettings
-from fedspan.engines.wire import decode, decode_state, encode, encode_state
+from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.serialization import decode, decode_state, encode, encode_state
+from fedspan.training.loop import LoopEngine
+from fedspan.training.settings import TrainingSettings
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 from fedspan.wrappers.wrapper import Wrapper
 

@@ -14,9 +14,9 @@ from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.method import Method
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Job, OptimizerState, Spec, Trained
-from fedspan.engines import federation as product
-from fedspan.engines.loop import LoopEngine
-from fedspan.engines.settings import RoundSettings, TrainingSettings
+from fedspan.federation import federation as product
+from fedspan.federation.progress import Member
+from fedspan.federation.settings import RoundSettings
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedhm import FedHM
@@ -31,6 +31,9 @@ from fedspan.methods.mfedloru import MFedLoRU
 from fedspan.methods.pfedlora import PFedLoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
+from fedspan.training.loop import LoopEngine
+from fedspan.training.settings import TrainingSettings
+from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadam import FedAdam
 from fedspan.wrappers.fedpaq import FedPAQ
@@ -81,11 +84,11 @@ def _product(toy: Federation) -> product.Federation:
     """The same clients, model and engine under the product's rounds."""
     nothing = np.array([], dtype=np.int64)
     members = [
-        product.Member(replace(party.client, held=None), toy.problem.indices[id], nothing, nothing)
+        Member(replace(party.client, held=None), toy.problem.indices[id], nothing, nothing)
         for id, party in toy.parties.items()
     ]
     engine = LoopEngine(toy.problem.adapted(), toy.problem.task, toy.training, seed=7)
-    return product.Federation(toy.method, engine, members, toy.problem.examples, RoundSettings(rounds=ROUNDS))
+    return simulate(toy.method, engine, members, toy.problem.examples, RoundSettings(rounds=ROUNDS))
 
 
 @pytest.mark.parametrize("name", [*METHODS, *WRAPPED])
@@ -97,7 +100,7 @@ def test_the_products_rounds_give_the_toys_bits(name: str) -> None:
     progress = rounds.begin()
     for _ in range(ROUNDS):
         toy.round()
-        progress = rounds.play(progress).progress
+        progress = rounds.run_round(progress).progress
     state = progress.state
     assert state.round == toy.state.round == ROUNDS
     for ours, theirs in ((state.tensors, toy.state.tensors), (state.memory, toy.state.memory)):
@@ -214,7 +217,7 @@ def test_a_probes_moments_do_not_leak_into_training(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rounds.engine, "train", watched)
     progress = rounds.begin()
     for _ in range(3):
-        progress = rounds.play(progress).progress
+        progress = rounds.run_round(progress).progress
     assert given[0, "train"] is None  # nothing but the probe has trained
     later = given[2, "train"]
     assert later is not None

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "methods"))
 from watching import Played, play
 from wrapping import PlayWrapped, wrapped_config
 
-from fedspan.runs.build import Prepared
+from fedspan.runs.setup import Prepared
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from torch import Tensor
 from fedspan.core.method import Method
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Message
-from fedspan.engines.wire import encode, payload_size
 from fedspan.errors import FedspanError
+from fedspan.federation.serialization import encode, payload_size
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.flora import FLoRA
 from fedspan.methods.local_only import LocalOnly

@@ -18,11 +18,12 @@ import tiny
 from fedspan.config import parse_config
 from fedspan.core.tensors import extra_name, is_extra, split_extras
 from fedspan.data.partition import Partition
-from fedspan.engines.federation import Federation, Progress
-from fedspan.engines.reduction import Reducer
-from fedspan.engines.wire import decode_state, encode, encode_state
+from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.progress import Progress
+from fedspan.federation.serialization import decode_state, encode, encode_state
 from fedspan.methods.registry import METHODS
-from fedspan.runs.build import Prepared, prepare
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.registry import WRAPPERS
 
@@ -120,11 +121,11 @@ def test_around_the_factors_only_it_leaves_the_head_alone(
     assert isinstance(outer, WRAPPERS[wrapper])
     assert isinstance(outer.inner, WithExtras)
     inside = WithExtras(inner=replace(outer, inner=outer.inner.inner), policy="average")
-    federation = Federation(
+    federation = simulate(
         inside, made.engine, list(made.federation.members.values()), made.train, made.federation.settings
     )
-    progress = federation.play(federation.begin()).progress
-    progress = federation.play(progress).progress
+    progress = federation.run_round(federation.begin()).progress
+    progress = federation.run_round(progress).progress
     assert not any("extras/" in name for name in progress.state.memory)
     assert not any("extras/" in name for memory in progress.memories.values() for name in memory)
     assert all(value.isfinite().all() for value in progress.state.tensors.values())
@@ -134,7 +135,7 @@ def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
     """One more round by another process: method, model and data anew, the state through its bytes."""
     federation = prepare(parse_config(yaml.safe_load(config_text)), Partition.from_json(partition)).federation
     state = decode_state(encode_state(stopped.state))
-    return federation.play(Progress(state, stopped.memories, stopped.held, stopped.optimizers)).progress
+    return federation.run_round(Progress(state, stopped.memories, stopped.held, stopped.optimizers)).progress
 
 
 @pytest.mark.parametrize(
@@ -149,11 +150,11 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(
     federation = tiny.variant(prepared, config).federation
     steps = [federation.begin()]
     while len(steps) < 4:
-        steps.append(federation.play(steps[-1]).progress)
+        steps.append(federation.run_round(steps[-1]).progress)
     text = yaml.safe_dump(config.model_dump(mode="json"))
     found = resumed(text, prepared.partition.to_json(), steps[2])
     assert differences(found, steps[3]) == []
-    assert differences(federation.play(steps[1]).progress, steps[2]) == []  # a round played twice counts once
+    assert differences(federation.run_round(steps[1]).progress, steps[2]) == []  # a round played twice counts once
 
 
 @pytest.mark.parametrize("wrappers", STACKED, ids=str)

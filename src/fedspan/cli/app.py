@@ -8,7 +8,21 @@ import typer
 from typer.core import TyperGroup
 
 import fedspan
-from fedspan.cli import compare, data, deploy, diagnose, doctor, init, plan, report, reproduce, show, status, train, use
+from fedspan.cli import (
+    compare,
+    data,
+    deploy,
+    diagnose,
+    doctor,
+    init,
+    methods,
+    plan,
+    report,
+    reproduce,
+    status,
+    train,
+    trained_model,
+)
 from fedspan.cli.hints import hint
 from fedspan.errors import FedspanError
 
@@ -117,7 +131,7 @@ app.command(
         "fedspan methods fedloru",
         "fedspan methods --json",
     ),
-)(show.methods)
+)(methods.methods)
 app.command(
     "plan",
     epilog=_examples(
@@ -135,7 +149,7 @@ app.command(
         "fedspan partition my.yaml",
         "fedspan partition my.yaml --set partition.alpha=0.1 --png partition.png",
     ),
-)(show.partition)
+)(methods.partition)
 app.command(
     "predict",
     epilog=_examples(
@@ -143,7 +157,7 @@ app.command(
         "fedspan predict runs/first --file messages.txt > labels.tsv",
         'fedspan predict runs/personal --client client-03 "Where do I park?"',
     ),
-)(use.predict)
+)(trained_model.predict)
 app.command(
     "evaluate",
     epilog=_examples(
@@ -151,7 +165,7 @@ app.command(
         "fedspan evaluate exported/ --data new.csv --text message --label intent",
         "fedspan evaluate runs/instruct --tasks mmlu,arc_easy --shots 5",
     ),
-)(use.evaluate)
+)(trained_model.evaluate)
 app.command(
     "report",
     epilog=_examples(
@@ -171,7 +185,7 @@ app.command(
         "fedspan export runs/first --out model --form merged",
         "fedspan export runs/personal --out theirs --client client-03",
     ),
-)(use.export)
+)(trained_model.export)
 _MACHINES = "Between machines"
 app.command(
     "server", rich_help_panel=_MACHINES, epilog=_examples("fedspan server --name fl.example.org", "fedspan server -h")

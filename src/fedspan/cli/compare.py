@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedspan.cli.show import Json, Overrides
+from fedspan.cli.methods import Json, Overrides
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedspan.runs.comparing import CompareReport
-    from fedspan.runs.series import Watcher
-    from fedspan.runs.sweeping import SweepReport
-    from fedspan.runs.tables import Table
+    from fedspan.experiments.comparison import CompareReport
+    from fedspan.experiments.search import SweepReport
+    from fedspan.experiments.series import Watcher
+    from fedspan.experiments.tables import Table
 
 __all__ = ["compare", "print_table", "sweep"]
 
@@ -80,11 +80,11 @@ def _compare(
     against: str | None,
     watcher: Watcher,
 ) -> CompareReport:
-    from fedspan import api
+    import fedspan
 
     if config is None:
-        return api.resume_compare(folder, against=against, listener=watcher)
-    return api.compare(
+        return fedspan.resume_compare(folder, against=against, listener=watcher)
+    return fedspan.compare(
         config,
         folder,
         [key.strip() for key in (methods or "").split(",") if key.strip()],
@@ -146,11 +146,11 @@ def _sweep(
     overrides: list[str] | None,
     watcher: Watcher,
 ) -> SweepReport:
-    from fedspan import api
+    import fedspan
 
     if config is None:
-        return api.resume_sweep(folder, listener=watcher)
-    return api.sweep(
+        return fedspan.resume_sweep(folder, listener=watcher)
+    return fedspan.sweep(
         config,
         folder,
         _over(over or []),
@@ -209,7 +209,7 @@ def _over(texts: list[str]) -> dict[str, str]:
 
 def _watched(command: str, folder: Path, quiet: bool, play: Callable[[Watcher], Report]) -> Report:
     """Play a series with its live view; Ctrl-C says how to go on."""
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
 
     out = console()
     if quiet:
@@ -233,7 +233,7 @@ def _stopped(command: str, folder: Path, done: int, runs: int) -> str:
 
 
 def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> None:
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
 
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
@@ -243,7 +243,7 @@ def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> N
 
 def print_table(out: Console, table: Table) -> None:
     """A table with its notes, the best row in bold."""
-    from fedspan.cli.text import plain_table
+    from fedspan.cli.formatting import plain_table
 
     shown = plain_table()
     for index, title in enumerate(table.head):

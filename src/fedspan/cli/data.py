@@ -22,7 +22,7 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """List the data sets that data.dataset can name: what they are for, their licence, where they are."""
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
     from fedspan.data.catalogue import dataset_of, list_datasets
 
     entries = list_datasets() if key is None else (dataset_of(key, "KEY"),)
@@ -35,7 +35,7 @@ def data(
 
 
 def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
-    from fedspan.cli.text import plain_table
+    from fedspan.cli.formatting import plain_table
 
     # A table for each task: a column of tasks would leave the hub's ids too little of 80 columns.
     for task in dict.fromkeys(entry.task for entry in entries):
@@ -59,7 +59,7 @@ def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
 
 
 def _one(out: Console, entry: DatasetEntry) -> None:
-    from fedspan.cli.text import plain_table
+    from fedspan.cli.formatting import plain_table
     from fedspan.data.catalogue import snippet
 
     out.print(f"{entry.title}: {entry.summary}", style="bold")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.show import Overrides
+from fedspan.cli.methods import Overrides
 from fedspan.cli.train import fresh_folder, stopped
 from fedspan.errors import FedspanError
 
@@ -35,10 +35,10 @@ def server(
 
     The first start makes an authority and a certificate. Give ca.crt to every data holder.
     """
-    from fedspan.flower import require
+    from fedspan.transports.flower import require
 
     require()
-    from fedspan.flower import server as servers
+    from fedspan.transports.flower import server as servers
 
     if insecure:
         host = "127.0.0.1" if host == "0.0.0.0" else host
@@ -66,10 +66,10 @@ def admit(
     folder: Folder = _FOLDER,
 ) -> None:
     """Let a data holder's node take part (Flower's own command: flwr supernode register)."""
-    from fedspan.flower import require
+    from fedspan.transports.flower import require
 
     require()
-    from fedspan.flower import server as servers
+    from fedspan.transports.flower import server as servers
 
     servers.admit(servers.link_of(folder), key, name)
     typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
@@ -83,17 +83,17 @@ def join(
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and a key.")] = False,
 ) -> None:
     """Take part in federations as a data holder. Data and paths never leave this machine."""
-    from fedspan.flower import require
+    from fedspan.transports.flower import require
 
     require()
     if new_key is not None:
-        from fedspan.flower.keys import make_node_key
+        from fedspan.transports.flower.keys import make_node_key
 
         typer.echo(f"send this file, and only this, to the server's operator: {make_node_key(new_key)}")
         return
     if node is None:
         raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")
-    from fedspan.api.deploying import join as taking_part
+    from fedspan.deployment.deploy import join as taking_part
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for quiet in ("httpx", "flwr"):
@@ -112,16 +112,16 @@ def submit(
     folder: Folder = _FOLDER,
 ) -> None:
     """Play a federation with the nodes that have joined, and export the best round's adapter."""
-    from fedspan.flower import require
+    from fedspan.transports.flower import require
 
     require()
     if (config is None) == (resume is None):
         raise FedspanError("CONFIG", None if config is None else str(config), "a YAML file, or --resume FOLDER")
-    from fedspan.api.deploying import submit as submitted
-    from fedspan.cli.closing import show_report
+    from fedspan.cli.formatting import console
     from fedspan.cli.live import RunView
-    from fedspan.cli.text import console
-    from fedspan.flower.server import link_of
+    from fedspan.cli.run_summary import show_report
+    from fedspan.deployment.deploy import submit as submitted
+    from fedspan.transports.flower.server import link_of
 
     place = resume or out or fresh_folder(Path("runs") / (config or Path("run")).stem)
     shown = console()

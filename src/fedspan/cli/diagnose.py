@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from fedspan.cli.show import Json
+from fedspan.cli.methods import Json
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedspan.runs.diagnosing import Diagnosis
+    from fedspan.diagnostics.round_diagnosis import Diagnosis
 
 __all__ = ["diagnose"]
 
@@ -36,14 +36,14 @@ def diagnose(
     Interference of averaging, client drift, angles between subspaces, ranks, mismatch of the optimizers' moments, and
     the loss on the line between two clients' models. It costs a round, and what is printed beside it.
     """
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
 
     screen = console()
     screen.quiet = as_json
     with screen.status("playing a round"):
-        from fedspan import api
+        import fedspan
 
-        found = api.diagnose(run, _round(round), pairs=pairs, examples=examples)
+        found = fedspan.diagnose(run, _round(round), pairs=pairs, examples=examples)
     if as_json:
         typer.echo(json.dumps(_plain(found), indent=2, ensure_ascii=False))
     else:
@@ -61,8 +61,8 @@ def _round(text: str) -> int | Literal["best", "last"]:
 
 def _plain(found: Diagnosis) -> dict[str, Any]:
     """For machines; what has no value is null."""
-    from fedspan.runs.diagnosing import STEPS
-    from fedspan.runs.measures import MEASURES
+    from fedspan.diagnostics.measures import MEASURES
+    from fedspan.diagnostics.round_diagnosis import STEPS
 
     def number(value: float | None) -> float | None:
         return None if value is None or math.isnan(value) else value
@@ -85,8 +85,8 @@ def _plain(found: Diagnosis) -> dict[str, Any]:
 
 
 def _show(out: Console, found: Diagnosis) -> None:
-    from fedspan.cli.text import number, plain_table
-    from fedspan.runs.measures import readings
+    from fedspan.cli.formatting import number, plain_table
+    from fedspan.diagnostics.measures import readings
 
     rows = readings(found)
     out.print(f"{found.method}, round {found.round}: {len(found.clients)} clients, {len(found.layers)} target layers")

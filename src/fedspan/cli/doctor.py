@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.show import Json
+from fedspan.cli.methods import Json
 
 __all__ = ["doctor"]
 
@@ -24,7 +24,7 @@ def doctor(
 
     Ends with 1 if something is missing without which nothing works.
     """
-    from fedspan.cli.text import console, plain_table
+    from fedspan.cli.formatting import console, plain_table
 
     screen = console()
     screen.quiet = as_json

@@ -25,11 +25,11 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
 ) -> None:
     """Write a commented config for your own data, from a look at the file, and say what was found in it."""
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
 
     screen = console()
     with screen.status("looking at the data"):
-        from fedspan.api.starting import start
+        from fedspan.config.init import start
 
         made = start(
             data,

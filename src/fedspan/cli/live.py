@@ -15,13 +15,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from fedspan.cli.effort import Effort
-from fedspan.cli.text import duration, number, one_line, score, titles
-from fedspan.runs.build import Prepared
+from fedspan.cli.formatting import duration, number, one_line, score, titles
+from fedspan.cli.remaining_time import Effort
+from fedspan.experiments.tables import size
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
-from fedspan.runs.listener import Listener
-from fedspan.runs.tables import size
+from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS, rank_of
 
 __all__ = ["RunView"]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.show import Json, Overrides
+from fedspan.cli.methods import Json, Overrides
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedspan.runs.plans import Plan
+    from fedspan.planning.plan import Plan
 
 __all__ = ["plan"]
 
@@ -89,7 +89,7 @@ def plan(
         "model.target_modules": None if targets is None else [part.strip() for part in targets.split(",")],
     }
     texts = [f"{path}={json.dumps(value)}" for path, value in changes.items() if value is not None]
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
     from fedspan.config import read_values
 
     values = _bare(task or _TASK) if config is None else read_values(config)
@@ -99,8 +99,8 @@ def plan(
     screen.quiet = as_json
     doing = "timing some steps on this machine" if device == "here" else "loading torch and Transformers"
     with screen.status(doing):
-        from fedspan.api.planning import plan_methods
         from fedspan.methods.registry import METHODS
+        from fedspan.planning.estimate import plan_methods
 
         wanted = "all" if methods is None and config is None else methods or _own(values)
         keys = list(METHODS) if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
@@ -156,8 +156,8 @@ def _plain(found: Plan) -> dict[str, Any]:
 
 
 def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], longest: bool) -> None:
-    from fedspan.cli.text import plain_table
-    from fedspan.runs.tables import size
+    from fedspan.cli.formatting import plain_table
+    from fedspan.experiments.tables import size
 
     first = next(iter(plans.values()))
     cohort = "all" if first.cohort == first.clients else str(first.cohort)
@@ -195,8 +195,8 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], l
 
 def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> None:
     """FLOPs, and the time of training and transfers as far as it was asked for; ``longest``: no length was given."""
-    from fedspan.cli.text import flops, plain_table, span
-    from fedspan.runs.tables import size
+    from fedspan.cli.formatting import flops, plain_table, span
+    from fedspan.experiments.tables import size
 
     def counted(count: int | None) -> str:
         return "-" if count is None else flops(count)

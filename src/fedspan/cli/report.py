@@ -22,11 +22,11 @@ def report(
 
     The page needs no network, and runs that differ in their seed alone stand together. Needs fedspan[report].
     """
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
 
     screen = console()
     with screen.status("reading the runs"):
-        from fedspan import api
+        import fedspan
 
-        path = api.report([*runs], out, diagnostics=diagnose, data=data)
+        path = fedspan.report([*runs], out, diagnostics=diagnose, data=data)
     screen.print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedspan.cli.show import Json, Overrides
+from fedspan.cli.methods import Json, Overrides
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
-    from fedspan.api.rehearsing import PlannedCell
-    from fedspan.runs.presets import Scale
-    from fedspan.runs.series import Watcher
+    from fedspan.experiments.series import Watcher
+    from fedspan.reproduction.presets import Scale
+    from fedspan.reproduction.rehearsal import PlannedCell
 
 __all__ = ["reproduce"]
 
@@ -65,8 +65,8 @@ def reproduce(
 
 
 def _list(as_json: bool) -> None:
-    from fedspan.cli.text import console, plain_table
-    from fedspan.runs.presets import list_presets
+    from fedspan.cli.formatting import console, plain_table
+    from fedspan.reproduction.presets import list_presets
 
     presets = list_presets()
     if as_json:
@@ -84,7 +84,7 @@ def _list(as_json: bool) -> None:
 
 
 def _plan(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
-    from fedspan.api.rehearsing import dry_run
+    from fedspan.reproduction.rehearsal import dry_run
 
     found = dry_run(id, scale=scale, overrides=overrides)
     if as_json:
@@ -94,8 +94,8 @@ def _plan(id: str, scale: Scale, overrides: list[str], as_json: bool) -> None:
 
 
 def _show_plan(found: tuple[PlannedCell, ...]) -> None:
-    from fedspan.cli.text import console, plain_table
-    from fedspan.runs.tables import size
+    from fedspan.cli.formatting import console, plain_table
+    from fedspan.experiments.tables import size
 
     out = console()
     for cell in dict.fromkeys(each.cell for each in found):
@@ -145,19 +145,19 @@ def _play(
                 raise FedspanError(name, str(value), "nothing beside --resume: it goes on under its own settings")
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
 
     screen = console()
     screen.quiet = as_json
     with screen.status("loading torch and Transformers"):
-        from fedspan.api import reproducing
         from fedspan.cli.series import SeriesView
+        from fedspan.reproduction import reproduce
     folder = cast(Path, resume or out)
 
     def play(watcher: Watcher) -> Any:
         if resume is not None:
-            return reproducing.resume_reproduction(resume, listener=watcher)
-        return reproducing.reproduce(
+            return reproduce.resume_reproduction(resume, listener=watcher)
+        return reproduce.reproduce(
             cast(str, id),
             folder,
             scale=cast("Scale", scale),
@@ -178,7 +178,7 @@ def _play(
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
         return
     from fedspan.cli.compare import print_table
-    from fedspan.runs.judging import verdict_table
+    from fedspan.reproduction.verdicts import verdict_table
 
     print_table(screen, report.table())
     verdicts = verdict_table(report.verdicts)

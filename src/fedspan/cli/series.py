@@ -11,10 +11,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from fedspan.cli.formatting import duration, one_line, score
 from fedspan.cli.live import RunView
-from fedspan.cli.text import duration, one_line, score
-from fedspan.runs.build import Prepared
-from fedspan.runs.series import Step, Watcher
+from fedspan.experiments.series import Step, Watcher
+from fedspan.runs.setup import Prepared
 
 __all__ = ["SeriesView"]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.show import Json
+from fedspan.cli.methods import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedspan.flower.server import Node
-    from fedspan.runs.standing import Standing
+    from fedspan.deployment.status import Standing
+    from fedspan.transports.flower.server import Node
 
 __all__ = ["status"]
 
@@ -38,13 +38,13 @@ def status(
 
     Whether a node is online, Flower knows by its heartbeats: of one that was killed, after a minute.
     """
-    from fedspan.flower import require
+    from fedspan.transports.flower import require
 
     require()
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
+    from fedspan.deployment.status import named_run, standing
     from fedspan.errors import FedspanError
-    from fedspan.flower import server as servers
-    from fedspan.runs.standing import named_run, standing
+    from fedspan.transports.flower import server as servers
 
     named = named_run(folder)
     place = run or (None if named is None else named.folder)
@@ -70,7 +70,7 @@ def status(
 def _show_nodes(out: Console, nodes: list[Node], known: dict[str, str], found: Standing | None) -> None:
     from rich.text import Text
 
-    from fedspan.cli.text import plain_table
+    from fedspan.cli.formatting import plain_table
 
     if not nodes:
         out.print("no nodes yet: fedspan admit KEY.pub")
@@ -95,7 +95,7 @@ def _show_nodes(out: Console, nodes: list[Node], known: dict[str, str], found: S
 
 
 def _seen(node: Node) -> str:
-    from fedspan.cli.text import duration
+    from fedspan.cli.formatting import duration
 
     if node.status == "online":
         return f"now, for {duration(node.online_seconds)}"
@@ -103,7 +103,7 @@ def _seen(node: Node) -> str:
 
 
 def _ago(moment: float) -> str:
-    from fedspan.cli.text import duration
+    from fedspan.cli.formatting import duration
 
     shown = datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     return f"{shown} ({duration(max(0.0, time.time() - moment))} ago)"

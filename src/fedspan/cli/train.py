@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.show import Overrides
+from fedspan.cli.methods import Overrides
 from fedspan.errors import FedspanError
 
 __all__ = ["demo", "fresh_folder", "run", "stopped"]
@@ -90,20 +90,20 @@ def _trackers(track: str | None) -> list[str]:
 
 def _play(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
     """A new run, or with no config one that goes on; then its closing screen."""
-    from fedspan.cli.text import console
+    from fedspan.cli.formatting import console
 
     out = console()
     with out.status("loading torch and Transformers"):
-        from fedspan import api
-        from fedspan.cli.closing import show_report
+        import fedspan
         from fedspan.cli.live import RunView
+        from fedspan.cli.run_summary import show_report
     view = RunView(out, folder)
     try:
         with view:
             if config is None:
-                report = api.resume(folder, listener=view, track=_trackers(track))
+                report = fedspan.resume(folder, listener=view, track=_trackers(track))
             else:
-                report = api.run(config, folder, overrides=overrides, listener=view, track=_trackers(track))
+                report = fedspan.run(config, folder, overrides=overrides, listener=view, track=_trackers(track))
     except KeyboardInterrupt:
         typer.echo(stopped(folder, view.rounds), err=True)
         raise typer.Exit(130) from None
@@ -112,9 +112,9 @@ def _play(folder: Path, config: Path | None, overrides: Sequence[str] = (), trac
 
 def stopped(folder: Path, rounds: int, command: str = "run") -> str:
     """What is said of a run that Ctrl-C ended: what is left of it, and how to go on."""
-    from fedspan.api.reports import is_run
     from fedspan.runs.checkpoint import saved
     from fedspan.runs.folder import RunFolder
+    from fedspan.runs.results import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"

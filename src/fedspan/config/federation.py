@@ -6,12 +6,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from fedspan.config.mistakes import VARIANT
 from fedspan.config.section import Section
+from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
-from fedspan.engines.screening import ReplyRules
-from fedspan.engines.settings import SecureSettings
 from fedspan.errors import FedspanError
+from fedspan.federation.settings import SecureSettings
+from fedspan.federation.validation import ReplyRules
 
 __all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks", "SecureConfig"]
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import Field
 
-from fedspan.config.mistakes import first_mistake
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
-from fedspan.data.places import places_of
+from fedspan.config.validation_errors import first_mistake
+from fedspan.data.path_patterns import places_of
 
 __all__ = ["NodeConfig", "NodeLimits", "load_node"]
 

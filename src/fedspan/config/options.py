@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pydantic
 from pydantic import ConfigDict
 
-from fedspan.config.mistakes import first_mistake
+from fedspan.config.validation_errors import first_mistake
 from fedspan.errors import FedspanError
 from fedspan.methods.registry import method_class
 from fedspan.wrappers.registry import WRAPPERS, wrapper_class

@@ -10,8 +10,8 @@ from fedspan.config.federation import FederationConfig
 from fedspan.config.section import Section
 from fedspan.core.method import Claims
 from fedspan.core.noise import key_of_seed
-from fedspan.engines.settings import Privacy
 from fedspan.errors import FedspanError
+from fedspan.training.settings import Privacy
 
 __all__ = ["PrivacyConfig"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pydantic
 import yaml
 
-from fedspan.config.mistakes import first_mistake
 from fedspan.config.sections import RunConfig
+from fedspan.config.validation_errors import first_mistake
 from fedspan.errors import FedspanError
 
 __all__ = ["load_config", "override", "parse_config", "parse_text", "read_values"]

@@ -20,10 +20,11 @@ from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig, PartitionConfig
-from fedspan.engines.settings import EvaluationSettings, Privacy, RoundSettings, TrainingSettings
 from fedspan.errors import FedspanError
+from fedspan.federation.settings import RoundSettings
 from fedspan.models.names import architecture_of
 from fedspan.tasks.metrics import METRICS_OF
+from fedspan.training.settings import Privacy, TrainingSettings
 
 __all__ = ["EvaluationConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
 
@@ -265,10 +266,6 @@ class RunConfig(Section):
             group_by_length=t.group_by_length,
             privacy=self.privacy_settings(key),
         )
-
-    def evaluation_settings(self) -> EvaluationSettings:
-        """Evaluation as the engines take it."""
-        return EvaluationSettings(self.evaluation.every, self.evaluation.batch_size)
 
     def round_settings(self, key: bytes | None = None) -> RoundSettings:
         """Rounds as the engines take them; ``key`` as in ``privacy_settings``."""

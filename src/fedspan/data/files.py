@@ -19,8 +19,8 @@ import pyarrow.parquet
 from fedspan.data.builtin import PREFIX, corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.data.images import holds_images, read_images
-from fedspan.data.places import has_places, matching
-from fedspan.data.several import read_several
+from fedspan.data.multiple_files import read_several
+from fedspan.data.path_patterns import has_places, matching
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 

@@ -10,13 +10,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from fedspan.data.blanks import without_blanks
 from fedspan.data.catalogue import dataset_of
 from fedspan.data.columns import Checked, TaskName, check
 from fedspan.data.config import DataConfig
+from fedspan.data.dataset_defaults import filled
 from fedspan.data.files import has_own_splits, read_source
-from fedspan.data.filling import filled
 from fedspan.data.keyed import generator
+from fedspan.data.missing_values import without_blanks
 from fedspan.data.names import arrow_column, sort_names
 from fedspan.errors import FedspanError, nearest
 

@@ -9,21 +9,23 @@ from typing import Any, cast
 
 import numpy as np
 
+from fedspan.clients.data import OnDemand
+from fedspan.clients.store import store
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
-from fedspan.engines.evaluation import Evaluator
-from fedspan.engines.federation import Federation, Member
-from fedspan.engines.members import OnDemand
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Member
+from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.build import Prepared
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import Checkpoint
-from fedspan.runs.clients import store
-from fedspan.runs.files import disk_errors, remove
+from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.listener import Listener
 from fedspan.runs.scores import final_scores, round_score
-from fedspan.runs.simulators import make_engine
+from fedspan.runs.setup import Prepared
+from fedspan.transports.in_process import simulate
 
 __all__ = ["BASELINES", "alone", "pooled", "train_baseline"]
 
@@ -43,7 +45,7 @@ def pooled(prepared: Prepared) -> Prepared:
     federation = variant.federation
     for own, _, _ in parts:  # as each client would alone: the same bits, whether or not the federation did it before
         variant.engine.ready(prepared.train, own)
-    judged = Federation(federation.method, variant.engine, members, prepared.train, federation.settings)
+    judged = simulate(federation.method, variant.engine, members, prepared.train, federation.settings)
     return replace(variant, evaluator=_evaluator(judged, changed))
 
 
@@ -83,7 +85,7 @@ def _variant(
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, prepared.engine.prefixes)
     rounds = replace(config.round_settings(), cohort=None)
-    federation = Federation(config.wrapped(method), engine, members, prepared.train, rounds)
+    federation = simulate(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = _evaluator(federation, config)
     return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator)
 
@@ -118,8 +120,8 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     kept = checkpoints.resume(place) if folder.is_dir() else None
     progress, best = (federation.begin(), None) if kept is None else (kept.progress, kept.best)
     while progress.state.round < federation.settings.rounds:
-        result = federation.play(progress)
-        progress = store(place, result.progress)
+        result = federation.run_round(progress)
+        progress = store(place.clients, result.progress)
         number = progress.state.round
         validation, _ = evaluator.clients(progress)
         score = round_score(variant, number, None if validation is None else validation.pooled)

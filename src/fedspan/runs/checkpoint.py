@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from fedspan.clients.store import Version, discard, store
 from fedspan.errors import FedspanError
-from fedspan.runs.clients import Version, discard, store
-from fedspan.runs.files import disk_errors, fsync_folder, read_bytes, remove, sweep, temporary, write_file
+from fedspan.files import disk_errors, fsync_folder, read_bytes, remove, sweep, temporary, write_file
+from fedspan.runs.checkpoint_format import Checkpoint, Damaged, load, pack, read_index, read_versions
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.packing import Checkpoint, Damaged, load, pack, read_index, read_versions
 
 __all__ = ["Checkpoint", "chosen", "latest", "load", "prune", "resume", "save", "saved", "truncate_logs"]
 
@@ -83,7 +83,7 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
     target = _folder_of(run, checkpoint.state.round)
     if target.exists():
         raise ValueError(f"round {checkpoint.state.round} has a checkpoint already: {target}")
-    kept = store(run, checkpoint.progress)
+    kept = store(run.clients, checkpoint.progress)
     files = pack(replace(checkpoint, memories=kept.memories, optimizer_states=kept.optimizers))
     with disk_errors(run.path):
         _commit(target, files)
@@ -211,7 +211,7 @@ def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:
         _show_best(run, checkpoint)
     prune(run, keep)
     with disk_errors(run.path):
-        discard(run, _needed(_rounds(run).values()))
+        discard(run.clients, _needed(_rounds(run).values()))
     return checkpoint
 
 
@@ -241,7 +241,7 @@ def prune(run: RunFolder, keep: int = 2) -> None:
             folder.rename(trash)
         sweep(run.checkpoints)
         if stale:
-            discard(run, _needed(rounds[round] for round in rounds if round in kept), stale)
+            discard(run.clients, _needed(rounds[round] for round in rounds if round in kept), stale)
 
 
 def _needed(folders: Iterable[Path]) -> set[Version]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fedspan.engines.federation import Failure
+from fedspan.federation.outcomes import Failure
 
 __all__ = ["failures_by_client"]
 

@@ -28,7 +28,7 @@ from typing import Self
 from filelock import FileLock, SoftFileLock, Timeout
 
 from fedspan.errors import FedspanError
-from fedspan.runs.files import disk_errors, from_json, read_bytes, sweep, to_json, write_atomic
+from fedspan.files import disk_errors, from_json, read_bytes, sweep, to_json, write_atomic
 
 __all__ = ["RunFolder"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Self, cast, get_args
 
 from fedspan.errors import FedspanError
-from fedspan.runs.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
+from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
 
 __all__ = ["Direction", "JsonLines", "Ledger", "Purpose", "Tally", "Totals", "read_lines", "read_totals"]
 

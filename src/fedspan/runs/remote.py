@@ -11,31 +11,34 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedspan.clients.host import Host, declined
+from fedspan.clients.store import DiskKeeper
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
-from fedspan.engines.aggregation import Aggregating, PlainAggregation
-from fedspan.engines.asking import Transport
-from fedspan.engines.evaluation import Evaluator
-from fedspan.engines.federation import Federation, Member
-from fedspan.engines.host import Host, declined
-from fedspan.engines.parcels import Parcel
-from fedspan.engines.remote_evaluation import RemoteEvaluator
-from fedspan.engines.screening import ReplyRules
-from fedspan.engines.secure_parcels import open_asked
-from fedspan.runs.build import Prepared, choose_device, max_length, prepare, require_private_model
+from fedspan.crypto import require
+from fedspan.federation.aggregation.aggregation import MakeAggregation
+from fedspan.federation.aggregation.plaintext import PlainAggregation
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.evaluation_exchange import RemoteEvaluator
+from fedspan.federation.federation import Federation
+from fedspan.federation.orders import Transport
+from fedspan.federation.progress import Member
+from fedspan.federation.protocol import Parcel
+from fedspan.federation.secagg.messages import open_asked
+from fedspan.federation.validation import ReplyRules
+from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.keeping import DiskKeeper
-from fedspan.runs.modelling import build_model
-from fedspan.runs.problems import PROBLEMS, Facts
+from fedspan.runs.model_setup import build_model
+from fedspan.runs.privacy_budget import kept_key
 from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.session import kept_partition
-from fedspan.runs.simulators import make_engine
-from fedspan.runs.spending import kept_key
-from fedspan.secure import require
+from fedspan.runs.setup import Prepared, choose_device, max_length, prepare, require_private_model
+from fedspan.runs.task_setup import PROBLEMS, Facts
+from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
-    from fedspan.engines.secure_client import SecureClient
+    from fedspan.clients.secagg import SecureClient
 
 __all__ = ["answer_as", "connected", "members_of", "method_for", "nodes_folder", "prepare_server", "secure_client"]
 
@@ -74,7 +77,7 @@ def prepare_server(config: RunConfig, key: bytes | None = None) -> Prepared:
     method = config.wrapped(method_for(config, model.adapted.spec))
     engine = make_engine(config, model.adapted, task, config.training_settings(key))
     nothing = Nothing()
-    federation = Federation(method, engine, {}, nothing, config.round_settings(key))
+    federation = simulate(method, engine, {}, nothing, config.round_settings(key))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
     return Prepared(config, labels, facts, None, task, engine, federation, evaluator, nothing, None, (), model)
 
@@ -151,13 +154,13 @@ def connected(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
-def _aggregating(config: RunConfig) -> Aggregating:
+def _aggregating(config: RunConfig) -> MakeAggregation:
     """The kind of aggregation that a config asks for."""
     secure = config.federation.secure_settings()
     if secure is None:
         return PlainAggregation
     require()
-    from fedspan.engines.secure_server import SecureAggregation  # needs fedspan[secagg]
+    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
 
     return partial(SecureAggregation, secure=secure)
 
@@ -177,8 +180,8 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> S
     if config.federation.secure is None:
         return None
     require()
-    from fedspan.engines.secure_client import SecureClient  # needs fedspan[secagg]
-    from fedspan.runs.vault import DiskVault
+    from fedspan.clients.secagg import SecureClient  # needs fedspan[secagg]
+    from fedspan.clients.secagg_store import DiskVault
 
     return SecureClient(id, DiskVault(folder), least)
 

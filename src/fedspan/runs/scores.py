@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedspan.engines.evaluation import summarised
-from fedspan.engines.federation import Progress
-from fedspan.runs.build import Prepared
+from fedspan.federation.evaluation import summarised
+from fedspan.federation.progress import Progress
+from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import rank_of
 
 __all__ = ["final_scores", "round_score", "sample_predictions"]

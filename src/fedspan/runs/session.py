@@ -11,29 +11,30 @@ from typing import Any
 
 import yaml
 
+from fedspan.clients.store import store
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
-from fedspan.engines.federation import Progress, RoundResult, Transfer
+from fedspan.diagnostics.recorder import Looks
 from fedspan.errors import FedspanError
+from fedspan.federation.outcomes import Transfer
+from fedspan.federation.progress import Progress, RoundResult
+from fedspan.files import disk_errors, write_atomic
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.build import Prepared, prepare
-from fedspan.runs.cards import write_cards
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import Checkpoint
-from fedspan.runs.clients import store
+from fedspan.runs.engine_setup import engine_note, keep_choice, recall_choice
 from fedspan.runs.environment import record_environment
-from fedspan.runs.exports import write_adapters
 from fedspan.runs.failures import failures_by_client
-from fedspan.runs.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
-from fedspan.runs.listener import Listener
-from fedspan.runs.looking import Looks
+from fedspan.runs.model_card import write_cards
+from fedspan.runs.privacy_budget import Budget, keep_key, kept_key, new_key
 from fedspan.runs.report import RunReport
-from fedspan.runs.resuming import kept_partition, require_same_run
+from fedspan.runs.resume import kept_partition, require_same_run
 from fedspan.runs.scores import final_scores, round_score, sample_predictions
-from fedspan.runs.simulators import engine_note, keep_choice, recall_choice
-from fedspan.runs.spending import Budget, keep_key, kept_key, new_key
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.trained_models import write_adapters
 
 __all__ = ["Host", "RunReport", "kept_partition", "require_same_run", "run", "write_adapters"]
 
@@ -117,7 +118,7 @@ def _play(
     def played(prepared: Prepared) -> RunReport:
         with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
             session = _Session(place, prepared, listener, metrics, ledger)
-            return session.finish(session.play(kept, resumed))
+            return session.finish(session.run_rounds(kept, resumed))
 
     return played(prepared) if host is None else host(place, prepared, played)
 
@@ -135,7 +136,7 @@ class _Session:
         self.budget = Budget(prepared.config)
         self.looks = Looks(prepared.federation, prepared.config.evaluation.diagnostics)
 
-    def play(self, kept: Checkpoint | None, resumed: bool) -> Progress:
+    def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
         """All rounds that are still to be played."""
         federation = self.prepared.federation
         if kept is None:
@@ -158,7 +159,7 @@ class _Session:
             def told(client: str, loss: float, number: int = number) -> None:
                 self.listener.client_finished(number, client, loss)
 
-            result, seen = self.looks.play(progress, told)
+            result, seen = self.looks.run_round(progress, told)
             keep_choice(self.place, engine)
             for note in (engine_note(engine), federation.remark()):
                 if number == first and note is not None:
@@ -212,7 +213,7 @@ class _Session:
         Returns:
             The progress, with what clients keep on the disk.
         """
-        progress = store(self.place, result.progress)
+        progress = store(self.place.clients, result.progress)
         number, beside = progress.state.round, self.prepared.federation.beside()
         self._record(number, (*result.transfers, *beside.transfers))
         if failures := (*result.failures, *beside.failures):

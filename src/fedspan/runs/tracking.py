@@ -16,8 +16,8 @@ from accelerate import tracking
 from accelerate.state import PartialState
 
 from fedspan.errors import FedspanError, nearest
-from fedspan.runs.build import Prepared
-from fedspan.runs.listener import Listener
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.setup import Prepared
 
 __all__ = ["TRACKERS", "Tracked", "numbers", "require_trackers"]
 

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fedspan.errors import FedspanError
 from fedspan.tasks.answers import same_answer
-from fedspan.tasks.means import means, widened
+from fedspan.tasks.losses import means, widened
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 from fedspan.tasks.ragged import Ragged
 

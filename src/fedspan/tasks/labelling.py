@@ -12,7 +12,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.tasks.means import means, widened
+from fedspan.tasks.losses import means, widened
 
 __all__ = ["Labelling"]
 

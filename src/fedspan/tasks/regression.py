@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
-from fedspan.tasks.means import means, widened
+from fedspan.tasks.losses import means, widened
 from fedspan.tasks.metrics import defined
 
 __all__ = ["Regression"]

@@ -1,1 +1,0 @@
-"""Looking at methods and their results from outside a run."""

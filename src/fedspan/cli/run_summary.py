@@ -1,0 +1,209 @@
+"""The last screen of a run: what it reached beside its baselines, what it cost, and how to use the adapter."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fedspan.cli.formatting import duration, one_line, plain_table, score, titles
+from fedspan.experiments.tables import size
+from fedspan.models.names import architecture_of, resolve_model
+from fedspan.runs.session import RunReport
+from fedspan.tasks.metrics import METRICS
+
+__all__ = ["peft_snippet", "show_report"]
+
+_BESIDE = {
+    "sequence-classification": ("macro_f1",),
+    "image-classification": ("macro_f1",),
+    "regression": ("pearson", "spearman"),
+    "causal-lm": ("perplexity", "exact_match"),
+}
+_CLASSES = {  # with a head of so many labels, or the model's own
+    "sequence-classification": ("AutoModelForSequenceClassification", True),
+    "image-classification": ("AutoModelForImageClassification", True),
+    "regression": ("AutoModelForSequenceClassification", True),
+    "causal-lm": ("AutoModelForCausalLM", False),
+}
+_MOST = 5
+"""Clients whose failures are shown."""
+_TRUTH = {"sequence-classification": "label", "image-classification": "label", "regression": "number"}
+
+
+def show_report(out: Console, report: RunReport, folder: Path) -> None:
+    """Print the report of the run in ``folder``."""
+    out.print(_scores(report))
+    if said := _gain(report):
+        out.print(Text(said))
+        out.print()
+    for line in _failures(report):
+        out.print(Text.assemble((f"{'failures':<10}", "dim"), one_line(line, max(40, out.width - 10))))
+    if not report.adapters:
+        out.print(Text("every client's own adapter is with its data holder", "dim"))
+        return
+    id, where = next(iter(report.adapters.items()))
+    adapter, own = folder / where, id != "global"
+    sample = "image.png" if report.task == "image-classification" else '"your text"'
+    kind = "adapter" if (adapter / "adapter_config.json").is_file() else "model"
+    chosen = "the best by validation" if "validation" in report.scores else "the last one"
+    whose = f" --client {shlex.quote(id)}" if own else ""
+    facts = {
+        "traffic": "; ".join(_traffic(report)),
+        "time": f"{duration(report.seconds)} for {report.rounds} rounds",
+        "round": f"{report.best_round}, {chosen}",
+        f"{kind}s" if own else kind: f"{adapter.parent} (one for each client)" if own else str(adapter),
+        **({"privacy": _privacy(report.privacy)} if report.privacy else {}),
+        "report": str(folder / "report.json"),
+        "try": f"fedspan predict {shlex.quote(str(folder))} {sample}{whose}",
+    }
+    for name, fact in facts.items():
+        out.print(Text.assemble((f"{name:<10}", "dim"), fact), soft_wrap=True)
+    out.print()
+    for line in peft_snippet(adapter):
+        out.print(Text(f"  {line}", "cyan"), soft_wrap=True)
+    if report.examples:
+        out.print(_examples(report, out.width))
+
+
+def _privacy(spent: Mapping[str, Any]) -> str:
+    """What the run gave away, and to whom it matters."""
+    unit = "an example" if spent["mechanism"] == "dp-sgd" else "a client"
+    epsilon = "without bound" if spent["epsilon"] is None else f"{spent['epsilon']:.3g}"
+    source = ", noise from the seed: for experiments only" if spent["randomness"] != "secret" else ""
+    return f"epsilon {epsilon} at delta {spent['delta']:g} for {unit} ({spent['mechanism']}{source})"
+
+
+def _traffic(report: RunReport) -> list[str]:
+    """The training's bytes, and beside them those of the rest."""
+    moved = [f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up"]
+    for purpose, count in report.other_bytes.items():
+        moved.append(f"to {purpose}: {size(count['down'])} down, {size(count['up'])} up")
+    return moved
+
+
+def _failures(report: RunReport) -> list[str]:
+    """Who failed how often, and why the last time; those who did most often first."""
+    often = sorted(report.failures.items(), key=lambda item: (-item[1]["count"], item[0]))
+    lines = [
+        f"{client} {'once' if one['count'] == 1 else str(one['count']) + ' times'}, last in round {one['round']}: "
+        f"{one['reason']}"
+        for client, one in often[:_MOST]
+    ]
+    left = f"and {len(often) - _MOST} more clients, in report.json"
+    return [*lines, left] if len(often) > _MOST else lines
+
+
+def _scores(report: RunReport) -> Table:
+    heldout, own, metric = "test" in report.scores, "clients" in report.scores, report.metric
+    # The metric that decides, and beside it the next one that the task measures.
+    metrics = list(
+        dict.fromkeys([metric, *(name for name in _BESIDE[report.task] if name in report.scores.get("test", ()))])
+    )
+    table = plain_table()
+    table.add_column("", no_wrap=True)
+    if heldout:
+        for name in metrics[:3]:
+            table.add_column(f"held-out\n{METRICS[name].title}", justify="right")
+        table.add_column("held-out\nworst client", justify="right", no_wrap=True)
+    if own:
+        table.add_column("own tests\nmean", justify="right")
+        table.add_column("own tests\nworst client", justify="right", no_wrap=True)
+    rows = {report.method: report.scores, **{name: made["scores"] for name, made in report.baselines.items()}}
+    for name, scores in rows.items():
+        cells: list[str] = []
+        if heldout:
+            test = scores.get("test") or {}
+            cells += [*(score(one, test.get(one)) for one in metrics[:3]), _worst(test, metric)]
+        if own:
+            clients = scores.get("clients") or {}
+            cells += [score(metric, clients.get(metric)), _worst(clients, metric)]
+        table.add_row(titles(name), *cells, style="bold" if name == report.method else "")
+    return table
+
+
+def _worst(scores: Mapping[str, Any], metric: str) -> str:
+    worst = scores.get("worst")
+    return "" if worst is None else f"{one_line(worst['client'], 12)} {score(metric, worst[metric])}"
+
+
+def _gain(report: RunReport) -> str:
+    """One sentence on what the federation was good for."""
+    metric = report.metric
+    reached = (report.scores.get("test") or {}).get(metric)
+    others = {name: (made["scores"].get("test") or {}).get(metric) for name, made in report.baselines.items()}
+    if reached is None:
+        return ""
+    parts = [
+        f"{_apart(reached - value, METRICS[metric].percent)} {against}"
+        for name, against in (("local", "the mean client alone"), ("centralised", "all examples in one place"))
+        if (value := others.get(name)) is not None
+    ]
+    return f"Held-out {METRICS[metric].title} is {' and '.join(parts)}." if parts else ""
+
+
+def _apart(difference: float, percent: bool) -> str:
+    apart = f"{abs(100 * difference):.1f} points" if percent else f"{abs(difference):.4f}"
+    if not float(apart.split()[0]):
+        return "equal to"
+    return f"{apart} {'above' if difference > 0 else 'below'}"
+
+
+def peft_snippet(adapter: Path) -> list[str]:
+    """A few lines of Python that load an adapter, or a model that was written whole."""
+    notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
+    if not (adapter / "adapter_config.json").is_file():
+        own = ["import fedspan.models.resnet"] if architecture_of(notes["base_model"]) else []
+        auto, _ = _CLASSES[notes["task"]]
+        return ["import transformers", *own, f'model = transformers.{auto}.from_pretrained("{adapter}")']
+    revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
+    auto, labels = _CLASSES[notes["task"]]
+    options = [f"num_labels={len(notes['labels']) or 1}"] if labels else []
+    if notes["task"] == "image-classification":  # those that are published have been trained for other classes
+        options.append("ignore_mismatched_sizes=True")
+    options += [f"revision={revision!r}"] if revision else []
+    more = "".join(f", {option}" for option in options)
+    base = resolve_model(notes["base_model"])
+    return [
+        "import peft, transformers",
+        f'base = transformers.{auto}.from_pretrained("{base}"{more})',
+        f'model = peft.PeftModel.from_pretrained(base, "{adapter}")',
+    ]
+
+
+def _examples(report: RunReport, width: int) -> RenderableType:
+    if report.task == "causal-lm":
+        return _dialogues(report, width)
+    table = plain_table()
+    labels = max(len("prediction"), *(len(row[key]) for row in report.examples for key in ("label", "prediction")))
+    labels = min(labels, (width - 30) // 2)
+    what = "a held-out image" if report.task == "image-classification" else "a held-out text"
+    table.add_column(what, width=min(90, width - 2 * labels - 6))
+    table.add_column(_TRUTH[report.task], no_wrap=True, max_width=labels)
+    table.add_column("prediction", no_wrap=True, max_width=labels)
+    for row in report.examples:
+        colour = ""  # a number is right or wrong by degrees
+        if _TRUTH[report.task] == "label":
+            colour = "green" if row["label"] == row["prediction"] else "red"
+        cells = [one_line(row[key], 400) for key in ("text", "label", "prediction")]
+        table.add_row(*map(Text, cells[:2]), Text(cells[2], colour))
+    return table
+
+
+def _dialogues(report: RunReport, width: int) -> Text:
+    """Held-out prompts with the data's answer and the model's, a line each: the end of a prompt, as it asks."""
+    shown, room = Text("\n"), max(20, width - 10)
+    for row in report.examples:
+        asked = " ".join(row["text"].split())
+        asked = asked if len(asked) <= room else "…" + asked[1 - room :]
+        for name, text in (("prompt", asked), ("answer", row["label"]), ("model", row["prediction"])):
+            shown.append(f"{name:<8}", "dim")
+            shown.append(f"{one_line(text, room)}\n", "bold" if name == "model" else "")
+        shown.append("\n")
+    return shown

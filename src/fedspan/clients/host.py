@@ -1,0 +1,341 @@
+"""The client half of the rounds, where the data is: carries out a server's orders.
+
+What it keeps between rounds (memory, moments, the base that it holds) is versioned by round. An order names the round
+whose reply was accepted last (``Client.held``); training goes on from that version and writes a new one, so a round
+that is retried, or a reply that is lost, never advances it twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedspan.clients.data import Changes, changeable
+from fedspan.clients.store import Keeper, Kept, Lost
+from fedspan.core.base import BaseUpdate, apply_patch
+from fedspan.core.method import Memory, Method
+from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
+from fedspan.errors import FedspanError
+from fedspan.federation import serialization
+from fedspan.federation.privacy import order_charges, protected, training_noise
+from fedspan.federation.progress import Member, kept_moments
+from fedspan.federation.protocol import Answer, Order, Parcel, Part, ScoredPart, Scores
+from fedspan.federation.secagg.messages import Phase, refused_phase
+from fedspan.tasks.task import Examples
+from fedspan.training.accounting import Charge
+from fedspan.training.engine import Engine
+from fedspan.training.jobs import Assignment
+
+if TYPE_CHECKING:
+    from fedspan.clients.secagg import SecureClient
+
+__all__ = ["Host", "declined", "refused", "told"]
+
+
+_SERVER_S = frozenset(
+    {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
+    | {"training", "version"}
+)
+"""Sections of fields whose values the server knows already."""
+_FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
+
+
+@dataclass
+class _Training:
+    """A client's work on an order to train.
+
+    Args:
+        order: The order.
+        client: The client as the server describes it.
+        member: The client's examples.
+        kept: What the client stored in the round that the order continues from.
+        job: The first job.
+        noise: Noise of DP-SGD over the clipping norm.
+        memory: The method's memory so far.
+        moments: Stored moments by phase, with those of this order.
+        parts: Losses by phase so far.
+    """
+
+    order: Order
+    client: Client
+    member: Member
+    kept: Kept
+    job: Job
+    noise: float
+    memory: Memory
+    moments: dict[str, tuple[OptimizerState, int]] | Changes[tuple[OptimizerState, int]]
+    parts: list[Part] = field(default_factory=list)
+
+    def assignment(self, job: Job, keep: bool) -> Assignment:
+        """A job as an engine takes it."""
+        moments = kept_moments(job, self.moments.get(job.phase), keep)
+        return Assignment(self.order.to, self.order.round, job, self.member.train, self.order.lr, moments, self.noise)
+
+
+class Host:
+    """The client half of rounds: carries out orders for the clients whose data is here.
+
+    A host has one client (a node of a deployment) or many (the simulator); it trains as many of them at once as its
+    engine can.
+
+    Args:
+        method: The run's method, as on the server.
+        engine: Trains and evaluates.
+        members: The clients by id.
+        examples: What the members' indices point into.
+        store: Stores what clients remember between rounds.
+        batch_size: Batch size of evaluation.
+        export: Writes the model of a job, given a base and a round; None: the clients export nothing.
+        secure: Each client's half of secure aggregation; None: the run has none.
+        reveals_losses: Report training losses although they are computed from raw data under local privacy.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        engine: Engine,
+        members: Mapping[str, Member],
+        examples: Examples,
+        store: Keeper,
+        batch_size: int,
+        export: Callable[[Job, BaseUpdate, int], None] | None = None,
+        secure: Mapping[str, SecureClient] | None = None,
+        *,
+        reveals_losses: bool = False,
+    ) -> None:
+        self.method, self.engine, self.members = method, engine, members
+        self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
+        self.secure, self.reveals_losses = secure, reveals_losses
+        self.on_trained: Callable[[Assignment, Trained], None] | None = None
+        """Called with every job that was trained."""
+        self._shared: BaseUpdate | None = None
+        self._decoded: tuple[bytes, Message] | None = None
+
+    def share_base(self, base: BaseUpdate) -> None:
+        """Let all orders that follow use the server's base, which is in this process, whatever version clients hold."""
+        self._shared = base
+        self.engine.adapted.set_base(base)
+
+    def reply(self, asked: Order | Phase) -> Parcel:
+        """Carry out an order of any kind.
+
+        Raises:
+            FedspanError: As ``answer`` and ``SecureClient.answer``.
+            ValueError: As ``answer`` and ``SecureClient.answer``.
+        """
+        if isinstance(asked, Order):
+            return self.answer(asked).parcel()
+        return self._secure_client(asked.to, asked.task).answer(asked).parcel()
+
+    def answer(self, order: Order) -> Answer:
+        """Carry out an order.
+
+        Raises:
+            FedspanError: If the loss stops being finite, or (``Lost``) what the client stored is not there.
+            ValueError: If the order is not to a client of this host.
+        """
+        self._member(order)
+        if order.task == "evaluate":
+            return self._evaluated(order)
+        if order.task == "export":
+            return self._exported(order)
+        answers: list[Answer] = []
+        self.train({order.to: order}, answers.append)
+        return answers[0]
+
+    def train(self, orders: Mapping[str, Order], on_answer: Callable[[Answer], None]) -> None:
+        """Train for several clients, as many at once as the engine can.
+
+        Args:
+            orders: Orders to train by client id, each taken when its client's training begins.
+            on_answer: Called with each client's answer as it is ready.
+
+        Raises:
+            FedspanError: As ``answer``.
+            ValueError: As ``answer``.
+        """
+        keep, running = self.engine.settings.keep_optimizer, dict[str, _Training]()
+
+        def opened(id: str) -> Assignment:
+            one = running[id] = self._open(orders[id])
+            return one.assignment(one.job, keep)
+
+        def finished(work: Assignment, trained: Trained) -> Assignment | None:
+            one = running[work.client]
+            if self.on_trained is not None:
+                self.on_trained(work, trained)
+            if keep:
+                one.moments[work.job.phase] = (trained.optimizer_state, work.job.generation)
+            result, one.memory = self.method.finish(work.job, trained, one.client, one.memory)
+            one.parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
+            if isinstance(result, Job):
+                return one.assignment(result, keep)
+            del running[work.client]
+            on_answer(self._close(one, result))
+            return None
+
+        sizes = {id: int(self.examples.lengths[self.members[id].train].sum()) for id in orders}
+        if sizes:  # a Poisson sample may be empty
+            self.engine.train_all(self.examples, sizes, opened, finished)
+
+    def _member(self, order: Order) -> Member:
+        if order.to not in self.members:
+            here = ", ".join(map(repr, list(self.members)[:3]))
+            raise ValueError(f"an order to {order.to!r}; this is {here}")
+        return self.members[order.to]
+
+    def _kept(self, id: str, held: int | None) -> Kept:
+        return Kept() if held is None else self.store.load(id, held)
+
+    def _message(self, order: Order) -> Message:
+        """The message of an order; one that several clients are sent is decoded once."""
+        if self._decoded is None or self._decoded[0] is not order.body:
+            self._decoded = (order.body, serialization.decode(order.body))
+        message = self._decoded[1]
+        return replace(message, tensors=dict(message.tensors))
+
+    def _start(self, order: Order, message: Message) -> tuple[Job, Kept]:
+        """The job of an order, and what the client stored, with the base that the model has now."""
+        kept = self._kept(order.to, None if order.client is None else order.client.held)
+        if self._shared is None:
+            base = apply_patch(kept.base, message.base)
+            self.engine.adapted.set_base(base)
+        else:
+            base = self._shared
+        memory = kept.memory if order.client is not None else {}
+        return self.method.start(message, order.client, memory), replace(kept, base=base)
+
+    def _open(self, order: Order) -> _Training:
+        member, client, settings = self._member(order), order.client, self.engine.settings
+        if client is None or client.id != order.to:
+            raise ValueError("an order to train names another client, or none")
+        self._require_secure(order)
+        message = self._message(order)
+        job, kept = self._start(order, message)
+        noise = training_noise(settings, self.method, message, _known(client, member), kept.memory)
+        return _Training(order, client, member, kept, job, noise, kept.memory, changeable(kept.moments))
+
+    def _close(self, one: _Training, reply: Message) -> Answer:
+        order, privacy = one.order, self.engine.settings.privacy
+        reply = protected(privacy, one.job.tensors, one.client, reply, order.round)
+        if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
+            one.parts.clear()  # a loss is computed from the raw data
+        needed = frozenset(round for round in (one.client.held, order.best) if round is not None)
+        self.store.store(order.to, order.round, Kept(one.memory, one.moments, one.kept.base), needed)
+        body = self._body(order, reply, one.job)
+        return Answer("train", order.round, order.attempt, order.to, tuple(one.parts), body=body)
+
+    def _secure_client(self, id: str, what: object) -> SecureClient:
+        if self.secure is None:
+            raise FedspanError("federation.secure", what, "left out: the run's config has none")
+        if id not in self.secure:
+            raise ValueError(f"an order to {id!r}; this is {', '.join(map(repr, list(self.members)[:3]))}")
+        return self.secure[id]
+
+    def _require_secure(self, order: Order) -> None:
+        """Check, before anything is trained, that a reply goes into a secure sum if and only if the run says so.
+
+        Raises:
+            FedspanError: If it does not.
+        """
+        if order.secure is not None:
+            self._secure_client(order.to, order.secure.session).require(order, order.secure)
+        elif self.secure is not None:
+            raise FedspanError("federation.secure", None, "a session: in this run replies are sent under masks")
+
+    def _body(self, order: Order, reply: Message, job: Job) -> bytes:
+        """An encoded reply: the reply itself, or what it contributes to a secure sum, under masks."""
+        encoded = serialization.encode(reply)
+        if order.secure is None:
+            return encoded
+        assert order.client is not None
+        contribution = self.method.contribute(serialization.decode(encoded), order.client)
+        secure = self._secure_client(order.to, order.secure.session)
+        return serialization.encode(secure.masked(order, order.secure, contribution, job.tensors))
+
+    def charges(self, order: Order | Phase) -> tuple[Charge, ...]:
+        """The privacy cost of an order for its client."""
+        if not isinstance(order, Order) or order.task != "train" or order.client is None:
+            return ()
+        settings = self.engine.settings
+        if settings.privacy is None:
+            return ()
+        client = _known(order.client, self._member(order))
+        memory = self._kept(client.id, client.held).memory
+        return order_charges(settings.privacy, settings, self.method, self._message(order), client, memory)
+
+    def _exported(self, order: Order) -> Answer:
+        if self.export is None:
+            raise FedspanError("export", order.to, "a client that keeps its own adapter")
+        job, kept = self._start(order, self._message(order))
+        self.export(job, kept.base, order.round)
+        return Answer("export", order.round, order.attempt, order.to)
+
+    def _evaluated(self, order: Order) -> Answer:
+        member = self._member(order)
+        job, _ = self._start(order, self._message(order))
+        scores: dict[ScoredPart, Scores] = {}
+        parts: tuple[tuple[ScoredPart, np.ndarray], ...]
+        parts = (("validation", member.validation), ("test", member.test))
+        for name, indices in parts:
+            if not len(indices):
+                continue
+            self.engine.ready(self.examples, indices)
+            predictions = self.engine.predict(job, self.examples, indices, self.batch_size)
+            measured = self.engine.task.metrics(predictions, self.examples, indices.tolist())
+            scores[name] = {key: value for key, value in measured.items() if math.isfinite(value)}
+            scores[name]["examples"] = float(len(indices))
+        return Answer("evaluate", order.round, order.attempt, order.to, scores=scores)
+
+
+def _known(client: Client, member: Member) -> Client:
+    """A client with the number of examples that it has, whatever a server says of it: less noise would follow."""
+    return replace(client, examples=len(member.train))
+
+
+def refused(order: Order, error: Exception) -> Answer:
+    """The answer of a client that could not do what it was asked."""
+    return Answer(order.task, order.round, order.attempt, order.to, failed=told(error), lost=isinstance(error, Lost))
+
+
+def declined(asked: Order | Phase, error: Exception) -> Parcel:
+    """``refused``, of whatever was asked."""
+    if isinstance(asked, Order):
+        return refused(asked, error).parcel()
+    return refused_phase(asked, told(error)).parcel()
+
+
+def told(error: Exception) -> str:
+    """What a server is told of an error on a client.
+
+    Errors may quote data and paths. Those about what the server itself sent go out whole; of the others, the field, the
+    kind, or what the system calls it (no space left on device).
+    """
+    ours = isinstance(error, FedspanError)
+    if ours and error.field.partition(".")[0] in _SERVER_S:
+        return str(error)
+    system = _system_s(error.__cause__ if ours else error)
+    if ours and _FIELD.fullmatch(error.field):
+        what = error.field
+    elif system is not None:
+        what = system
+    else:
+        what = "an error" if ours else type(error).__name__
+    return f"{what}; see the client's own log"
+
+
+def _system_s(error: BaseException | None) -> str | None:
+    """What the operating system calls an error; None of others, those of TLS and of looking up names among them."""
+    if not isinstance(error, OSError) or isinstance(error, socket.gaierror | socket.herror | ssl.SSLError):
+        return None
+    number = error.errno
+    return os.strerror(number).lower() if number is not None and number in errno.errorcode else None

@@ -1,0 +1,36 @@
+"""A record of a round's local training: what every client was given to train, and the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedspan.core.values import Job, Trained
+from fedspan.training.jobs import Assignment
+
+__all__ = ["Local", "TrainingRecord"]
+
+
+@dataclass(frozen=True)
+class Local:
+    """One client's training.
+
+    Args:
+        first: Its first job of the round.
+        last: Its last job.
+        trained: The result of the last job.
+    """
+
+    first: Job
+    last: Job
+    trained: Trained
+
+
+class TrainingRecord:
+    """Takes the jobs of a round (``Federation.play``'s ``on_trained``)."""
+
+    def __init__(self) -> None:
+        self.by_client: dict[str, Local] = {}
+
+    def __call__(self, work: Assignment, trained: Trained) -> None:
+        before = self.by_client.get(work.client)
+        self.by_client[work.client] = Local(before.first if before else work.job, work.job, trained)

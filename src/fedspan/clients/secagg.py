@@ -1,0 +1,272 @@
+"""A client's half of secure aggregation: keys, shares, a masked vector, and at the end one share of each neighbour.
+
+    y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)    (in the ring)
+
+over the neighbours j that are still there; b_i is its own seed, s_ij what it agreed on with j. Everything follows from
+one random secret of the session, which is on the client's disk between the phases: any process can go on. Phases go
+forward only, each once a session, and sessions' numbers grow; so no message that comes again, or in another order, gets
+a second answer. Whoever asks is told of a neighbour either the share that removes its own mask or that of its key, and
+never both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import Client, Contribution, Message
+from fedspan.crypto.keys import Keys, new_secret, open_sealed, pair_seed, seal
+from fedspan.crypto.masks import add_mask
+from fedspan.crypto.ring import Integers, Ring
+from fedspan.crypto.shares import SHARE, split
+from fedspan.errors import FedspanError
+from fedspan.federation.changes import change_of, clipped
+from fedspan.federation.protocol import Count, Masking, Name, Order
+from fedspan.federation.secagg.messages import (
+    MASKED,
+    BinaryPart,
+    KeysAnswer,
+    KeysOrder,
+    Phase,
+    PhaseAnswer,
+    PublicKeys,
+    SharesAnswer,
+    SharesOrder,
+    UnmaskAnswer,
+    UnmaskOrder,
+    context_of,
+)
+from fedspan.federation.secagg.sums import begun_with, flattened, layout_of
+
+__all__ = ["MemoryVault", "SecureClient", "Session", "Vault"]
+
+
+class Session(BinaryPart):
+    """What a client must remember between the phases of a session.
+
+    Args:
+        run: of which it is.
+        number: of the session.
+        phase: the last one that was answered.
+        secret: from which its keys follow; empty when nothing more is to come.
+        peers: keys of its neighbourhood, as it was told when it made shares.
+        threshold: shares of them that open a secret.
+        present: those with whom it masked.
+    """
+
+    run: str
+    number: Count
+    phase: Literal["keys", "shares", "masked", "unmasked"]
+    secret: bytes
+    peers: dict[Name, PublicKeys] = Field(default_factory=dict)
+    threshold: Count = 0
+    present: tuple[Name, ...] = ()
+
+
+class Vault(Protocol):
+    """Where clients' sessions are."""
+
+    def load(self, client: str) -> Session | None:
+        """A client's last session."""
+        ...
+
+    def store(self, client: str, session: Session) -> None:
+        """Put a session in the place of the last one; on return it is there, whatever happens then.
+
+        Raises:
+            FedspanError: if the disk is full or refuses.
+        """
+        ...
+
+
+class MemoryVault:
+    """Sessions in this process."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def load(self, client: str) -> Session | None:
+        """``Vault.load``."""
+        return self._sessions.get(client)
+
+    def store(self, client: str, session: Session) -> None:
+        """``Vault.store``."""
+        self._sessions[client] = session
+
+
+class SecureClient:
+    """Answers for one client.
+
+    Args:
+        id: of the client.
+        vault: where it keeps its session.
+        least: clients without whom it hides in no sum: of its neighbourhood, itself among them, so many must be there.
+    """
+
+    def __init__(self, id: str, vault: Vault, least: int = 2) -> None:
+        self.id, self.vault, self.least = id, vault, least
+
+    def answer(self, order: Phase) -> PhaseAnswer:
+        """Do what a phase asks.
+
+        Raises:
+            FedspanError: if it is not its turn, or asks for what would open a client's reply.
+            ValueError: if it is not for this client.
+        """
+        if order.to != self.id:
+            raise ValueError(f"an order to {order.to!r}; this is {self.id!r}")
+        match order:
+            case KeysOrder():
+                return self._keys(order)
+            case SharesOrder():
+                return self._shares(order)
+            case UnmaskOrder():
+                return self._unmask(order)
+
+    def _session(self, run: str, number: int, after: str) -> Session:
+        """The session, if a phase is the last that was answered in it."""
+        session = self.vault.load(self.id)
+        if session is None or (session.run, session.number) != (run, number):
+            raise FedspanError("message.session", number, "the session that this client began last")
+        if session.phase != after:
+            raise FedspanError("message.session", session.phase, f"{after}: phases come in their order, each once")
+        return session
+
+    def _keys(self, order: KeysOrder) -> KeysAnswer:
+        last = self.vault.load(self.id)
+        if last is not None and order.session <= last.number:
+            raise FedspanError("message.session", order.session, f"more than {last.number}: sessions are new ones")
+        session = Session(run=order.run, number=order.session, phase="keys", secret=new_secret())
+        self.vault.store(self.id, session)
+        return KeysAnswer(id=self.id, session=order.session, keys=_public(_keys_of(session)))
+
+    def _shares(self, order: SharesOrder) -> SharesAnswer:
+        session = self._session(order.run, order.session, "keys")
+        keys, peers = _keys_of(session), order.peers
+        if peers.get(self.id) != _public(keys):
+            raise FedspanError("message.peers", sorted(peers), "this client's own keys among them")
+        if len({key for peer in peers.values() for key in (peer.sealing, peer.masking)}) < 2 * len(peers):
+            raise FedspanError("message.peers", sorted(peers), "different keys for different clients")
+        if not len(peers) < 2 * order.threshold <= 2 * len(peers):
+            expected = f"more than half of the {len(peers)} clients of the neighbourhood, and no more than all"
+            raise FedspanError("message.threshold", order.threshold, expected)
+        self._require_company(len(peers), order.threshold)
+        ids, context = sorted(peers), context_of(order.run, order.session)
+        update = {"phase": "shares", "peers": peers, "threshold": order.threshold}
+        self.vault.store(self.id, session.model_copy(update=update))
+        shared = zip(
+            split(keys.own, order.threshold, len(ids)), split(keys.masking, order.threshold, len(ids)), strict=True
+        )
+        sealed = {
+            id: seal(keys.sealing, peers[id].sealing, self.id, id, context, own + masking)
+            for id, (own, masking) in zip(ids, shared, strict=True)
+        }
+        return SharesAnswer(id=self.id, session=order.session, sealed=sealed)
+
+    def require(self, order: Order, masking: Masking) -> None:
+        """Check that a reply to an order can be masked as it says; before anything is trained for it.
+
+        Raises:
+            FedspanError: if not.
+        """
+        self._ready(order, masking)
+
+    def _ready(self, order: Order, masking: Masking) -> Session:
+        session = self._session(order.run, masking.session, "shares")
+        present = set(masking.peers)
+        if self.id not in present or len(present) < len(masking.peers) or not present <= session.peers.keys():
+            raise FedspanError("message.peers", masking.peers, "this client, and others whom it sent shares")
+        self._require_company(len(present), session.threshold)
+        assert order.client is not None
+        if not order.client.weight <= masking.top:
+            raise FedspanError("message.top", masking.top, f"at least this client's weight, {order.client.weight}")
+        return session
+
+    def masked(self, order: Order, masking: Masking, contribution: Contribution, started: Tensors) -> Message:
+        """A contribution as it goes into the sum.
+
+        Args:
+            order: to train.
+            masking: its ``secure`` part.
+            contribution: of the client's reply.
+            started: the tensors that its training began with.
+
+        Raises:
+            FedspanError: if it is not its turn, or the contribution has no place in the sum.
+        """
+        session = self._ready(order, masking)
+        ring = Ring(masking.bits, masking.clip, masking.clients)
+        assert order.client is not None
+        total = ring.encode(self._addend(order.client, masking, contribution, started))
+        keys, context = _keys_of(session), context_of(order.run, masking.session)
+        self.vault.store(self.id, session.model_copy(update={"phase": "masked", "present": masking.peers}))
+        add_mask(total, keys.own)
+        for peer in masking.peers:
+            if peer != self.id:
+                seed = pair_seed(keys.masking, session.peers[peer].masking, context)
+                add_mask(total, seed, 1 if self.id < peer else -1)
+        return Message({MASKED: torch.from_numpy(_signed(total))})
+
+    def _addend(
+        self, client: Client, masking: Masking, contribution: Contribution, started: Tensors
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        if contribution.weight is not None or contribution.stack:
+            raise FedspanError("reply", self.id, "a contribution that sums, with the client's own weight")
+        origin = begun_with(contribution.sum, started)
+        if layout_of(origin) != masking.layout:
+            raise FedspanError("reply", self.id, "tensors with the names and shapes of all other clients'")
+        try:
+            change = change_of(contribution, origin)
+        except ValueError as error:
+            raise FedspanError("reply", self.id, f"numbers that can be summed; {error}") from error
+        return flattened(clipped(change, masking.clip)) * (client.weight / masking.top)
+
+    def _unmask(self, order: UnmaskOrder) -> UnmaskAnswer:
+        session = self._session(order.run, order.session, "masked")
+        stayed, gone = set(order.survivors), set(order.dropped)
+        if stayed & gone or (stayed | gone) != set(session.present):
+            expected = "each of those that this client masked with, either as a survivor or as dropped"
+            raise FedspanError("message.survivors", sorted(stayed & gone) or sorted(stayed | gone), expected)
+        if self.id not in stayed:
+            raise FedspanError("message.survivors", sorted(stayed), "this client among them: it sent its vector")
+        self._require_company(len(stayed), session.threshold)
+        self.vault.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
+        shares = self._opened(session, order.sealed)
+        given = {id: pair[:SHARE] if id in stayed else pair[SHARE:] for id, pair in shares.items()}
+        return UnmaskAnswer(id=self.id, session=order.session, shares=given)
+
+    def _opened(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Both shares of every peer; of one that sealed something else, none: the others' will do."""
+        keys, context = _keys_of(session), context_of(session.run, session.number)
+        found: dict[str, bytes] = {}
+        for id in session.present:
+            try:
+                pair = open_sealed(keys.sealing, session.peers[id].sealing, id, self.id, context, sealed.get(id, b""))
+            except ValueError:
+                continue
+            if len(pair) == 2 * SHARE:
+                found[id] = pair
+        return found
+
+    def _require_company(self, present: int, threshold: int) -> None:
+        if present < max(threshold, self.least):
+            expected = f"at least {self.least} of them in a sum here, and {threshold} to open it"
+            raise FedspanError("limits.secure_clients", present, expected)
+
+
+def _keys_of(session: Session) -> Keys:
+    return Keys.of(session.secret, context_of(session.run, session.number))
+
+
+def _public(keys: Keys) -> PublicKeys:
+    return PublicKeys(sealing=keys.sealing_public, masking=keys.masking_public)
+
+
+def _signed(total: Integers) -> Integers:
+    """The same bits in an integer format that every version of torch has."""
+    return total.view(np.int32 if total.itemsize == 4 else np.int64)

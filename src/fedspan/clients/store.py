@@ -1,0 +1,363 @@
+"""The client store: what clients keep between rounds (memory, moments, base), versioned by round.
+
+A simulation stores the clients of a run together: ``clients/round-00005/`` holds what the fifth round wrote, memories
+and optimizer states, each a safetensors file with its own SHA-256. The folder is written under a temporary name and
+renamed before the checkpoint that names it, and never changed after, except that files which no checkpoint needs are
+deleted. A checkpoint names the round of every client's file, so its size is that of its cohort; a file is read when a
+client is needed, and nothing stays in memory.
+
+A data owner's node stores its client alone (``DiskKeeper``): ``<folder>/<digest of the client's id>/round-00005/`` has
+one file, written atomically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from fedspan.clients.data import Changes
+from fedspan.core.base import BaseUpdate
+from fedspan.core.method import Memory
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import OptimizerState
+from fedspan.errors import FedspanError
+from fedspan.federation.progress import Progress
+from fedspan.federation.serialization import Reader, Writer, expect
+from fedspan.files import (
+    Damaged,
+    disk_errors,
+    fsync_folder,
+    read_whole,
+    remove,
+    sweep,
+    temporary,
+    write_atomic,
+    write_file,
+)
+
+__all__ = [
+    "MEMORY",
+    "MOMENTS",
+    "DiskKeeper",
+    "Keeper",
+    "Kept",
+    "Kind",
+    "Lost",
+    "Stored",
+    "Version",
+    "discard",
+    "moments_structure",
+    "read_moments",
+    "store",
+]
+
+V = TypeVar("V")
+
+Version = tuple[str, str, int]
+"""What is kept (the name of its kind), of whom, and the round that wrote it."""
+
+NOTHING = -1
+"""In place of a round, where there is no file."""
+
+_BLANK = b"0" * 64
+"""Stands in a file's text where its digest will be."""
+
+
+def moments_structure(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[str, object]:
+    """An optimizer state and its generation, its tensors taken by a writer."""
+    state, generation = kept
+    return {
+        "generation": generation,
+        "steps": dict(state.steps),
+        "moments": {kind: writer.tensors(moments) for kind, moments in state.moments.items()},
+    }
+
+
+def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int]:
+    """What ``moments_structure`` took.
+
+    Raises:
+        ValueError: if it is not that.
+    """
+    moments, steps = expect(structure, "moments", dict), expect(structure, "steps", dict)
+    state = OptimizerState(
+        {kind: reader.tensors(expect(moments, kind, dict)) for kind in moments},
+        {name: expect(steps, name, int) for name in steps},
+    )
+    return state, expect(structure, "generation", int)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a client keeps between rounds.
+
+    Args:
+        memory: the method's.
+        moments: kept optimizer states by phase, with the generation that they belong to.
+        base: the base update that it holds.
+    """
+
+    memory: Memory = field(default_factory=dict)
+    moments: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
+    base: BaseUpdate = BaseUpdate()
+
+
+class Lost(FedspanError):
+    """What a client kept is not there any more, or damaged."""
+
+    def __init__(self, client: str, round: int, why: str) -> None:
+        super().__init__("client memory", client, f"what it kept of round {round + 1} ({why}); it is sent everything")
+
+
+class Keeper(Protocol):
+    """Where clients' versions are."""
+
+    def load(self, client: str, round: int) -> Kept:
+        """What a client kept after its training in a round.
+
+        Raises:
+            Lost: if that is not there, or damaged.
+        """
+        ...
+
+    def store(self, client: str, round: int, kept: Kept, needed: frozenset[int]) -> None:
+        """Keep a version; all others but those of the rounds that are needed may go.
+
+        Raises:
+            FedspanError: if the disk is full or refuses.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Kind(Generic[V]):
+    """A kind of thing that clients keep.
+
+    Args:
+        name: opens the names of its files.
+        write: the JSON structure of one, its tensors taken by a writer.
+        read: one out of its structure.
+    """
+
+    name: str
+    write: Callable[[Writer, V], Mapping[str, object]]
+    read: Callable[[Reader, object], V]
+
+    def path(self, clients: Path, key: str, round: int) -> Path:
+        """The file of one; ids may be any text, so it is named by a digest."""
+        digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+        return clients / f"round-{round:05d}" / f"{self.name}-{digest[:32]}.safetensors"
+
+    def encode(self, key: str, round: int, value: V) -> bytes:
+        """The file's content.
+
+        Raises:
+            ValueError: if a tensor cannot be stored (``wire.Writer``).
+        """
+        writer = Writer(canonical=False)
+        # The digest comes first: no other 64 zeros stand before it.
+        structure = {"sha256": _BLANK.decode(), "of": key, "round": round, "value": self.write(writer, value)}
+        data = writer.payload(self.name, structure)
+        return data.replace(_BLANK, hashlib.sha256(data).hexdigest().encode(), 1)
+
+    def load(self, clients: Path, key: str, round: int) -> V:
+        """Read one and check every byte of it.
+
+        Raises:
+            Damaged: if the file is missing or not as written.
+        """
+        path = self.path(clients, key, round)
+        data = read_whole(path)
+        try:
+            reader = Reader(data, self.name)
+            digest = expect(reader.structure, "sha256", str)
+            blank = data.replace(digest.encode(), _BLANK, 1)
+            if hashlib.sha256(blank).hexdigest() != digest:
+                raise ValueError(f"does not have the SHA-256 {digest}")
+            if (expect(reader.structure, "of", str), expect(reader.structure, "round", int)) != (key, round):
+                raise ValueError(f"is of {reader.structure['of']!r} in round {reader.structure['round']}")
+            return self.read(reader, expect(reader.structure, "value", dict))
+        except ValueError as error:
+            raise Damaged(path, str(error)) from error
+
+
+def _memory(reader: Reader, structure: object) -> Tensors:
+    return reader.tensors(cast(Mapping[str, object], structure))  # which checks every entry
+
+
+MEMORY: Kind[Tensors] = Kind("memory", lambda writer, memory: writer.tensors(memory), _memory)
+MOMENTS: Kind[tuple[OptimizerState, int]] = Kind("moments", moments_structure, read_moments)
+
+
+class Stored(Mapping[str, V], Generic[V]):
+    """What clients keep, read from the disk when asked for.
+
+    Args:
+        kind: what it is.
+        clients: the folder of all rounds' files.
+        rounds: the round that wrote each client's file; ``NOTHING`` for a memory of nothing, which needs none.
+    """
+
+    def __init__(self, kind: Kind[V], clients: Path, rounds: Mapping[str, int]) -> None:
+        self.kind = kind
+        self.clients = clients
+        self.rounds = rounds
+
+    def __getitem__(self, key: str) -> V:
+        round = self.rounds[key]
+        empty: Any = {}
+        return empty if round == NOTHING else self.kind.load(self.clients, key, round)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.rounds
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rounds)
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    def versions(self) -> set[Version]:
+        """The files behind it."""
+        return {(self.kind.name, key, round) for key, round in self.rounds.items() if round != NOTHING}
+
+
+def store(folder: Path, progress: Progress) -> Progress:
+    """Bring to the disk what a round changed on its clients.
+
+    Args:
+        folder: The folder of the clients' files, in a run whose lock this process holds.
+        progress: after the round, which has no checkpoint yet.
+
+    Returns:
+        The same progress, with memories and optimizer states that are read when asked for.
+
+    Raises:
+        FedspanError: if the disk is full or refuses; nothing is left of the round then.
+        ValueError: if a tensor cannot be stored.
+    """
+    round = progress.state.round
+    kept: tuple[tuple[Kind[Any], Mapping[str, Any]], ...] = (
+        (MEMORY, progress.memories),
+        (MOMENTS, progress.optimizers),
+    )
+    files: dict[Path, tuple[Kind[Any], str, Any]] = {}
+    stored: list[Stored[Any]] = []
+    for kind, values in kept:
+        rounds, changes = _changes(values, folder)
+        written = {key: round if value or kind is MOMENTS else NOTHING for key, value in changes.items()}
+        for key, value in changes.items():
+            if written[key] != NOTHING:
+                files[kind.path(folder, key, round)] = (kind, key, value)
+        stored.append(Stored(kind, folder, {**rounds, **written}))
+    if files:
+        with disk_errors(folder.parent):
+            _write(folder / f"round-{round:05d}", files, round)
+    return replace(progress, memories=stored[0], optimizers=stored[1])
+
+
+def _changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
+    """What is in the folder already, by round, and what is not."""
+    below, changes = (values.below, values.changes) if isinstance(values, Changes) else (values, {})
+    if isinstance(below, Stored) and below.clients == clients:
+        return below.rounds, changes
+    return {}, values
+
+
+def _write(target: Path, files: Mapping[Path, tuple[Kind[Any], str, Any]], round: int) -> None:
+    partial = temporary(target)
+    remove(partial)  # of an earlier process with the same id, as in containers
+    try:
+        partial.mkdir(parents=True)
+        for path, (kind, key, value) in files.items():
+            write_file(partial / path.name, kind.encode(key, round, value))
+        fsync_folder(partial)
+        remove(target)  # of a round that came to no checkpoint
+        partial.rename(target)
+    except BaseException:
+        with suppress(OSError):  # give the space back; the first error is the one to report
+            remove(partial)
+        raise
+    fsync_folder(target.parent)
+
+
+def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | None = None) -> None:
+    """Delete clients' files that no checkpoint needs.
+
+    Args:
+        folder: The folder of the clients' files, in a run whose lock this process holds.
+        needed: what the checkpoints that stay name.
+        among: what may be there beside that; None: whatever the folder holds.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    kinds: dict[str, Kind[Any]] = {kind.name: kind for kind in (MEMORY, MOMENTS)}
+    stay = {kinds[name].path(folder, key, round) for name, key, round in needed}
+    if among is None:
+        sweep(folder)
+        there = set(folder.glob("round-*/*"))
+    else:
+        there = {kinds[name].path(folder, key, round) for name, key, round in among}
+    stale = there - stay
+    for path in stale:
+        path.unlink(missing_ok=True)
+    for round_folder in {path.parent for path in stale} if among is not None else set(folder.glob("round-*")):
+        if round_folder.is_dir() and not any(round_folder.iterdir()):
+            round_folder.rmdir()
+
+
+def _structure(writer: Writer, kept: Kept) -> Mapping[str, object]:
+    moments = {phase: moments_structure(writer, state) for phase, state in kept.moments.items()}
+    return {"memory": writer.tensors(kept.memory), "moments": moments, "base": writer.base(kept.base)}
+
+
+def _read(reader: Reader, structure: object) -> Kept:
+    moments = expect(structure, "moments", dict)
+    return Kept(
+        memory=reader.tensors(expect(structure, "memory", dict)),
+        moments={phase: read_moments(reader, expect(moments, phase, dict)) for phase in moments},
+        base=reader.base(expect(structure, "base", dict)),
+    )
+
+
+_KEPT: Kind[Kept] = Kind("kept", _structure, _read)
+
+
+class DiskKeeper:
+    """Clients' versions on a disk.
+
+    Args:
+        folder: of one run; made when something is kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, client: str, round: int) -> Kept:
+        """``Keeper.load``."""
+        try:
+            return _KEPT.load(self._of(client), client, round)
+        except Damaged as error:
+            raise Lost(client, round, str(error.value)) from error
+
+    def store(self, client: str, round: int, kept: Kept, needed: frozenset[int]) -> None:
+        """``Keeper.store``."""
+        own = self._of(client)
+        target = _KEPT.path(own, client, round)
+        with disk_errors(self.folder, "free some space; the last accepted round is intact"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, _KEPT.encode(client, round, kept))
+            fsync_folder(target.parent)
+            stay = {_KEPT.path(own, client, one) for one in (round, *needed)}
+            for path in own.glob("round-*/*.safetensors"):
+                if path not in stay:
+                    path.unlink()
+                    path.parent.rmdir()
+
+    def _of(self, client: str) -> Path:
+        return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32]

@@ -1,0 +1,261 @@
+"""A first config for somebody's own data: from a look at the file, and what the user says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import datasets
+import yaml
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.data.columns import TaskName
+from fedspan.data.config import DataConfig
+from fedspan.data.files import read_source
+from fedspan.data.loading import load
+from fedspan.data.names import columns_by_likeness, names_of
+from fedspan.data.path_patterns import has_places, places_of
+from fedspan.errors import FedspanError
+from fedspan.files import disk_errors, write_atomic
+
+__all__ = ["Start", "start"]
+
+_TASKS = ("sequence-classification", "regression", "causal-lm", "image-classification")
+_LABELS = ("label", "labels", "intent", "category", "class", "sentiment", "target", "topic", "diagnosis")
+_ANSWERS = ("output", "answer", "response", "completion", "target")
+_PROMPTS = ("instruction", "question", "prompt", "query", "input")
+_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"), ("question", "context"))
+_PLACES = (
+    *("client", "site", "hospital", "clinic", "bank", "branch", "user", "user_id", "client_id", "speaker", "author"),
+    *("domain", "source", "center", "centre", "institution", "region", "department"),
+)
+_MODELS: Mapping[TaskName, tuple[str, str]] = {
+    "sequence-classification": ("builtin:all-minilm-l6-v2", "[query, value]"),
+    "regression": ("builtin:all-minilm-l6-v2", "[query, value]"),
+    "causal-lm": ("Qwen/Qwen2.5-0.5B", "all-linear"),
+    "image-classification": ("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
+}
+_MOST_LABELS = 500
+_SAMPLE = 2000
+"""Rows that are looked at."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What was written, and why.
+
+    Args:
+        path: of the config.
+        config: as it is parsed.
+        found: what the file holds, in words.
+    """
+
+    path: Path
+    config: RunConfig
+    found: tuple[str, ...]
+
+
+def start(
+    data: str | Path,
+    out: str | Path = "fedspan.yaml",
+    *,
+    task: str | None = None,
+    text: str | None = None,
+    label: str | None = None,
+    answer: str | None = None,
+    by: str | None = None,
+    clients: int = 10,
+    model: str | None = None,
+    method: str = "fedit",
+    force: bool = False,
+) -> Start:
+    """Write a commented config for a file, check it, and read the data once with it.
+
+    Args:
+        data: whatever ``data.train`` takes.
+        out: the config's file.
+        task: what is to be learnt; None: guessed from the columns.
+        text: the column of texts (of prompts); None: guessed.
+        label: the column of labels or numbers; None: guessed.
+        answer: the column of answers; None: guessed.
+        by: the column that says whose each row is; None: guessed, or the rows are divided.
+        clients: how many, where the rows are divided.
+        model: hub id or folder; None: a small one for the task.
+        method: registry key.
+        force: replace a file of that name.
+
+    Raises:
+        FedspanError: a file that can't be read, columns that are not there or can't be guessed, or a file in the way.
+    """
+    path = Path(out)
+    if path.exists() and not force:
+        raise FedspanError("--out", str(path), "a name that is not taken, or --force")
+    if task is not None and task not in _TASKS:
+        raise FedspanError("--task", task, f"one of {', '.join(_TASKS)}")
+    given = {"text": text, "label": label, "answer": answer, "by": by}
+    facts = _looked_at(str(data), cast("TaskName | None", task), given)
+    section = {"train": str(data), **facts.data}
+    content = _written(facts, section, clients, model, method)
+    config = parse_config(yaml.safe_load(content))
+    loaded = load(config.data, seed=config.data_seed, task=config.task)
+    held_out = "no test set" if loaded.test is None else f"{len(loaded.test):,} of them set aside to test on"
+    found = [*facts.found, f"{len(loaded.train) + len(loaded.test or ()):,} examples, {held_out}"]
+    if loaded.labels:
+        shown = ", ".join(loaded.labels[:6]) + (", ..." if len(loaded.labels) > 6 else "")
+        found.append(f"{len(loaded.labels)} labels: {shown}")
+    with disk_errors(path.parent, "choose another file"):
+        write_atomic(path, content.encode())
+    return Start(path, config, tuple(found))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a look at a file gave: the task, the fields of ``data``, the column of clients, and that in words."""
+
+    task: TaskName
+    data: Mapping[str, Any]
+    by: str | None
+    found: tuple[str, ...]
+
+
+def _looked_at(where: str, task: TaskName | None, given: Mapping[str, str | None]) -> _Facts:
+    if task == "image-classification" or (task is None and _of_images(where)):
+        return _Facts("image-classification", {}, given["by"], ("images, by their folders or labels",))
+    rows = read_source(DataConfig(train=where, test_split=None), "train", "DATA").dataset
+    for option, column in given.items():
+        if column is not None and column not in rows.column_names:
+            expected = f"a column of the file: {columns_by_likeness(column, rows.column_names)}"
+            raise FedspanError(f"--{option}", column, expected)
+    head = rows.select(range(min(len(rows), _SAMPLE)))
+    found = _first(head, _PLACES, lambda name: 2 <= len(set(names_of(head, name))) < len(head) / 2)
+    by = given["by"] or (places_of(where)[0] if has_places(where) else found)
+    told = () if by is None else (f"clients: the column {by}",)
+    if task in (None, "causal-lm") and (facts := _language(head, task, given)) is not None:
+        return _Facts("causal-lm", facts, by, (f"prompts and answers: {', '.join(map(str, facts.values()))}", *told))
+    return _labelled(head, task, given, by, told)
+
+
+def _of_images(where: str) -> bool:
+    path = Path(where)
+    return path.is_dir() or path.name.removesuffix(".gz").endswith("ubyte")
+
+
+def _first(head: datasets.Dataset, names: Sequence[str], fits: Any = lambda name: True) -> str | None:
+    known = {column.lower(): column for column in head.column_names}
+    return next((known[name] for name in names if name in known and fits(known[name])), None)
+
+
+def _language(head: datasets.Dataset, task: TaskName | None, given: Mapping[str, str | None]) -> dict[str, Any] | None:
+    """The fields of a language model's data; None where the file holds none."""
+    if "messages" in head.column_names and given["answer"] is None:
+        return {"messages": "messages", "chat": True}
+    answer = given["answer"] or (
+        None if given["label"] else _first(head, _ANSWERS, lambda name: _length(head, name) > 0)
+    )
+    if answer is None:
+        if task is None:
+            return None
+        raise FedspanError("--answer", None, f"the column of answers: {', '.join(head.column_names)}")
+    prompt = given["text"] or _first(head, [name for name in _PROMPTS if name != answer])
+    if prompt is None:
+        if task is None:
+            return None
+        raise FedspanError("--text", None, f"the column of prompts: {', '.join(head.column_names)}")
+    if {"instruction", "input"} <= set(head.column_names) and given["text"] is None:
+        return {"prompt": "alpaca", "answer": answer}
+    return {"prompt": f"{{{prompt}}}\n", "answer": answer}
+
+
+def _labelled(
+    head: datasets.Dataset,
+    task: TaskName | None,
+    given: Mapping[str, str | None],
+    by: str | None,
+    told: tuple[str, ...],
+) -> _Facts:
+    label = given["label"] or _first(head, [name for name in _LABELS if name != by])
+    rest = [name for name in head.column_names if name not in (label, by)]
+    if label is None:
+        few = {name: len(set(names_of(head, name))) for name in rest if _length(head, name) or _numbers(head, name)}
+        fitting = {name: count for name, count in few.items() if 2 <= count <= min(_MOST_LABELS, len(head) / 3)}
+        label = min(fitting, key=lambda name: fitting[name]) if fitting else None
+    if label is None:
+        raise FedspanError("--label", None, f"the column of labels: {', '.join(head.column_names)}")
+    rest = [name for name in rest if name != label]
+    pair = next((each for each in _PAIRS if set(each) <= set(rest)), None) if given["text"] is None else None
+    texts = {name: length for name in rest if (length := _length(head, name))}
+    text = given["text"] or (pair[0] if pair else max(texts, key=lambda name: texts[name], default=None))
+    if text is None:
+        raise FedspanError("--text", None, f"the column of texts: {', '.join(head.column_names)}")
+    if task is None:
+        values = len(set(names_of(head, label)))
+        task = "regression" if _numbers(head, label) == "float" and values > 20 else "sequence-classification"
+    fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
+    return _Facts(task, fields, by, (f"{task}: text {text!r}, label {label!r}", *told))
+
+
+def _length(head: datasets.Dataset, column: str) -> float:
+    """Mean number of characters; 0 of what is no text."""
+    if str(getattr(head.features[column], "dtype", "")) not in ("string", "large_string"):
+        return 0.0
+    values = [value for value in head[column] if isinstance(value, str)]
+    return sum(map(len, values)) / max(1, len(values))
+
+
+def _numbers(head: datasets.Dataset, column: str) -> Literal["int", "float"] | None:
+    kind = str(getattr(head.features[column], "dtype", ""))
+    if kind in ("string", "large_string"):  # as a csv file has them
+        try:
+            values = [float(value) for value in head[column] if value is not None]
+        except ValueError:
+            return None
+        return "int" if all(value.is_integer() for value in values) else "float"
+    return "float" if kind.startswith("float") else "int" if kind.startswith(("int", "uint", "bool")) else None
+
+
+def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str | None, method: str) -> str:
+    """The config's text."""
+    name, targets = _MODELS[facts.task]
+    data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
+    divided = f"partitioner: iid # or dirichlet with alpha: 0.5, for clients that differ\n  clients: {clients}"
+    if facts.by is not None:
+        divided = f"partitioner: natural # a client for each value of a column\n  column: {_scalar(facts.by)}"
+    lines = (
+        "# Written by fedspan init; every field is explained in docs/config.md. Next:",
+        "#   fedspan partition FILE      who holds what",
+        "#   fedspan plan FILE           what it takes",
+        "#   fedspan run FILE --out runs/first",
+        f"task: {facts.task}",
+        "seed: 0",
+        "",
+        "model:",
+        f"  name: {_scalar(model or name)} # a hub id or a folder",
+        *(() if model else (f"  target_modules: {targets} # where the adapters go",)),
+        "",
+        "data:",
+        f"  {data}",
+        "",
+        "partition:",
+        f"  {divided}",
+        "  validation: 0.1 # of every client's examples, to choose the best round and settings by",
+        "  test: 0.1 # of every client's examples, to see who is left behind",
+        "",
+        f"method: # fedspan methods lists them\n  name: {_scalar(method)}",
+        "  r: 8",
+        "  lora_alpha: 16",
+        "",
+        "federation:",
+        "  rounds: 20",
+        "",
+        "training:",
+        f"  lr: {'2.0e-4' if facts.task == 'causal-lm' else '1.0e-3'} # fedspan sweep finds a better one",
+        "  batch_size: 16",
+        "  local_epochs: 1",
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: str) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True).removesuffix("\n...\n").strip()

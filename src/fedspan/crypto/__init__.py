@@ -1,0 +1,24 @@
+"""The cryptography of secure aggregation: keys, shares, masks, and the ring in which masked vectors are summed.
+
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017; Bell et al., "Secure
+Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (eprint 2020/704). Knows nothing of federations;
+primitives are those of ``cryptography`` and PyCryptodome (the extra ``fedspan[secagg]``), which only this package and
+``fedspan.transports.flower`` import.
+"""
+
+import importlib.util
+
+from fedspan.errors import FedspanError
+
+__all__ = ["require"]
+
+
+def require() -> None:
+    """Check that the libraries are installed.
+
+    Raises:
+        FedspanError: if not.
+    """
+    for package, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")):
+        if importlib.util.find_spec(package) is None:
+            raise FedspanError(name, "not installed", "pip install 'fedspan[secagg]', for federation.secure")

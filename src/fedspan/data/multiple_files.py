@@ -1,0 +1,57 @@
+"""Several files as one: what stands for braces in their paths becomes a column (``clinics/{hospital}/train.csv``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import datasets
+
+from fedspan.data.path_patterns import matching
+from fedspan.data.source import Source
+from fedspan.errors import FedspanError
+
+__all__ = ["read_several"]
+
+
+def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Source:
+    """All files that a path with places stands for, one below the other, with a column for each place.
+
+    Args:
+        where: the path.
+        option: what the user calls it.
+        read: reads one of them.
+
+    Raises:
+        FedspanError: there are none, one cannot be read, or they do not go together.
+    """
+    found = matching(where, option)
+    if not found:
+        expected = "a path that tables have, each pair of braces standing for a part of a name (images: a folder)"
+        raise FedspanError(option, where, expected)
+    sources = {path: read(path) for path in found}
+    headers = {source.header for source in sources.values()}
+    if len(headers) > 1:
+        kinds = sorted({"".join(path.suffixes) for path in found})
+        raise FedspanError(option, where, f"files of one format; there are {', '.join(kinds)}")
+    try:
+        whole = _joined({path: source.dataset for path, source in sources.items()}, found)
+    except ValueError as error:
+        raise FedspanError(option, where, f"files with the same columns; {str(error).splitlines()[0][:300]}") from error
+    files = tuple((source.name, len(source.dataset)) for source in sources.values())
+    return Source(whole, where, headers.pop(), files=files)
+
+
+def _joined(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]) -> datasets.Dataset:
+    """ValueError: columns differ, by name or by kind (classes among them), or a place is called like one."""
+    first = next(iter(tables))
+    whole: list[datasets.Dataset] = []
+    for path, table in tables.items():
+        if differ := set(table.column_names) ^ set(tables[first].column_names):
+            raise ValueError(f"{sorted(differ)[0]!r} is not in both {first} and {path}")
+        for place, text in places[path].items():
+            if place in table.column_names:
+                raise ValueError(f"{path} has a column {place!r} already")
+            table = table.add_column(place, [text] * len(table))
+        whole.append(table)
+    return datasets.concatenate_datasets(whole)

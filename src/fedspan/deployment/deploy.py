@@ -1,0 +1,191 @@
+"""Federations between machines: a data holder joins, an operator submits."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from fedspan import __version__
+from fedspan.config import RunConfig, override, read_values
+from fedspan.config.node import load_node
+from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, base_digest, server_config
+from fedspan.deployment.status import name_run
+from fedspan.deployment.supervisor import Supervised
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Parcel, read_header
+from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.runs import session
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.remote import connected, members_of, prepare_server
+from fedspan.runs.results import is_run, read_report
+from fedspan.runs.session import RunReport
+from fedspan.runs.setup import Prepared
+from fedspan.transports.flower import require
+
+if TYPE_CHECKING:
+    from fedspan.transports.flower.attached import ServerLink
+    from fedspan.transports.flower.transport import Grid
+
+__all__ = ["join", "submit"]
+
+_NAME = "federation-name"
+"""The file in a run's folder with the name that its nodes know it by."""
+
+
+def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None) -> None:
+    """Take part in federations as a data holder, until stopped.
+
+    Args:
+        path: the node's file.
+        insecure: whether to do without TLS and a key, for a try on one machine.
+        stop: ends this when set.
+
+    Raises:
+        FedspanError: for a mistake in the file, or if the server refuses this node.
+    """
+    require()
+    from fedspan.transports.flower.keys import load_node_key
+    from fedspan.transports.flower.supernode import Link, serve
+
+    node = load_node(path)
+    for field, value in (("authority", node.authority), ("key", node.key)):
+        if value is None and not insecure:
+            raise FedspanError(field, None, "a file, or --insecure for a try without TLS and keys")
+    keys = None if insecure or node.key is None else load_node_key(Path(node.key))
+    authority = None if insecure or node.authority is None else Path(node.authority)
+    worker = Supervised(Path(path), node.limits.round_seconds)
+    try:
+        link = Link(node.server, authority, keys, node.limits.message_bytes, node.poll_seconds)
+        serve(link, worker.answer, stop or Event())
+    finally:
+        worker.close()
+
+
+def submit(
+    config: Mapping[str, Any] | str | Path | None,
+    folder: str | Path,
+    link: ServerLink,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    wait: float = 600.0,
+    listener: Listener | None = None,
+) -> RunReport:
+    """Play a federation with the nodes of a SuperLink, from this process.
+
+    Args:
+        config: of a new run, a YAML file or plain values; ``partition.clients`` is the number of nodes.
+        folder: where the run is kept; empty, or not there yet.
+        link: to the SuperLink.
+        overrides: changes to the config, each ``section.field=value``.
+        resume: go on with the run in the folder after its last finished round; of a finished one, the report is read.
+        wait: seconds to wait for all nodes.
+        listener: told what happens.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    require()
+    from fedspan.transports.flower.attached import attached
+    from fedspan.transports.flower.server import known_names
+
+    parsed: RunConfig | None = None
+    if resume and is_run(folder) and RunFolder(folder).report.is_file():
+        return read_report(folder)
+    if not resume:
+        if config is None:
+            raise FedspanError("config", None, "needed for a new run")
+        values = config if isinstance(config, Mapping) else read_values(config)
+        parsed = server_config(override(values, overrides))
+
+    def host(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
+        run = _name(place)
+        with attached(link, prepared.config.federation.message_mib << 20) as grid:
+            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), known_names(link))
+            from fedspan.transports.flower.transport import GridTransport
+
+            with disk_errors(link.folder):
+                name_run(link.folder, place.path, nodes)
+            members = members_of(prepared.config, prepared.engine.adapted.spec, examples)
+            rules = prepared.config.federation.reply_rules()
+            transport = GridTransport(grid, nodes, prepared.config.federation.patience)
+            return played(connected(prepared, transport, rules, members=members, run=run))
+
+    return session.run(
+        parsed,
+        folder,
+        resume=resume,
+        listener=listener,
+        host=host,
+        build=lambda one, _, key: prepare_server(one, key),
+    )
+
+
+def _name(place: RunFolder) -> str:
+    """The run's name among its nodes; made at its beginning."""
+    path = place.path / _NAME
+    if not path.is_file():
+        with disk_errors(place.path):
+            write_atomic(path, secrets.token_hex(16).encode())
+    return read_bytes(path).decode()
+
+
+def _met(
+    grid: Grid, prepared: Prepared, run: str, wait: float, listener: Listener, names: Mapping[str, str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Invite nodes until there are as many as clients.
+
+    Returns:
+        Flower's node ids, and the numbers of examples, by client id.
+
+    Raises:
+        FedspanError: if there are too few in time; names those that refused.
+    """
+    from fedspan.transports.flower.transport import invite
+
+    config = prepared.config
+    sent = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
+    sent["data"] = {key: value for key, value in sent["data"].items() if value != NOWHERE}
+    parcel = Invitation(run=run, version=__version__, config=json.dumps(sent)).parcel()
+    base = base_digest(prepared.model)
+    nodes: dict[str, int] = {}
+    examples: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for node, back in invite(grid, parcel, wait):
+        told, why = _introduced(back, base, nodes, names.get(str(node)))
+        if told is not None and why is None:
+            nodes[told.id], examples[told.id] = node, told.examples
+        else:
+            id = f"node {node}" if told is None else told.id
+            refused[id] = why or ""
+            listener.noted(f"{id} does not take part: {why}")
+        if len(nodes) == config.partition.clients:
+            return nodes, examples
+    why = "; ".join(f"{id}: {reason}" for id, reason in sorted(refused.items())) or "no more nodes are online"
+    raise FedspanError("nodes", len(nodes), f"{config.partition.clients} that take part ({why}); then --resume")
+
+
+def _introduced(
+    back: Parcel | str, base: str, known: Mapping[str, int], name: str | None
+) -> tuple[Introduction | None, str | None]:
+    """A node's answer to an invitation, and why it can't take part, if it can't."""
+    if isinstance(back, str):
+        return None, back
+    try:
+        told = read_header(Introduction, back)
+    except ValueError as error:
+        return None, str(error)
+    if told.refused is not None:
+        return told, told.refused
+    if told.version != __version__:
+        return told, f"it runs fedspan {told.version}; this is {__version__}"
+    if told.base != base:
+        return told, f"its base model or tokenizer is another (SHA-256 {told.base[:12]}, here {base[:12]})"
+    if name is not None and told.id != name:  # else one data holder could take the place of another
+        return told, f"this node was admitted as {name}"
+    return told, "another node has this id" if told.id in known else None

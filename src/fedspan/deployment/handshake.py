@@ -1,0 +1,150 @@
+"""What a server and its nodes agree on before the first round: versions, labels, the base model, who is who.
+
+Every node is invited with the run's config. It checks that against its operator's limits, loads model and data, and
+introduces itself with its number of examples and a digest of its base; or it refuses, and says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Count, HeaderPart, Name, Parcel
+from fedspan.runs.model_setup import RunModel
+from fedspan.runs.task_setup import PROBLEMS
+
+__all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
+
+NOWHERE = "nodes"
+"""``data.train`` of a server: the examples are with the nodes."""
+
+_OWN = ("dataset", "train", "test", "text", "text_pair", "image", "label", "answer", "messages", "prompt")
+"""Of ``data``, what only a node can know: where its examples are, and their columns."""
+
+
+class Invitation(HeaderPart):
+    """A server's first words.
+
+    Args:
+        run: its name.
+        version: of fedspan.
+        config: the run's, as JSON text, without data.
+    """
+
+    task: Literal["invite"] = "invite"
+    run: Name
+    version: Name
+    config: str
+
+    def parcel(self) -> Parcel:
+        """As it travels."""
+        return Parcel(self.model_dump_json())
+
+    def values(self) -> dict[str, Any]:
+        """The config's plain values.
+
+        Raises:
+            ValueError: if it is no JSON object.
+        """
+        values = json.loads(self.config)
+        if not isinstance(values, dict):
+            raise ValueError("a config is an object")
+        return values
+
+
+class Introduction(HeaderPart):
+    """A node's answer.
+
+    Args:
+        id: of its client.
+        version: of fedspan.
+        examples: for training.
+        base: digest of its frozen model and its tokenizer.
+        refused: why it does not take part.
+    """
+
+    task: Literal["invite"] = "invite"
+    id: Name
+    version: Name
+    examples: Count = 0
+    base: Annotated[str, Field(max_length=64)] = ""
+    refused: Annotated[str, Field(max_length=4096)] | None = None
+
+    def parcel(self) -> Parcel:
+        """As it travels."""
+        return Parcel(self.model_dump_json())
+
+
+def server_config(values: Mapping[str, Any]) -> RunConfig:
+    """A deployment's config: a run's, without the places of any data.
+
+    Raises:
+        FedspanError: if it names some, or baselines, which need all data in one place.
+    """
+    data = dict(values.get("data") or {})
+    for name in ("dataset", "train", "test"):
+        if data.get(name) not in (None, NOWHERE):
+            raise FedspanError(f"data.{name}", data[name], "left out: every node names its own data, in its node file")
+    if values.get("baselines"):
+        raise FedspanError("baselines", values["baselines"], "left out: they need all examples in one place")
+    given = dict(values)
+    if values.get("privacy") is not None:
+        privacy = dict(values["privacy"])
+        if privacy.setdefault("randomness", "secret") not in (None, "secret"):
+            expected = "secret, or left out: every node knows the run's seed"
+            raise FedspanError("privacy.randomness", privacy["randomness"], expected)
+        given["privacy"] = {**privacy, "randomness": "secret"}
+    config = parse_config({**given, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
+    if PROBLEMS[config.task].classifies and config.data.labels is None:
+        raise FedspanError("data.labels", None, "all labels, in order: no node may know of them all")
+    return config
+
+
+def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config as a node plays it: the server's, with the node's own data, whole, as one client.
+
+    Args:
+        config: the server's.
+        own: the node's ``data`` section, and how much of it is for validation and test.
+    """
+    theirs, mine = dict(config.get("data") or {}), dict(own.get("data") or {})
+    merged = {name: value for name, value in theirs.items() if name not in _OWN or (name == "prompt" and value)}
+    merged.update(mine)
+    parts = {name: own[name] for name in ("validation", "test") if own.get(name) is not None}
+    given = dict(config.get("partition") or {})
+    shares = {name: given[name] for name in ("validation", "test") if name in given}
+    division = {"partitioner": "iid", "clients": 1, **shares, **parts}
+    merged.setdefault("test_fraction", 0.0)
+    left = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
+    rounds = dict(left.pop("federation", None) or {})
+    # Of other clients: what a node needs of them comes with each order.
+    for name in ("clients_per_round", "over_select", "ranks", "min_replies"):
+        rounds.pop(name, None)
+    engine = {key: value for key, value in dict(left.pop("engine", None) or {}).items() if key != "prefix_folder"}
+    machine = {name: own[name] for name in ("device", "threads") if own.get(name) is not None}
+    return {**left, **machine, "federation": rounds, "engine": engine, "data": merged, "partition": division}
+
+
+def base_digest(built: RunModel) -> str:
+    """SHA-256 of what must be the same on all machines: the frozen weights, and the tokenizer's vocabulary.
+
+    Args:
+        built: the run's model; its extras, which travel, are left out.
+    """
+    adapted, found = built.adapted, hashlib.sha256()
+    vocabulary: dict[str, int] = getattr(built.processor, "get_vocab", dict)()  # image processors have none
+    own = {id(value) for value in adapted.values().values()}
+    for name, value in sorted(adapted.model.state_dict(keep_vars=True).items()):
+        if id(value) in own or name in adapted.extras:
+            continue
+        found.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    found.update(json.dumps(sorted(vocabulary.items())).encode())
+    return found.hexdigest()

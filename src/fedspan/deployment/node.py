@@ -1,0 +1,225 @@
+"""A data holder's service: what it does with the parcels of servers, under its operator's limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from fedspan import __version__
+from fedspan.clients.host import Host, declined, told
+from fedspan.clients.store import DiskKeeper
+from fedspan.config import RunConfig, parse_config
+from fedspan.config.node import NodeConfig
+from fedspan.core.base import BaseUpdate
+from fedspan.core.values import Job
+from fedspan.deployment.handshake import Introduction, Invitation, base_digest, node_values
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Order, Parcel, read_header
+from fedspan.federation.secagg.messages import Phase, open_asked
+from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.runs.privacy_budget import Book, has_key, keep_key, kept_key, new_key
+from fedspan.runs.remote import method_for, secure_client
+from fedspan.runs.setup import prepare
+from fedspan.runs.trained_models import write_model
+
+__all__ = ["Holder", "kept_invitation", "last_serial"]
+
+_INVITATION, _SERIAL = "invitation.json", "serial"
+
+log = logging.getLogger("fedspan.node")
+
+
+class Holder:
+    """Answers servers for one client.
+
+    What a run needs to go on after a restart is in a folder of its own: the invitation, what the client keeps, and the
+    serial of the last order, so that nothing is done twice because somebody sent it again.
+
+    Args:
+        node: the operator's file.
+    """
+
+    def __init__(self, node: NodeConfig) -> None:
+        self.node = node
+        self.folder = Path(node.folder)
+        self._book = Book(self.folder, node.limits.delta)
+        self._loaded: tuple[str, Host, str] | None = None
+
+    def load(self, parcel: Parcel) -> None:
+        """Load the model of the run that a parcel belongs to, if it can be; if not, ``answer`` says why."""
+        with suppress(Exception):
+            self._host(open_asked(parcel).run)
+
+    def answer(self, parcel: Parcel) -> Parcel:
+        """Do what a parcel asks, or say why not.
+
+        Raises:
+            ValueError: if it is none of ours.
+        """
+        try:
+            asked = open_asked(parcel)
+        except ValueError:
+            return self._introduced(read_header(Invitation, parcel)).parcel()
+        try:
+            if len(parcel.body) > self.node.limits.message_bytes:
+                raise FedspanError("message", len(parcel.body), f"at most {self.node.limits.message_bytes} bytes here")
+            self._require_new(asked)
+            host = self._host(asked.run)
+            self._book.pay(host.charges(asked), self.node.limits.epsilon)
+            answer = host.reply(asked)
+            if len(answer.body) > self.node.limits.message_bytes:
+                raise FedspanError("reply", len(answer.body), f"at most {self.node.limits.message_bytes} bytes here")
+            log.info("round %d: %s done", asked.round + 1, asked.task)
+        except Exception as error:
+            log.exception("round %d: %s failed", asked.round + 1, asked.task)
+            answer = declined(asked, error)
+        return answer
+
+    def _introduced(self, invitation: Invitation) -> Introduction:
+        own = Introduction(id=self.node.id, version=__version__)
+        try:
+            self._require_allowed(invitation)
+            host, base = self._build(invitation)
+        except Exception as error:  # whatever it was, the server learns that this node does not take part
+            log.exception("the invitation to %s is refused", invitation.run)
+            return own.model_copy(update={"refused": told(error)[:4096]})
+        place = self._of(invitation.run)
+        with disk_errors(self.folder, "free some space on the node"):
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(place / _INVITATION, invitation.model_dump_json().encode())
+        self._loaded = (invitation.run, host, base)
+        log.info("joined %s with %d examples", invitation.run, host.members[self.node.id].client.examples)
+        return own.model_copy(update={"examples": host.members[self.node.id].client.examples, "base": base})
+
+    def _require_allowed(self, invitation: Invitation) -> None:
+        if invitation.version != __version__:
+            raise FedspanError("version", invitation.version, f"fedspan {__version__}, as on this node")
+        limits, config = self.node.limits, parse_config(self._values(invitation))
+        for field, value, allowed in (
+            ("limits.methods", config.method.name, limits.methods),
+            ("limits.models", invitation.values().get("model", {}).get("name", config.model.name), limits.models),
+        ):
+            if allowed is not None and value not in allowed:
+                raise FedspanError(field, value, f"one that this node allows: {', '.join(allowed) or 'none'}")
+        privacy = config.privacy
+        if privacy is not None and privacy.randomness != "secret":
+            raise FedspanError("federation", f"privacy.randomness: {privacy.randomness}", "secret, on this node")
+        if limits.epsilon is not None and (privacy is None or privacy.mechanism == "central"):
+            found = "no privacy" if privacy is None else privacy.mechanism
+            raise FedspanError("limits.epsilon", found, "privacy.mechanism local or dp-sgd, on this node")
+        if limits.rounds is not None and config.federation.rounds > limits.rounds:
+            raise FedspanError("limits.rounds", config.federation.rounds, f"at most {limits.rounds} on this node")
+        if limits.secure_only and config.federation.secure is None:
+            raise FedspanError("limits.secure_only", None, "a run with federation.secure, or nothing leaves this node")
+
+    def _values(self, invitation: Invitation) -> dict[str, object]:
+        own = self.node.model_dump(include={"data", "validation", "test", "device", "threads"})
+        values = node_values(invitation.values(), own)
+        model = dict(values.get("model") or {})
+        if model.get("name") in self.node.models:
+            model["name"] = self.node.models[model["name"]]
+        return {**values, "model": model}
+
+    def _build(self, invitation: Invitation) -> tuple[Host, str]:
+        if self._loaded is not None and self._loaded[0] == invitation.run:
+            kept = self._of(invitation.run) / _INVITATION
+            if kept.is_file() and kept.read_bytes() == invitation.model_dump_json().encode():
+                return self._loaded[1], self._loaded[2]
+        self._loaded = None  # two models need not fit into memory
+        config = parse_config(self._values(invitation))
+        place = self._of(invitation.run)
+        prepared = prepare(config, key=self._key(place, config))
+        (member,) = prepared.federation.members.values()
+        member = replace(member, client=replace(member.client, id=self.node.id))
+        keeper = DiskKeeper(place / "kept")
+        theirs = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
+        method = config.wrapped(method_for(theirs, prepared.engine.adapted.spec))
+
+        def export(job: Job, base: BaseUpdate, round: int) -> None:
+            write_model(prepared, job, base, place / "adapter", round, self.node.id)
+            log.info("round %d: own adapter written to %s", round, place / "adapter")
+
+        secure = secure_client(config, self.node.id, place / "kept", self.node.limits.secure_clients)
+        host = Host(
+            method,
+            prepared.engine,
+            {self.node.id: member},
+            prepared.train,
+            keeper,
+            config.evaluation.batch_size,
+            export,
+            None if secure is None else {self.node.id: secure},
+        )
+        return host, base_digest(prepared.model)
+
+    def _key(self, place: Path, config: RunConfig) -> bytes | None:
+        """The secret key of this node's noise in a run; made at its beginning."""
+        key = new_key(config)
+        if key is None:
+            return None
+        with disk_errors(self.folder, "free some space on the node"):
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not has_key(place):
+            keep_key(place, key)
+        return kept_key(place, config)
+
+    def _host(self, run: str) -> Host:
+        if self._loaded is None or self._loaded[0] != run:
+            place = self._of(run) / _INVITATION
+            if not place.is_file():
+                raise FedspanError("run", run, "one that this node was invited to")
+            invitation = kept_invitation(place)
+            self._require_allowed(invitation)
+            host, base = self._build(invitation)
+            self._loaded = (run, host, base)
+        return self._loaded[1]
+
+    def _require_new(self, order: Order | Phase) -> None:
+        """Refuse what was sent before.
+
+        Raises:
+            FedspanError: if the order is not newer than the last one of its run, or the disk refuses.
+        """
+        place = self._of(order.run) / _SERIAL
+        last = last_serial(place)
+        if order.serial <= last:
+            raise FedspanError("serial", order.serial, f"more than {last}: this order, or a newer one, was here before")
+        if place.parent.is_dir():
+            with disk_errors(self.folder, "free some space on the node"):
+                write_atomic(place, str(order.serial).encode())
+
+    def _of(self, run: str) -> Path:
+        return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]
+
+
+def last_serial(place: Path) -> int:
+    """The serial of the last order, from its file; 0: there was none.
+
+    Raises:
+        FedspanError: if the file is no number.
+    """
+    if not place.is_file():
+        return 0
+    try:
+        found = json.loads(read_bytes(place))
+    except (ValueError, RecursionError):
+        found = None
+    if type(found) is not int or found < 0:
+        raise FedspanError(str(place), found, "a number; the file is damaged: remove the folder that it is in")
+    return found
+
+
+def kept_invitation(place: Path) -> Invitation:
+    """The invitation to a run, from its file.
+
+    Raises:
+        FedspanError: if the file is none, or not there.
+    """
+    try:
+        return Invitation.model_validate_json(read_bytes(place))
+    except (ValueError, RecursionError) as error:
+        raise FedspanError(str(place), "damaged", "an invitation; remove the folder that it is in") from error

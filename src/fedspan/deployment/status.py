@@ -1,0 +1,133 @@
+"""Where a run stands, read from its folder while whatever process works on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedspan.errors import FedspanError
+from fedspan.files import from_json, read_bytes, write_atomic
+from fedspan.runs.failures import failures_by_client
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.ledger import read_lines
+
+__all__ = ["NamedRun", "Standing", "name_run", "named_run", "standing"]
+
+_NAMED = "run.json"
+"""In a server's folder: its newest run."""
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """The newest run of a server.
+
+    Args:
+        folder: where it is.
+        nodes: Flower's node ids by client.
+    """
+
+    folder: Path
+    nodes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a run is.
+
+    Args:
+        state: whether a process works on it.
+        round: the last that was finished; 0: none.
+        rounds: that it has; None: its config does not say.
+        finished: when that round was, seconds since 1970; None: never.
+        failures: by client (``failures_by_client``).
+        late: how often a client's reply was not waited for.
+    """
+
+    state: Literal["at work", "finished", "stopped"]
+    round: int
+    rounds: int | None
+    finished: float | None
+    failures: Mapping[str, Mapping[str, Any]]
+    late: Mapping[str, int]
+
+
+def name_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
+    """Write down which run a server plays, for whoever asks how it stands.
+
+    Args:
+        server: the server's folder.
+        run: the run's.
+        nodes: Flower's node ids by client.
+    """
+    content = {"run": str(run.resolve()), "nodes": {id: str(node) for id, node in nodes.items()}}
+    write_atomic(server / _NAMED, json.dumps(content).encode())
+
+
+def named_run(server: Path) -> NamedRun | None:
+    """The newest run of a server; None if there was none, or nobody can say."""
+    try:
+        found = from_json(read_bytes(server / _NAMED))
+    except (FedspanError, ValueError):
+        return None
+    match found:
+        case {"run": str() as run, "nodes": dict() as nodes}:
+            return NamedRun(Path(run), {str(id): str(node) for id, node in nodes.items()})
+        case _:
+            return None
+
+
+def standing(folder: Path) -> Standing:
+    """Where the run in a folder stands.
+
+    Raises:
+        FedspanError: if no run was begun there, or its lines of metrics are damaged.
+    """
+    place = RunFolder(folder)
+    if not os.path.isfile(place.config):
+        raise FedspanError("run folder", str(folder), "no run was begun here")
+    rows = list(read_lines(place.metrics))
+    number = rows[-1].get("round") if rows else 0
+    late: dict[str, int] = {}
+    for row in rows:
+        missed = row.get("late")
+        for client in missed if isinstance(missed, list) else ():
+            late[str(client)] = late.get(str(client), 0) + 1
+    round = number if isinstance(number, int) else len(rows)
+    state = "finished" if place.report.is_file() else "at work" if _alive(place.lock) else "stopped"
+    return Standing(state, round, _rounds(place), _finished(place, round), failures_by_client(rows), late)
+
+
+def _rounds(place: RunFolder) -> int | None:
+    try:
+        return int(yaml.safe_load(place.config_text())["federation"]["rounds"])
+    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _finished(place: RunFolder, round: int) -> float | None:
+    """When a round was committed: its checkpoint is written last, and never again."""
+    try:
+        return (place.checkpoints / f"round-{round:05}").stat().st_mtime
+    except OSError:
+        return None
+
+
+def _alive(lock: Path) -> bool:
+    """Whether the process that a run's lock names lives; of one on another machine, it is believed."""
+    try:
+        pid, host = lock.read_text().split("\n")[:2]
+        if host != socket.gethostname():
+            return True
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""A holder in a process of its own: one that hangs, or dies, costs its order and no more."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from fedspan.clients.host import declined
+from fedspan.config.node import load_node
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Parcel
+from fedspan.federation.secagg.messages import open_asked
+
+__all__ = ["Supervised"]
+
+_LOADING = 3600.0
+"""Seconds that an invitation, and the loading of a run's model, may take: it may have to be fetched."""
+
+log = logging.getLogger("fedspan.node")
+
+
+class Supervised:
+    """Answers parcels by a holder in another process, which is started when needed and killed when it takes too long.
+
+    Args:
+        path: the node's file.
+        seconds: that an order may take once its run's model is loaded.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path, self.seconds = path, seconds
+        self._loaded: str | None = None
+        """The run whose model the process has for certain."""
+        self._process: SpawnProcess | None = None
+        self._ours: Connection | None = None
+
+    def answer(self, parcel: Parcel) -> Parcel:
+        """``Holder.answer``."""
+        try:
+            order = open_asked(parcel)
+        except ValueError:
+            order = None
+        line = self._line()
+        line.send_bytes(parcel.header.encode())
+        line.send_bytes(parcel.body)
+        limit = self.seconds if order is not None and order.run == self._loaded else _LOADING
+        try:
+            if line.poll(limit):
+                line.recv_bytes()
+                self._loaded = None if order is None else order.run
+                limit = _LOADING if order is None else self.seconds
+                if line.poll(limit):
+                    return Parcel(line.recv_bytes().decode(), line.recv_bytes())
+            error = FedspanError("limits.round_seconds", limit, "more: the order took longer and was given up")
+        except (EOFError, OSError):
+            error = FedspanError("node", "its process ended", "a node with enough memory; see its log")
+        log.error("%s", error)
+        self.close()
+        if order is None:
+            raise error
+        return declined(order, error)
+
+    def close(self) -> None:
+        """Kill the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        if self._ours is not None:
+            self._ours.close()
+        self._process = self._ours = self._loaded = None
+
+    def _line(self) -> Connection:
+        if self._ours is None or self._process is None or not self._process.is_alive():
+            self.close()
+            context = multiprocessing.get_context("spawn")
+            self._ours, theirs = context.Pipe()
+            process = context.Process(target=_hold, args=(str(self.path), theirs), daemon=True)
+            process.start()
+            self._process = process
+            theirs.close()
+        return self._ours
+
+
+def _hold(path: str, line: Connection) -> None:
+    """The other process: bytes in, bytes out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that supervises
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    from fedspan.deployment.node import Holder  # torch, Transformers
+
+    holder = Holder(load_node(path))
+    while True:
+        try:
+            parcel = Parcel(line.recv_bytes().decode(), line.recv_bytes())
+        except EOFError:
+            return
+        holder.load(parcel)
+        line.send_bytes(b"loaded")
+        try:
+            back = holder.answer(parcel)
+        except ValueError:  # of no kind that we know: nothing is said of it but that
+            log.exception("a message that is none of ours")
+            back = Parcel("{}")
+        line.send_bytes(back.header.encode())
+        line.send_bytes(back.body)

@@ -1,0 +1,1 @@
+"""Diagnostics of client updates, layer by layer."""

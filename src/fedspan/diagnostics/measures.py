@@ -1,0 +1,155 @@
+"""The diagnostics by name: what each is, how it is read, and where it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis
+
+__all__ = ["MEASURES", "Measure", "Reading", "readings", "values_of"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of every target layer.
+
+    Args:
+        key: in JSON.
+        title: in tables.
+        worst: which end is the worrying one; None: neither.
+        reads: one sentence on how to read it.
+        source: where it comes from.
+        value: of a layer; None where it has none.
+    """
+
+    key: str
+    title: str
+    worst: Literal["high", "low"] | None
+    reads: str
+    source: str
+    value: Callable[[LayerDiagnosis], float | None]
+
+
+MEASURES = (
+    Measure(
+        "aggregation_error",
+        "aggregation error",
+        "high",
+        "How far the global update is from the mean of the clients' updates, relative to that mean: 0 for an exact "
+        "method, and what averaging factors instead of products costs.",
+        "RoLoRA, arXiv:2502.01755, section 3.2 (interference)",
+        lambda layer: layer.updates.aggregation_error,
+    ),
+    Measure(
+        "drift",
+        "client drift",
+        "high",
+        "Spread of the clients' updates around their mean, relative to it: above 1 the clients disagree more than they "
+        "agree; fewer local steps or a lower learning rate bring it down.",
+        "SCAFFOLD, arXiv:1910.06378",
+        lambda layer: layer.updates.drift,
+    ),
+    Measure(
+        "alignment",
+        "client and global",
+        "low",
+        "Mean cosine of a client's update with the global one: near 0 the round is an average of unrelated steps.",
+        "FedLoRU, arXiv:2409.12371, figure 8",
+        lambda layer: layer.updates.alignment,
+    ),
+    Measure(
+        "agreement",
+        "client and client",
+        "low",
+        "Mean cosine of two clients' updates: below 0 they undo each other.",
+        "FedLoRU, arXiv:2409.12371, theorem 3.3",
+        lambda layer: layer.updates.agreement,
+    ),
+    Measure(
+        "angle_out",
+        "angle, outputs",
+        "high",
+        "Mean principal angle between two clients' column spaces, in degrees: 0 is one subspace, 90 none in common.",
+        "Bjorck and Golub, 1973",
+        lambda layer: layer.updates.angle_out,
+    ),
+    Measure(
+        "angle_in",
+        "angle, inputs",
+        "high",
+        "The same of their row spaces; 0 where all train under one frozen A.",
+        "Bjorck and Golub, 1973",
+        lambda layer: layer.updates.angle_in,
+    ),
+    Measure(
+        "moments",
+        "second moments",
+        "high",
+        "Spread of the clients' AdamW second moments around their mean, relative to it: how wrong one state for all "
+        "would be.",
+        "FedGaLore, arXiv:2602.01746, section 1",
+        lambda layer: layer.moments,
+    ),
+    Measure(
+        "stable_rank",
+        "stable rank",
+        None,
+        "Of the global model's whole change so far, by its largest singular value: near 1 it is one direction.",
+        "Rudelson and Vershynin, 2007",
+        lambda layer: None if layer.accumulated is None else layer.accumulated.stable_rank,
+    ),
+    Measure(
+        "effective_rank",
+        "effective rank",
+        None,
+        "The same by the entropy of all singular values; at most the rank of all that was added up.",
+        "Roy and Vetterli, 2007",
+        lambda layer: None if layer.accumulated is None else layer.accumulated.effective_rank,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A measure over all target layers.
+
+    Args:
+        measure: which.
+        mean: over the layers.
+        least: of the layers.
+        most: of the layers.
+        worst: the layer at the worrying end; None where there is no such end.
+    """
+
+    measure: Measure
+    mean: float
+    least: float
+    most: float
+    worst: str | None
+
+
+def readings(diagnosis: Diagnosis) -> tuple[Reading, ...]:
+    """Every measure that has a value in some layer."""
+    found: list[Reading] = []
+    for measure in MEASURES:
+        values = _values(measure, diagnosis.layers)
+        if values:
+            ends = {"high": max, "low": min}
+            worst = None if measure.worst is None else ends[measure.worst](values, key=lambda name: values[name])
+            numbers = list(values.values())
+            found.append(Reading(measure, sum(numbers) / len(numbers), min(numbers), max(numbers), worst))
+    return tuple(found)
+
+
+def values_of(layer: LayerDiagnosis) -> dict[str, float]:
+    """A layer's measures by key, those that it has."""
+    found = {measure.key: measure.value(layer) for measure in MEASURES}
+    return {key: value for key, value in found.items() if value is not None and not math.isnan(value)}
+
+
+def _values(measure: Measure, layers: Mapping[str, LayerDiagnosis]) -> dict[str, float]:
+    values = {name: measure.value(layer) for name, layer in layers.items()}
+    return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}

@@ -1,0 +1,310 @@
+"""One more round of a run, played to be looked at: what the clients' updates are, and what the server makes of them.
+
+Nothing is kept of the round. A client's update is the change of a layer's whole weight (base, factors, whatever the
+method trains) between the model that it began with and the one that it ended with, before any compression, clipping
+or noise; weights in means are those of the clients. Methods need not know of it: jobs and replies are looked at on
+their way through the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.clients.recording import Local, TrainingRecord
+from fedspan.core.base import BaseUpdate, Delta, materialise
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, dense_change
+from fedspan.core.tensors import generator, is_extra, slots_of, tensor_name
+from fedspan.core.values import Job
+from fedspan.diagnostics.updates import (
+    Shape,
+    Together,
+    alignment,
+    as_shape,
+    combined,
+    moment_mismatch,
+    shape_of,
+    together,
+)
+from fedspan.errors import FedspanError
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress, RoundResult
+from fedspan.tasks.task import Examples
+from fedspan.training.engine import Engine
+
+__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "diagnose_round", "layers_of"]
+
+STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Between one client's model and another's."""
+
+
+@dataclass(frozen=True)
+class LayerDiagnosis:
+    """A target layer.
+
+    Args:
+        updates: the clients' updates of the round beside each other.
+        moments: how far apart the clients' second moments are (``analysis.updates.moment_mismatch``), mean over the
+            layer's tensors; None where the optimizer has none.
+        accumulated: the global model's change since the run began; None where there is no global model.
+    """
+
+    updates: Together
+    moments: float | None
+    accumulated: Shape | None
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """The loss on the straight line between two clients' models.
+
+    Args:
+        clients: their ids.
+        losses: on held-out examples, at ``STEPS``.
+    """
+
+    clients: tuple[str, str]
+    losses: tuple[float, ...]
+
+    @property
+    def height(self) -> float:
+        """The most by which the loss exceeds the straight line between its ends (Frankle et al., 2020); 0 at least."""
+        first, last = self.losses[0], self.losses[-1]
+        return max(loss - (1 - at) * first - at * last for at, loss in zip(STEPS, self.losses, strict=True))
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a round shows.
+
+    Args:
+        method: registry key, with those of its wrappers.
+        round: the round that was played, counted from 1.
+        clients: its cohort.
+        layers: by path.
+        alignment: mean over clients of the cosine of a client's update with the global one (the mean, where there is
+            none), all target layers as one vector (FedLoRU, figure 8).
+        barriers: between some pairs of clients' models; empty where none was asked for.
+        examples: that losses were measured on; 0 without barriers.
+        seconds: what looking on cost beside the round itself.
+    """
+
+    method: str
+    round: int
+    clients: tuple[str, ...]
+    layers: Mapping[str, LayerDiagnosis]
+    alignment: float
+    barriers: tuple[Barrier, ...]
+    examples: int
+    seconds: float
+
+
+def diagnose_round(
+    federation: Federation,
+    progress: Progress,
+    held_out: Examples,
+    *,
+    title: str,
+    seed: int,
+    batch_size: int,
+    pairs: int = 3,
+    examples: int = 500,
+) -> Diagnosis:
+    """Play the next round and look at it; ``progress`` stays as it is.
+
+    Args:
+        federation: The run's. After its last round, one more is run as if the run were longer.
+        progress: The progress before the round.
+        held_out: Examples from which those for the losses are drawn.
+        title: Name of the method, for people.
+        seed: Seed of that draw.
+        batch_size: Batch size of evaluation.
+        pairs: of clients whose models are joined by a line, at most.
+        examples: held-out ones on which its losses are measured, at most.
+
+    Raises:
+        FedspanError: if nobody takes part in the round (a Poisson sample may be empty).
+    """
+    federation = copy.copy(federation)
+    engine, record = federation.engine, TrainingRecord()
+    round = progress.state.round
+    federation.settings = replace(federation.settings, rounds=max(federation.settings.rounds, round + 1))
+    if not federation.cohort(round):
+        expected = f"another checkpoint: in round {round + 1} nobody takes part, as the privacy's sample is empty"
+        raise FedspanError("round", round, expected)
+    result = federation.run_round(progress, on_trained=record)
+    began = time.monotonic()
+    look = _look(federation, record, progress, result)
+    layers = look.layers()
+    engine.adapted.set_base(progress.state.base)
+    rng = generator(seed, "diagnosis")
+    indices = np.sort(torch.randperm(len(held_out), generator=rng)[:examples].numpy())
+    ids = sorted(record.by_client)
+    barriers = tuple(
+        Barrier(pair, look.losses(pair, held_out, indices, batch_size)) for pair in islice(combinations(ids, 2), pairs)
+    )
+    return Diagnosis(
+        method=title,
+        round=round + 1,
+        clients=result.cohort,
+        layers=layers,
+        alignment=alignment([layer.updates.products for layer in layers.values()]),
+        barriers=barriers,
+        examples=len(indices) if barriers else 0,
+        seconds=time.monotonic() - began,
+    )
+
+
+def layers_of(
+    federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult
+) -> dict[str, LayerDiagnosis]:
+    """The numbers of a round that was played, by layer.
+
+    Args:
+        federation: that played it.
+        record: of its training.
+        before: the round.
+        result: of it.
+    """
+    return _look(federation, record, before, result).layers()
+
+
+def _look(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _Look:
+    weights = {id: federation.members[id].client.weight for id in result.cohort}
+    engine = federation.engine
+    engine.adapted.set_base(result.progress.state.base)
+    end = None
+    if not federation.method.declared().personal:
+        end = federation.method.start(federation.method.sync(result.progress.state, None), None, {})
+    return _Look(engine, record.by_client, before.state.base, result.progress.state.base, weights, end)
+
+
+class _Look:
+    """Weights of a round's models, layer by layer.
+
+    Args:
+        engine: that trained.
+        found: every client's training.
+        before: the base that the round began with.
+        after: the base that it ended with.
+        weights: of the clients.
+        end: the job of the global model after the round; None where there is none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        found: Mapping[str, Local],
+        before: BaseUpdate,
+        after: BaseUpdate,
+        weights: Mapping[str, float],
+        end: Job | None,
+    ) -> None:
+        self.engine, self.found = engine, found
+        self.before, self.after, self.end = before, after, end
+        total = sum(weights[id] for id in found)
+        self.weights = {id: weights[id] / total for id in sorted(found)}
+
+    def layers(self) -> dict[str, LayerDiagnosis]:
+        """All target layers' numbers."""
+        return {layer.name: self._layer(layer.name) for layer in self.engine.adapted.spec.layers}
+
+    def _layer(self, name: str) -> LayerDiagnosis:
+        shape = self.engine.adapted.operators[name].shape
+        starts = {id: self._start(id, name) for id in self.weights}
+        updates = {id: combined([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
+        whole = accumulated = None
+        if self.end is not None:
+            end = self._change(self.end.parametrization[name], self.end.tensors, name, self.after)
+            # from where the clients began, in the mean: all of them at the global model, unless their ranks are smaller
+            begun = [(-self.weights[id], start) for id, start in starts.items()]
+            whole = combined([(1.0, end), *self._moved(name), *begun], shape)
+            parts: list[tuple[float, Delta]] = [(1.0, end)]
+            if name in self.after.total:
+                parts.append((1.0, self.after.total[name]))
+            if self.after.rho != 1.0:
+                parts.append((self.after.rho - 1.0, self.engine.adapted.weight(name)))
+            accumulated = shape_of(combined(parts, shape))
+        return LayerDiagnosis(together(updates, self.weights, whole), self._moments(name), accumulated)
+
+    def losses(
+        self, pair: tuple[str, str], examples: Examples, indices: np.ndarray, batch_size: int
+    ) -> tuple[float, ...]:
+        """The losses of the models between two clients', at ``STEPS``."""
+        operators = self.engine.adapted.operators
+        ends = [{name: self._own(id, name) for name in operators} for id in pair]
+        extras = [
+            {name: value for name, value in self.found[id].trained.tensors.items() if is_extra(name)} for id in pair
+        ]
+        found: list[float] = []
+        for at in STEPS:
+            parametrization: dict[str, Parametrization] = {}
+            tensors = {
+                name: torch.lerp(value, extras[1][name], at) if value.is_floating_point() else value
+                for name, value in extras[0].items()
+            }
+            for name, operator in operators.items():
+                mixed = combined([(1 - at, ends[0][name]), (at, ends[1][name])], operator.shape)
+                parametrization[name] = LoRA(mixed.scale) if isinstance(mixed, LowRank) else DenseChange()
+                slots = {"A": mixed.A, "B": mixed.B} if isinstance(mixed, LowRank) else {"D": mixed.float()}
+                tensors |= {tensor_name(name, slot): value for slot, value in slots.items()}
+            predictions = self.engine.predict(Job(parametrization, tensors, ()), examples, indices, batch_size)
+            found.append(self.engine.task.metrics(predictions, examples, indices.tolist())["loss"])
+        return tuple(found)
+
+    def _start(self, id: str, name: str) -> Delta:
+        """A client's layer as it began, beside the base that the round began with."""
+        first = self.found[id].first
+        return self._change(first.parametrization[name], first.tensors, name, self.before)
+
+    def _own(self, id: str, name: str) -> Delta:
+        """A client's layer after its training, beside the base that the round began with."""
+        local = self.found[id]
+        change = self._change(local.last.parametrization[name], local.trained.tensors, name, self.before)
+        decay = local.trained.decay
+        if decay == 1.0:
+            return change
+        return combined([(1.0, change), (decay - 1.0, self._base(name, self.before))], as_shape(change))
+
+    def _change(
+        self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
+    ) -> Delta:
+        """A layer beside a base."""
+        with torch.no_grad():
+            effective = parametrization.effective(slots_of(tensors, name))
+            if not effective.base or effective.weight is not None:
+                return dense_change(effective, self._base(name, base))
+        return torch.zeros(self.engine.adapted.operators[name].shape) if effective.pair is None else effective.pair
+
+    def _base(self, name: str, base: BaseUpdate) -> Tensor:
+        return materialise(self.engine.adapted.weight(name), base, name)
+
+    def _moved(self, name: str) -> list[tuple[float, Delta]]:
+        """By what the round moved the base."""
+        new = [one for one in self.after.recent if one.round > self.before.round]
+        if all(one.decay == 1.0 for one in new):
+            return [(1.0, one.deltas[name]) for one in new if name in one.deltas]
+        return [(1.0, self._base(name, self.after)), (-1.0, self._base(name, self.before))]
+
+    def _moments(self, name: str) -> float | None:
+        """How far apart the second moments of a layer's tensors are."""
+        seconds = {id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._found()}
+        slots = [slots_of(one, name) for one in seconds.values()]
+        shared = set.intersection(*(set(one) for one in slots)) if slots else set[str]()
+        gaps = [
+            moment_mismatch({id: slots_of(one, name)[slot] for id, one in seconds.items()}, self.weights)
+            for slot in sorted(shared)
+            if len({one[slot].shape for one in slots}) == 1
+        ]
+        return sum(gaps) / len(gaps) if gaps else None
+
+    def _found(self) -> list[tuple[str, Local]]:
+        return sorted(self.found.items())

@@ -1,1 +1,0 @@
-"""Local training, reduction and the rounds; they know no method by name."""

@@ -1,0 +1,1 @@
+"""Many runs: comparisons, hyperparameter searches, series and their tables."""

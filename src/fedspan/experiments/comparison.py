@@ -1,0 +1,285 @@
+"""Several methods on one division of the data: which runs that takes, and the table that comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedspan.config import RunConfig, override, parse_config
+from fedspan.config.options import method_options
+from fedspan.errors import FedspanError, nearest
+from fedspan.experiments.series import Step, finite, mean, spread, standard_error, under_seed, valid_seeds, with_shared
+from fedspan.experiments.tables import Table, heading, megabytes, plus_minus, seconds
+from fedspan.methods.registry import method_class
+from fedspan.runs.session import RunReport
+from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.wrappers.registry import WRAPPERS
+
+__all__ = ["CompareReport", "CompareRow", "Comparison", "compared", "heldout_score", "plan_comparison"]
+
+_OWN = {"test": "held-out", "clients": "own tests"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be compared.
+
+    Args:
+        methods: registry keys, some with wrappers: ``fedit+fedprox``.
+        seeds: of every method.
+        against: the row that all others are compared with.
+        steps: the runs, in the order in which they are played.
+    """
+
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    against: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class CompareRow:
+    """One method, or a baseline, over the seeds.
+
+    Args:
+        name: a method's key, or ``local`` or ``centralised``.
+        scores: one for each seed.
+        mean: of the scores; None if one is missing.
+        deviation: their standard deviation (n - 1); None for one seed.
+        difference: mean over the seeds of the score minus the reference's under that seed; None for the reference.
+        error: standard error of the difference; None for one seed.
+        worst: the worst client's metric on its own test part, mean over the seeds.
+        bytes_down: serialized, of one run, mean over the seeds; None for a baseline.
+        bytes_up: likewise.
+        seconds: wall-clock time of the rounds of one run, mean over the seeds; None for a baseline.
+    """
+
+    name: str
+    scores: tuple[float | None, ...]
+    mean: float | None
+    deviation: float | None
+    difference: float | None
+    error: float | None
+    worst: float | None
+    bytes_down: float | None
+    bytes_up: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class CompareReport:
+    """The table of a comparison; ``table.csv`` and ``table.md`` in its folder hold the same.
+
+    Args:
+        metric: that is compared.
+        measured: ``test``: on the held-out set; ``clients``: without one, mean over the clients' own test parts.
+        higher: whether more of the metric is better.
+        against: the reference row.
+        seeds: in the order of the scores.
+        rows: the methods, then the baselines.
+        folder: with the runs and the tables.
+    """
+
+    metric: str
+    measured: str
+    higher: bool
+    against: str
+    seeds: tuple[int, ...]
+    rows: tuple[CompareRow, ...]
+    folder: str
+
+    def table(self) -> Table:
+        """As people read it."""
+        metric, several = self.metric, len(self.seeds) > 1
+        rows = tuple(
+            (
+                row.name,
+                plus_minus(metric, row.mean, row.deviation),
+                "" if row.name == self.against else plus_minus(metric, row.difference, row.error, sign=True),
+                plus_minus(metric, row.worst, None),
+                megabytes(row.bytes_down),
+                megabytes(row.bytes_up),
+                seconds(row.seconds),
+            )
+            for row in self.rows
+        )
+        measured = {at: row.mean for at, row in enumerate(self.rows) if row.mean is not None}
+        best = max(measured, key=lambda at: rank_of(metric, {metric: measured[at]}), default=None)
+        better = "higher is better" if self.higher else "lower is better"
+        numbers = ", ".join(map(str, self.seeds))
+        what = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
+        error = ", with their standard error" if several else "; without a deviation or a standard error"
+        return Table(
+            head=(
+                "method",
+                heading(_OWN[self.measured], metric),
+                f"minus {self.against}",
+                "worst client" + (", %" if METRICS[metric].percent else ""),
+                "MB down",
+                "MB up",
+                "seconds",
+            ),
+            rows=rows,
+            best=best,
+            notes=(
+                f"{what}; {better}. Differences are taken seed by seed{error}.",
+                "Worst client: on its own test part. Bytes and seconds are those of one run.",
+            ),
+        )
+
+    def by_seed(self) -> Table:
+        """Every score, so that the table can be made again."""
+        rows = tuple((row.name, *(plus_minus(self.metric, score, None) for score in row.scores)) for row in self.rows)
+        head = (heading(_OWN[self.measured], self.metric), *(f"seed {seed}" for seed in self.seeds))
+        return Table(head=head, rows=rows, best=None, notes=())
+
+    def plain(self) -> list[dict[str, object]]:
+        """Rows for machines."""
+        return [
+            {
+                "method": row.name,
+                "metric": self.metric,
+                "measured": self.measured,
+                "seeds": " ".join(map(str, self.seeds)),
+                "scores": " ".join("" if score is None else repr(score) for score in row.scores),
+                "mean": row.mean,
+                "deviation": row.deviation,
+                "against": self.against,
+                "difference": row.difference,
+                "standard_error": row.error,
+                "worst_client": row.worst,
+                "bytes_down": row.bytes_down,
+                "bytes_up": row.bytes_up,
+                "seconds": row.seconds,
+            }
+            for row in self.rows
+        ]
+
+
+def plan_comparison(
+    values: Mapping[str, Any],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    overrides_for: Mapping[str, Sequence[str]],
+    against: str | None,
+) -> Comparison:
+    """The runs of a comparison, every config checked.
+
+    Args:
+        values: the config; its ``method`` section may hold options that only some of the methods have.
+        methods: registry keys; ``fedit+fedprox`` is a method with a wrapper around those of the config.
+        seeds: of every method.
+        overrides_for: ``section.field=value`` for one method, by its key.
+        against: the reference; None: the first method.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    if not methods:
+        raise FedspanError("--methods", [], "keys of methods, such as fedit,rolora; fedspan methods lists them")
+    for position, key in enumerate(methods):
+        _require_known(key)
+        if key in methods[:position]:
+            raise FedspanError("--methods", key, "every method once")
+    for key, texts in overrides_for.items():
+        if key not in methods:
+            raise FedspanError("--set-for", f"{key}:{next(iter(texts), '')}", f"one of {', '.join(methods)}")
+    seeds = valid_seeds(seeds)
+    configs = {key: _config(values, key, methods, overrides_for.get(key, ())) for key in methods}
+    baselines = configs[methods[0]].baselines
+    rows = (*methods, *baselines)
+    if against is not None and against not in rows:
+        raise FedspanError("--against", against, f"a row of the table: {', '.join(rows)}")
+    steps = [
+        Step(f"{key}-seed{seed}", f"{key}, seed {seed}", key, seed, under_seed(config, seed, seeds[0], index == 0))
+        for index, (key, config) in enumerate(configs.items())
+        for seed in seeds
+    ]
+    return Comparison(tuple(methods), seeds, against or methods[0], tuple(steps))
+
+
+def _require_known(key: str) -> None:
+    name, *wrappers = key.split("+")
+    if name in WRAPPERS:
+        raise FedspanError("--methods", key, f"a method; {name} is a wrapper: fedit+{name}")
+    method_class(name, "--methods")
+    for wrapper in wrappers:
+        if wrapper not in WRAPPERS:
+            raise FedspanError("--methods", key, f"no such wrapper; the nearest are {nearest(wrapper, WRAPPERS)}")
+
+
+def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Sequence[str]) -> RunConfig:
+    """The config under one method, with those of the options that it has, and what is set for it alone."""
+    section = values.get("method", {})
+    if not isinstance(section, Mapping):
+        return parse_config(values)  # it says what is wrong
+    names = {row: row.split("+")[0] for row in methods}
+    known = {row: set(method_options(name, {})) for row, name in names.items()}
+    every = set[str]().union(*known.values())
+    for option, value in section.items():
+        if option not in ("name", "wrappers") and option not in every:
+            expected = f"an option of one of {', '.join(methods)}; the nearest are {nearest(str(option), every)}"
+            raise FedspanError(f"method.{option}", value, expected)
+    options = {option: value for option, value in section.items() if option in known[key]}
+    wrappers = section.get("wrappers", [])
+    if isinstance(wrappers, list):
+        # As mappings, so that --set-for can go into them.
+        wrappers = [{"name": each} if isinstance(each, str) else each for each in (*wrappers, *key.split("+")[1:])]
+    changed = {**values, "method": {"name": names[key], **options, "wrappers": wrappers}}
+    config = parse_config(override(changed, own))
+    said = f"{key}:{' '.join(own)}"
+    if config.method.name != names[key]:
+        raise FedspanError("--set-for", said, "another field: the methods are those of --methods")
+    return with_shared(parse_config({**values, "method": {}}), config, "--set-for", said)
+
+
+def measured_by(report: RunReport) -> str:
+    """Which of a report's scores a comparison takes: of the held-out set, or without one of the clients' test parts."""
+    return "test" if "test" in report.scores else "clients"
+
+
+def heldout_score(report: RunReport) -> float | None:
+    """What a comparison takes from a run."""
+    return finite(report.scores.get(measured_by(report)), report.metric)
+
+
+def compared(comparison: Comparison, reports: Mapping[str, RunReport], folder: str) -> CompareReport:
+    """The table.
+
+    Args:
+        comparison: the plan.
+        reports: of all its runs, by name.
+        folder: of the comparison.
+    """
+    runs = {key: [reports[step.name] for step in comparison.steps if step.group == key] for key in comparison.methods}
+    first = runs[comparison.methods[0]]
+    metric, measured = first[0].metric, measured_by(first[0])
+    scores: dict[str, list[Mapping[str, Any]]] = {key: [run.scores for run in made] for key, made in runs.items()}
+    for name in first[0].baselines:
+        scores[name] = [run.baselines[name]["scores"] for run in first]
+    values = {name: [finite(each.get(measured), metric) for each in made] for name, made in scores.items()}
+    reference = values[comparison.against]
+    rows: list[CompareRow] = []
+    for name, made in scores.items():
+        own = values[name]
+        apart = [None if a is None or b is None else a - b for a, b in zip(own, reference, strict=True)]
+        if name == comparison.against:
+            apart = []
+        played = runs.get(name, [])
+        rows.append(
+            CompareRow(
+                name=name,
+                scores=tuple(own),
+                mean=mean(own),
+                deviation=spread(own),
+                difference=mean(apart),
+                error=standard_error(apart),
+                worst=mean([finite((each.get("clients") or {}).get("worst"), metric) for each in made]),
+                bytes_down=mean([run.bytes["down"] for run in played]),
+                bytes_up=mean([run.bytes["up"] for run in played]),
+                seconds=mean([run.seconds for run in played]),
+            )
+        )
+    higher = METRICS[metric].higher
+    return CompareReport(metric, measured, higher, comparison.against, comparison.seeds, tuple(rows), folder)

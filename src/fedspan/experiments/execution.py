@@ -1,0 +1,147 @@
+"""Playing the runs of a series in one folder, one after another, so that it can be stopped at any moment."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from fedspan.config import RunConfig, override, read_values
+from fedspan.errors import FedspanError
+from fedspan.experiments.reuse import runs_in_use
+from fedspan.experiments.series import Step, Watcher
+from fedspan.files import disk_errors, read_bytes, sweep, write_atomic
+from fedspan.runs import train
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.results import is_run, read_config
+from fedspan.runs.session import RunReport
+from fedspan.training.prefix_rows import next_run
+
+__all__ = ["ConfigLike", "begin", "command_line", "plain_values", "play_step", "read_settings"]
+
+_SHORT = 1.0  # seconds; what runs so quickly is too small to matter, and collecting takes a third of one
+
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path
+
+
+def plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]:
+    """A config's values with overrides, not checked yet: options that only some methods have may stand in it.
+
+    Raises:
+        FedspanError: for a file that cannot be read, or an override that is none.
+    """
+    if isinstance(config, RunConfig):
+        config = config.model_dump(mode="json")
+    return override(config if isinstance(config, Mapping) else read_values(config), overrides)
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """The command for a table: as it was typed, without the folder that the program lies in."""
+    program = Path(arguments[0]).name if arguments else ""
+    return ["fedspan" if program in ("", "__main__.py") else program, *arguments[1:]]
+
+
+def read_settings(
+    folder: Path, name: str, kinds: Mapping[str, type | tuple[type, ...]], later: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a series was begun with.
+
+    Args:
+        folder: the series'.
+        name: of the file of its settings, ``compare.yaml``.
+        kinds: the settings with their types.
+        later: what settings are that earlier versions did not write.
+
+    Raises:
+        FedspanError: if no such series was begun there, or the file was changed into something else.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise FedspanError("folder", str(folder), f"no {name} in it: none was begun here; give a config to start one")
+    expected = f"the settings {', '.join(kinds)}, as they were written at the beginning"
+    try:
+        values = yaml.safe_load(read_bytes(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise FedspanError(str(path), "no YAML", f"{expected} ({error})") from None
+    if isinstance(values, dict):
+        values = {**(later or {}), **values}
+    if not isinstance(values, dict) or set(values) != set(kinds):
+        raise FedspanError(str(path), values, expected)
+    for setting, kind in kinds.items():
+        if not isinstance(values[setting], kind):
+            raise FedspanError(str(path), {setting: values[setting]}, expected)
+    return cast(dict[str, Any], values)
+
+
+def begin(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[Step]) -> None:
+    """Make the folder of a series, or go on in one whose runs are all part of it.
+
+    Args:
+        folder: the series'.
+        name: of the file of its settings.
+        settings: plain values, to go on with.
+        steps: the runs.
+
+    Raises:
+        FedspanError: if there is anything else in the folder, such as runs under another config.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FedspanError("folder", str(folder), "a file has that name; choose another")
+    path, wanted = folder / name, {step.name: step.config for step in steps}
+    entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    others = [entry for entry in entries if not entry.startswith(f"{name}.tmp-")]
+    if others and not path.is_file():
+        raise FedspanError("folder", str(folder), f"it holds other things ({others[0]}); choose another")
+    for entry in others:
+        if not is_run(folder / entry):
+            continue
+        if entry not in wanted:
+            raise FedspanError(
+                "folder", str(folder), f"it holds the run {entry}, which is none of these; choose another"
+            )
+        if read_config(folder / entry) != wanted[entry]:
+            expected = f"the config that its run {entry} was begun with, or another folder"
+            raise FedspanError("config", str(folder), expected)
+    with disk_errors(folder, "choose another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+        try:
+            text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
+        except yaml.YAMLError as error:
+            raise FedspanError("config", str(error).splitlines()[0], "plain values, as YAML has them") from None
+        write_atomic(path, text.encode())
+
+
+def play_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
+    """Play one run of a series, go on with it, or read it if it is finished, here or in ``reusing.finished_runs``.
+
+    Args:
+        step: the run.
+        folder: the series'.
+        watcher: told what happens.
+        score: what the series takes from a run, to be told.
+
+    Raises:
+        FedspanError: as a run does, with its name.
+    """
+    place, known = folder / step.name, runs_in_use()
+    watcher.run_started(step)
+    if known is not None:
+        known.copy(step.config, place)
+    finished = RunFolder(place).report.is_file()
+    if not finished:
+        next_run()
+    try:
+        report = train.run(step.config, place, resume=True, listener=watcher)
+    except FedspanError as error:
+        raise FedspanError(error.field, error.value, f"{error.expected} (in the run {step.name})") from None
+    if not finished and report.seconds > _SHORT:
+        # The model's replaced methods refer back to it, so it would stay, and a GPU has no room for two.
+        gc.collect()
+    if known is not None and not finished:
+        known.add(place)
+    watcher.run_finished(step, report.metric, score(report), report.seconds, not finished)
+    return report

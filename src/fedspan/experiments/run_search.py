@@ -1,0 +1,141 @@
+"""Searching for settings: trials over a grid or at random, and a config with the best by validation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from fedspan.errors import FedspanError
+from fedspan.experiments.execution import ConfigLike, begin, command_line, plain_values, play_step, read_settings
+from fedspan.experiments.search import Sweep, SweepReport, plan_sweep, trials_of, validation_score
+from fedspan.experiments.series import Step, Watcher
+from fedspan.experiments.tables import write_tables
+from fedspan.files import disk_errors, write_atomic
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.session import RunReport
+from fedspan.tasks.metrics import METRICS
+from fedspan.training.prefix_rows import shared_prefixes
+
+__all__ = ["BEST", "SWEEP", "resume_sweep", "sweep"]
+
+SWEEP = "sweep.yaml"
+BEST = "best.yaml"
+_FAILURES = "failures.json"
+_SETTINGS = {
+    "command": list,
+    "over": dict,
+    "trials": (int, type(None)),
+    "rounds": (int, type(None)),
+    "seeds": list,
+    "config": dict,
+}
+
+
+def sweep(
+    config: ConfigLike,
+    folder: str | Path,
+    over: Mapping[str, str | Sequence[Any]],
+    *,
+    trials: int | None = None,
+    rounds: int | None = None,
+    seeds: Sequence[int] = (0,),
+    overrides: Sequence[str] = (),
+    listener: Watcher | None = None,
+) -> SweepReport:
+    """Try settings and choose the best by the metric on the clients' validation parts, never by a test set.
+
+    Every run is an ordinary one, in ``folder/trial-<number>-seed<seed>``, without the config's baselines. A trial whose
+    training diverges has failed and is never chosen. Stopped, a sweep goes on where it was.
+
+    Args:
+        config: the path of a YAML file, the same as plain values, or a ``RunConfig``.
+        folder: for the runs, the tables and ``best.yaml``; empty, not there yet, or of this sweep.
+        over: what to try, by path in the config: values, or a text as on the command line, ``4,8`` or ``1e-4..1e-1``.
+            A range of integers is drawn from evenly, one of other numbers (above 0) on a logarithmic scale.
+        trials: how many combinations to draw, by the config's seed; left out: all of them, and no ranges.
+        rounds: of a trial; left out: the config's. ``best.yaml`` keeps the config's.
+        seeds: of every trial; their mean counts. ``partition.seed`` is the first unless the config names one.
+        overrides: changes to the config, each ``section.field=value``.
+        listener: told what happens.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    settings = {
+        "command": command_line(sys.argv),
+        "over": {path: given if isinstance(given, str) else list(given) for path, given in over.items()},
+        "trials": trials,
+        "rounds": rounds,
+        "seeds": list(seeds),
+        "config": plain_values(config, overrides),
+    }
+    return _play(settings, Path(folder), listener or Watcher())
+
+
+def resume_sweep(folder: str | Path, *, listener: Watcher | None = None) -> SweepReport:
+    """Go on with a sweep under the settings that it was begun with.
+
+    Args:
+        folder: the sweep's.
+        listener: told what happens.
+
+    Raises:
+        FedspanError: if no sweep was begun there, and as ``sweep`` does.
+    """
+    settings = read_settings(Path(folder), SWEEP, _SETTINGS)
+    return _play(settings, Path(folder), listener or Watcher())
+
+
+def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepReport:
+    plan = plan_sweep(settings["config"], settings["over"], settings["trials"], settings["rounds"], settings["seeds"])
+    begin(folder, SWEEP, settings, plan.steps)
+    watcher.series_started(plan.steps)
+    with shared_prefixes():
+        reports, failures = _played(plan, folder, watcher)
+    trials = trials_of(plan, reports, failures)
+    best = None if trials[0].failed else folder / BEST
+    higher = METRICS[plan.metric].higher
+    report = SweepReport(plan.metric, higher, plan.seeds, trials, str(folder), None if best is None else str(best))
+    if best is not None:
+        values = plan.configs[trials[0].number - 1].model_dump(mode="json")
+        with disk_errors(folder):
+            write_atomic(best, yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
+    names = [step.name for step in plan.steps if step.name in reports]
+    title = f"Sweep over {', '.join(trials[0].values)}"
+    write_tables(folder, title, report.table(), report.plain(), settings["command"], names)
+    return report
+
+
+def _played(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, RunReport], dict[str, str]]:
+    """All runs but those of trials that failed under an earlier seed; failures are kept, so that none is repeated."""
+    place = RunFolder(folder)
+    path = folder / _FAILURES
+    failures = cast(dict[str, str], place.read_json(path)) if path.is_file() else {}
+    reports: dict[str, RunReport] = {}
+    lost: set[str] = set()
+    for step in plan.steps:
+        if step.group in lost:
+            continue
+        if step.name not in failures:
+            try:
+                reports[step.name] = _validated(step, play_step(step, folder, watcher, validation_score))
+                continue
+            except FedspanError as error:
+                if error.field != "training.lr":  # the one complaint of training itself: it diverges
+                    raise
+                failures[step.name] = str(error)
+                place.write_json(path, failures)
+        lost.add(step.group)
+        watcher.run_failed(step, failures[step.name])
+    return reports, failures
+
+
+def _validated(step: Step, report: RunReport) -> RunReport:
+    if "validation" not in report.scores:
+        share = step.config.partition.validation
+        raise FedspanError("partition.validation", share, "a share that leaves a client examples to validate on")
+    return report

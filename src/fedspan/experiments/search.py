@@ -1,0 +1,235 @@
+"""A search for settings: which trials, by grid or at random, and which of them is best by validation.
+
+Scores of a test set or of the clients' test parts are not read here: settings that were chosen by them would make the
+test part of the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from fedspan.config import RunConfig, override, parse_config
+from fedspan.errors import FedspanError
+from fedspan.experiments.search_space import combinations, space_of
+from fedspan.experiments.series import Step, finite, mean, spread, under_seed, valid_seeds, with_shared
+from fedspan.experiments.tables import Table, heading, plus_minus, seconds
+from fedspan.runs.session import RunReport
+from fedspan.tasks.metrics import METRICS, METRICS_OF, rank_of
+
+__all__ = ["Sweep", "SweepReport", "Trial", "plan_sweep", "trials_of", "validation_score"]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is to be tried.
+
+    Args:
+        metric: by which is chosen.
+        seeds: of every trial.
+        values: of every trial, by path.
+        configs: of every trial, to be trained in earnest: with the config's own rounds, seed and baselines.
+        steps: the runs, trial by trial.
+    """
+
+    metric: str
+    seeds: tuple[int, ...]
+    values: tuple[Mapping[str, Any], ...]
+    configs: tuple[RunConfig, ...]
+    steps: tuple[Step, ...]
+
+
+def plan_sweep(
+    values: Mapping[str, Any],
+    over: Mapping[str, str | Sequence[Any]],
+    trials: int | None,
+    rounds: int | None,
+    seeds: Sequence[int],
+) -> Sweep:
+    """The runs of a sweep, every config checked.
+
+    Args:
+        values: the config.
+        over: what to try, as for ``space_of``.
+        trials: how many combinations to draw; None for all.
+        rounds: of a trial; None for the config's.
+        seeds: of every trial.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    base = parse_config(values)
+    seeds = valid_seeds(seeds)
+    first, several = seeds[0], len(seeds) > 1
+    if base.partition.validation == 0:
+        expected = "above 0: settings are chosen on the clients' validation parts, never on a test set"
+        raise FedspanError("partition.validation", base.partition.validation, expected)
+    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1):
+        raise FedspanError("--rounds", rounds, "a whole number from 1")
+    chosen = combinations(space_of(over), trials, base.seed)
+    configs: list[RunConfig] = []
+    steps: list[Step] = []
+    for number, setting in enumerate(chosen, 1):
+        said = " ".join(f"{path}={value}" for path, value in setting.items())
+        own = with_shared(base, parse_config(_set(values, setting)), "--over", said)
+        short = own
+        if rounds is not None and "federation.rounds" not in setting:
+            short = own.model_copy(update={"federation": own.federation.model_copy(update={"rounds": rounds})})
+        played = [under_seed(short, seed, first, baselines=False) for seed in seeds]
+        steps += [
+            Step(
+                f"trial-{number:03}-seed{seed}",
+                f"trial {number}{f', seed {seed}' if several else ''}: {said}",
+                str(number),
+                seed,
+                config,
+            )
+            for seed, config in zip(seeds, played, strict=True)
+        ]
+        # On the trials' own division: what they validated on must not come to be in the test set.
+        configs.append(own.model_copy(update={"partition": played[0].partition}))
+    metric = base.evaluation.metric or METRICS_OF[base.task][0]
+    return Sweep(metric, seeds, tuple(chosen), tuple(configs), tuple(steps))
+
+
+def _set(values: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any]:
+    """The config's values with those of a trial; through ``override``, so that paths mean what they mean there."""
+    texts: list[str] = []
+    for path, value in setting.items():
+        try:
+            text = yaml.safe_dump(value, default_flow_style=True)
+        except yaml.YAMLError:  # from Python, a number of numpy's
+            raise FedspanError("--over", f"{path}={value!r}", "plain numbers, texts and lists") from None
+        texts.append(f"{path}={text.removesuffix(chr(10)).removesuffix('...')}")
+    return override(values, texts)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting and how it did.
+
+    Args:
+        number: from 1, in the order of the search.
+        values: by path in the config.
+        scores: the validation metric, one for each seed that was played.
+        mean: of the scores; None for a trial that failed.
+        deviation: standard deviation (n - 1); None for one seed.
+        seconds: wall-clock time of the rounds, of all seeds; None for a trial that failed.
+        failed: why, if it diverged.
+    """
+
+    number: int
+    values: Mapping[str, Any]
+    scores: tuple[float | None, ...]
+    mean: float | None
+    deviation: float | None
+    seconds: float | None
+    failed: str | None
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """The table of a sweep; ``table.csv`` and ``table.md`` in its folder hold the same.
+
+    Args:
+        metric: by which was chosen, on the clients' validation parts.
+        higher: whether more of the metric is better.
+        seeds: of every trial.
+        trials: the best first, those that failed last.
+        folder: with the runs and the tables.
+        best: the config with the best values, to be run; None if every trial failed.
+    """
+
+    metric: str
+    higher: bool
+    seeds: tuple[int, ...]
+    trials: tuple[Trial, ...]
+    folder: str
+    best: str | None
+
+    def table(self) -> Table:
+        """As people read it."""
+        paths = list(self.trials[0].values)
+        several = len(self.seeds) > 1
+        rows = tuple(
+            (
+                str(trial.number),
+                *(str(trial.values[path]) for path in paths),
+                "failed" if trial.failed else plus_minus(self.metric, trial.mean, trial.deviation),
+                seconds(trial.seconds),
+            )
+            for trial in self.trials
+        )
+        better = "higher is better" if self.higher else "lower is better"
+        numbers = ", ".join(map(str, self.seeds))
+        what = f"mean ± standard deviation over the seeds {numbers}" if several else f"one seed ({numbers})"
+        return Table(
+            head=("trial", *paths, heading("validation", self.metric), "seconds"),
+            rows=rows,
+            best=None if self.best is None else 0,
+            notes=(
+                f"On the clients' validation parts together, {what}; {better}. Nothing here was measured on a test.",
+            ),
+        )
+
+    def plain(self) -> list[dict[str, object]]:
+        """Rows for machines."""
+        return [
+            {
+                "trial": trial.number,
+                **trial.values,
+                "metric": self.metric,
+                "seeds": " ".join(map(str, self.seeds)),
+                "validation_scores": " ".join("" if score is None else repr(score) for score in trial.scores),
+                "validation_mean": trial.mean,
+                "validation_deviation": trial.deviation,
+                "seconds": trial.seconds,
+                "failed": trial.failed,
+            }
+            for trial in self.trials
+        ]
+
+
+def validation_score(report: RunReport) -> float | None:
+    """What a sweep takes from a run."""
+    return finite(report.scores.get("validation"), report.metric)
+
+
+def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[str, str]) -> tuple[Trial, ...]:
+    """All trials, the best first (of equal ones that of the smaller validation loss), those that failed last.
+
+    Args:
+        sweep: the plan.
+        reports: of the runs that came to their end, by name.
+        failures: why the others did not, by name.
+    """
+    metric, trials, losses = sweep.metric, list[Trial](), dict[int, float]()
+    for number, values in enumerate(sweep.values, 1):
+        names = [step.name for step in sweep.steps if step.group == str(number)]
+        made = [reports[name] for name in names if name in reports]
+        scores = [validation_score(report) for report in made]
+        failed = next((failures[name] for name in names if name in failures), None)
+        score, loss = None, mean([finite(report.scores.get("validation"), "loss") for report in made])
+        losses[number] = math.inf if loss is None else loss
+        if failed is None:
+            score = mean(scores)
+            if score is None:
+                failed = f"{METRICS[metric].title} has no value on the validation parts"
+        trials.append(
+            Trial(
+                number=number,
+                values=values,
+                scores=tuple(scores),
+                mean=score,
+                deviation=None if failed else spread(scores),
+                seconds=None if failed else sum(report.seconds for report in made),
+                failed=failed,
+            )
+        )
+    ranks = {trial.number: rank_of(metric, {} if trial.mean is None else {metric: trial.mean}) for trial in trials}
+    # An accuracy on few examples is often that of several trials.
+    return tuple(sorted(trials, key=lambda trial: (-ranks[trial.number], losses[trial.number])))

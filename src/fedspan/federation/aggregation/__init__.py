@@ -1,0 +1,1 @@
+"""Aggregation of replies: how they are reduced, in plaintext or under secure aggregation."""

@@ -1,0 +1,194 @@
+"""Rounds whose replies the server never sees one by one: it is sent masked vectors, and learns their sum.
+
+An attempt of a round is four exchanges: keys, shares, training, unmasking (``secure_session``). Whoever is gone before
+the third is left out; whoever is gone after it is in the sum. With too few left the attempt ends, and the next one
+begins a new session with the whole cohort: masks are used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import Tensors, norm
+from fedspan.core.values import Client, Reduced
+from fedspan.crypto.ring import Integers, Ring
+from fedspan.errors import FedspanError
+from fedspan.federation import serialization
+from fedspan.federation.aggregation.aggregation import RoundContext, Tally
+from fedspan.federation.changes import origin_of, restored
+from fedspan.federation.outcomes import TooFew, Transfer
+from fedspan.federation.privacy import private_mean
+from fedspan.federation.protocol import Answer, Masking
+from fedspan.federation.secagg.messages import MASKED
+from fedspan.federation.secagg.session import SecureSession
+from fedspan.federation.secagg.sums import begun_with, layout_of, parted
+from fedspan.federation.settings import SecureSettings
+from fedspan.federation.validation import require_asked
+
+__all__ = ["SecureAggregation"]
+
+_FEWEST = 3
+"""Clients of a cohort: of two, each knows the other's change once it is sent the next state."""
+
+
+class SecureAggregation:
+    """Replies of which the server sees the sum only.
+
+    Replies are reduced by their mean; as nobody's norm is known, none is compared with the others'.
+
+    Args:
+        context: The round.
+        tally: Takes what happens.
+        secure: How sums are secured.
+
+    Raises:
+        FedspanError: If too few clients were selected to hide among, or what they would send has no sum.
+    """
+
+    def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
+        if len(context.ids) < _FEWEST:
+            expected = f"at least {_FEWEST} clients in a round, to hide among"
+            raise FedspanError("federation.secure", len(context.ids), expected)
+        self.context, self.tally, self.secure = context, tally, secure
+        self.quorum = max(2, context.rules.quorum(len(context.ids)))
+        self.answers: dict[str, Answer] = {}
+        self._origin = self._begun()
+        self._session: SecureSession | None = None
+        self._clients: dict[str, Client] = {}
+        self._top = 0.0
+        self._total: Integers = np.zeros(0, np.uint32)
+        self._ring = Ring(secure.bits, self._clip, len(context.ids))
+        self._remark: str | None = None
+
+    def missing(self) -> tuple[str, ...]:
+        """``Aggregation.missing``: masks are used once, so an attempt asks the whole cohort."""
+        return self.context.ids
+
+    def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
+        """``Aggregation.open``: exchange keys and shares."""
+        context, secure = self.context, self.secure
+        session = self._session = SecureSession(
+            context.transport, context.rules.deadline, secure, context.run, context.state.round, attempt, self.quorum
+        )
+        self.answers.clear()
+        with self._noting(session):
+            session.begin(list(clients))
+        self._clients = {id: clients[id] for id in session.present}
+        self._top = max(client.weight for client in self._clients.values())
+        if not self._top > 0:
+            raise FedspanError("federation.secure", self._top, "clients with examples")
+        self._ring = Ring(secure.bits, self._clip, len(self._clients))
+        self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
+        masking = Masking(
+            session=session.number,
+            peers=(),
+            clients=len(self._clients),
+            clip=self._clip,
+            bits=secure.bits,
+            top=self._top,
+            layout=layout_of(self._origin),
+        )
+        return {id: masking.model_copy(update={"peers": session.present[id]}) for id in self._clients}
+
+    def take(self, client: Client, answer: Answer, attempt: int) -> bool:
+        """``Aggregation.take``: add a masked vector to the sum."""
+        require_asked(answer, client.id, self.context.state.round, attempt)
+        vector = _vector(answer, self._total)
+        self._total += vector
+        self.tally.transfers.append(Transfer(client.id, "up", len(answer.body), vector.nbytes))
+        self.answers[client.id] = replace(answer, body=b"")
+        return False
+
+    def close(self, attempt: int) -> Reduced:
+        """``Aggregation.close``: remove the masks."""
+        session, ring, answers = self._session, self._ring, self.answers
+        assert session is not None
+        with self._noting(session):
+            session.require(answers)
+            session.end(self._total, answers.keys())
+            share = sum(self._clients[id].weight / self._top for id in answers)
+            if not share > 0:
+                raise FedspanError("federation.secure", share, "replies of positive weight")
+            mean, error = ring.decode(self._total) / share, ring.error(len(answers)) / share
+            self._remark = (
+                f"secure aggregation: every client sends {len(self._total)} masked integers of {ring.bits} bits a "
+                f"round, and an entry of their mean is off by at most {error:.2g}"
+            )
+            change = parted(mean, self._origin)
+            if norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
+                why = f"the sum has a mean with a norm of {norm(change):.3g}, above federation.secure.clip"
+                for id in sorted(answers):  # one of them, and nobody can say which
+                    session.fail(id, why)
+                raise TooFew
+        return Reduced(mean=self._restored(change, share), count=len(answers))
+
+    def good(self) -> Collection[str]:
+        """``Aggregation.good``: those that the last attempt's failures do not name."""
+        attempts = [failure.attempt for failure in self.tally.failures]
+        named = {failure.client for failure in self.tally.failures if failure.attempt == max(attempts)}
+        return [id for id in self.context.ids if id not in named]
+
+    def remark(self) -> str | None:
+        """``Aggregation.remark``: what masking costs."""
+        return self._remark
+
+    @contextmanager
+    def _noting(self, session: SecureSession) -> Generator[None]:
+        """Note what a session's exchanges sent, and who failed in them."""
+        transfers, failures = len(session.transfers), len(session.failures)
+        try:
+            yield
+        finally:
+            self.tally.transfers += session.transfers[transfers:]
+            self.tally.failures += session.failures[failures:]
+
+    def _begun(self) -> Tensors:
+        """What all clients of a round begin with, of what they contribute.
+
+        Raises:
+            FedspanError: If not all of that sums.
+        """
+        method, fresh = self.context.method, self.context.fresh
+        sent = method.sync(self.context.state, fresh)
+        try:
+            contributed = origin_of(method, sent, fresh)
+        except ValueError as error:
+            expected = f"replies that sum whole; {error} (counts of norms are such: model.extras local or frozen)"
+            raise FedspanError("federation.secure", "tensors that do not sum", expected) from error
+        return begun_with(contributed, method.start(sent, fresh, {}).tensors)
+
+    @property
+    def _clip(self) -> float:
+        """The norm to which clients scale larger changes down."""
+        privacy = self.context.settings.privacy
+        return privacy.clip if privacy is not None and privacy.mechanism == "central" else self.secure.clip
+
+    def _restored(self, change: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+        """The mean of which something is the change; with central privacy, of the sum with noise on it."""
+        privacy, clients = self.context.settings.privacy, len(self.context.members)
+        if privacy is None or privacy.mechanism != "central":
+            return restored(change, self._origin)
+        total = {name: value * share for name, value in change.items()}
+        return private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
+
+
+def _vector(answer: Answer, total: Integers) -> Integers:
+    """The masked vector in an answer.
+
+    Raises:
+        ValueError: if there is none, or it does not fit the sum.
+    """
+    message = serialization.decode(answer.body)
+    wanted = torch.int32 if total.itemsize == 4 else torch.int64
+    value = message.tensors.get(MASKED)
+    if message.base is not None or message.scalars or len(message.tensors) != 1 or value is None:
+        raise ValueError(f"a reply of {sorted(message.tensors)[:3]}, not of one masked vector")
+    if value.dtype != wanted or value.shape != (len(total),):
+        raise ValueError(f"a masked vector {list(value.shape)} of {value.dtype}, not [{len(total)}] of {wanted}")
+    return value.numpy().view(total.dtype)

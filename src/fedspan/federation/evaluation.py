@@ -1,0 +1,149 @@
+"""Evaluation: of the global model or of every client's own, on the clients' parts and on the global test set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import generator
+from fedspan.core.values import Job
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Member, Progress
+from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.tasks.task import Examples
+
+__all__ = ["ClientScores", "Evaluator", "summarised"]
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ClientScores:
+    """Metrics on one part (validation or test) of the clients' own examples.
+
+    Args:
+        pooled: over all clients' examples together.
+        by_client: each client's own.
+    """
+
+    pooled: Metrics
+    by_client: Mapping[str, Metrics]
+
+    def summary(self, metric: str) -> dict[str, Any]:
+        """Plain means over the clients of every metric, and under ``worst`` the client with the worst ``metric``."""
+        return summarised(self.by_client, metric)
+
+
+def summarised(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
+    """Plain means of every metric over those clients where it has a value, and the worst client by ``metric``.
+
+    Returns:
+        ``{metric: mean, ..., "worst": {"client": id, metric: value}}``; no ``worst`` where none has a value.
+    """
+    names = dict.fromkeys(name for scores in by_client.values() for name in scores if name in METRICS)
+    summary: dict[str, Any] = {
+        name: float(np.mean([scores[name] for scores in by_client.values() if name in scores])) for name in names
+    }
+    measured = {id: scores for id, scores in by_client.items() if metric in scores}
+    if measured:
+        worst = min(measured, key=lambda id: rank_of(metric, measured[id]))
+        summary["worst"] = {"client": worst, metric: measured[worst][metric]}
+    return summary
+
+
+def _drawn(federation: Federation, count: int | None) -> tuple[str, ...]:
+    ids = tuple(federation.members)
+    if count is None or count >= len(ids):
+        return ids
+    rng = generator(federation.settings.seed, "evaluation")
+    return tuple(sorted(ids[at] for at in torch.randperm(len(ids), generator=rng)[:count].tolist()))
+
+
+def _judged(member: Member) -> tuple[np.ndarray, np.ndarray]:
+    return member.validation, member.test
+
+
+class Evaluator:
+    """Evaluates a progress.
+
+    Args:
+        federation: what is evaluated.
+        batch_size: of the forward passes.
+        clients: how many clients are measured, drawn from the federation's seed alone, so that rounds can be compared;
+            None: all.
+    """
+
+    def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
+        self.federation = federation
+        self.batch_size = batch_size
+        self.ids = _drawn(federation, clients)
+        """Of the clients that are measured, sorted."""
+
+    def job(self, progress: Progress, client_id: str | None) -> Job:
+        """The job whose model is the client's own, or (None) the global one. Sets the engine's base too."""
+        method, engine = self.federation.method, self.federation.engine
+        engine.adapted.set_base(progress.state.base)
+        client = None if client_id is None else self.federation.client(client_id, progress)
+        memory = {} if client_id is None else progress.memories.get(client_id, {})
+        return method.start(method.sync(progress.state, client), client, memory)
+
+    def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
+        """The distinct models with the clients that use each: one for a global method, one a client for a personal.
+
+        Args:
+            progress: whose models.
+            clients: ids; None: all.
+        """
+        ids = tuple(self.federation.members if clients is None else clients)
+        if not self.federation.method.declared().personal:
+            yield ids, self.job(progress, None)
+            return
+        for id in ids:  # one after the other: a model is made when its turn comes
+            yield (id,), self.job(progress, id)
+
+    def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
+        """The clients' models on their own validation and test parts (None where no client has any)."""
+        members, examples = self.federation.members, self.federation.examples
+        scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
+        for ids, job in self.models(progress, self.ids):
+            wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
+            if not wanted:
+                continue
+            for _, _, own in wanted:  # the same parts at a time, whoever's models are measured
+                self.federation.engine.ready(examples, own)
+            indices = np.concatenate([own for _, _, own in wanted])
+            predictions = self.federation.engine.predict(job, examples, indices, self.batch_size)
+            at = 0
+            for id, part, own in wanted:
+                scored[part][id] = (predictions[at : at + len(own)], own)
+                at += len(own)
+        return self._scores(scored[0]), self._scores(scored[1])
+
+    def _scores(self, scored: Mapping[str, tuple[Tensor, np.ndarray]]) -> ClientScores | None:
+        if not scored:
+            return None
+        task, examples = self.federation.engine.task, self.federation.examples
+        by_client = {
+            id: {**task.metrics(predictions, examples, own.tolist()), "examples": float(len(own))}
+            for id, (predictions, own) in scored.items()
+        }
+        predictions = torch.cat([predictions for predictions, _ in scored.values()])
+        indices = np.concatenate([own for _, own in scored.values()])
+        pooled = task.metrics(predictions, examples, indices.tolist())
+        return ClientScores(pooled, by_client)
+
+    def heldout(self, progress: Progress, examples: Examples, *, thorough: bool = False) -> dict[str, Metrics]:
+        """The models on a held-out set that belongs to no client; keys are client ids, or ``global``."""
+        task, engine = self.federation.engine.task, self.federation.engine
+        indices = np.arange(len(examples))
+        scores: dict[str, Metrics] = {}
+        for ids, job in self.models(progress, self.ids):
+            predictions = engine.predict(job, examples, indices, self.batch_size, thorough=thorough)
+            key = ids[0] if self.federation.method.declared().personal else "global"
+            scores[key] = task.metrics(predictions, examples, indices.tolist())
+        return scores

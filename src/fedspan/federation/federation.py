@@ -1,0 +1,199 @@
+"""A federation: a method, its clients, and the way to them; it runs rounds. Knows no method by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fedspan.core.method import Method
+from fedspan.core.values import Client
+from fedspan.federation.aggregation.aggregation import MakeAggregation, RoundContext
+from fedspan.federation.aggregation.plaintext import PlainAggregation
+from fedspan.federation.orders import Asking, OnTrained, Orders, Transport, opened
+from fedspan.federation.outcomes import Beside, Failure, Transfer
+from fedspan.federation.privacy import expected_charges, poisson_cohort, round_charges
+from fedspan.federation.progress import Member, Progress, RoundResult
+from fedspan.federation.protocol import Parcel
+from fedspan.federation.round import OnClient, Round, order_transfer
+from fedspan.federation.sampling import cohort_of
+from fedspan.federation.settings import RoundSettings
+from fedspan.federation.validation import ReplyRules
+from fedspan.tasks.task import Examples
+from fedspan.training.accounting import Charge
+from fedspan.training.engine import Engine
+
+__all__ = ["Federation", "members_by_id"]
+
+STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)
+"""Rules for trusted clients in this process: every reply counts."""
+
+
+class Federation:
+    """A method, an engine, the clients, and the way to them.
+
+    Args:
+        method: The method, with its wrappers.
+        engine: Has the model, for ``init`` and the export; trains too, where the clients are in this process.
+        members: The clients in any order, or by id in the ids' order (``OnDemand``).
+        examples: What the members' indices point into; the server's own, where clients are elsewhere.
+        settings: Rounds, cohort, reduction, privacy, seed.
+        transport: The way to the clients.
+        rules: When a round stands; None: every selected client has to reply.
+        aggregating: Makes the aggregation of a round.
+        run: The run's name, for nodes that may know several.
+        exporting: Whether clients export their own models, because the server does not see them.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        engine: Engine,
+        members: Sequence[Member] | Mapping[str, Member],
+        examples: Examples,
+        settings: RoundSettings,
+        transport: Transport,
+        rules: ReplyRules | None = None,
+        aggregating: MakeAggregation = PlainAggregation,
+        run: str = "",
+        exporting: bool = False,
+    ) -> None:
+        self.method = method
+        self.engine = engine
+        self.members = members_by_id(members)
+        self.examples = examples
+        self.settings = settings
+        self.transport, self.rules, self.aggregating = transport, rules or STRICT, aggregating
+        self.run, self.exporting = run, exporting
+        self._best: Mapping[str, int] = {}
+        self._transfers: list[Transfer] = []
+        self._failures: list[Failure] = []
+        self._remark: str | None = None
+
+    def remember(self, best: Progress) -> None:
+        """Note the best progress so far: clients must not delete what belongs to it."""
+        self._best = best.held
+
+    def remark(self) -> str | None:
+        """What a user should know of the rounds once one was run; None: nothing."""
+        return self._remark
+
+    def begin(self) -> Progress:
+        """The progress before the first round."""
+        return Progress(self.method.init(self.engine.adapted))
+
+    def client(self, id: str, progress: Progress) -> Client:
+        """A client with the round that it holds."""
+        return replace(self.members[id].client, held=progress.held.get(id))
+
+    def next_charges(self, progress: Progress) -> tuple[Charge, ...]:
+        """The privacy cost of the next round, if every client is asked once."""
+        state = progress.state
+        charges = list(round_charges(self.settings, len(self.members)))
+        known: dict[tuple[int, int], tuple[Charge, ...]] = {}
+        for id in self.cohort(state.round) if self.settings.privacy is not None and not charges else ():
+            client = self.members[id].client
+            kind = (client.rank, client.examples)
+            if kind not in known:
+                known[kind] = expected_charges(self.settings.privacy, self.engine.settings, self.method, state, client)
+            charges += [replace(one, payer=id) for one in known[kind]]
+        return tuple(charges)
+
+    def cohort(self, round: int) -> tuple[str, ...]:
+        """The clients asked in a round, sorted; drawn from (seed, round) alone, or from the key of central privacy."""
+        return tuple(sorted(self.drawn(round, self.rules.over_select)))
+
+    def drawn(self, round: int, more: int = 0) -> list[str]:
+        """The clients of a round and so many more, in the order in which they are drawn; in the ids', if it is all."""
+        ids = list(self.members)
+        size, privacy = self.settings.cohort, self.settings.privacy
+        if privacy is not None and privacy.mechanism == "central":
+            return [ids[at] for at in poisson_cohort(privacy, self.settings, len(ids), round)]
+        return [ids[at] for at in cohort_of(self.settings.seed, round, len(ids), size, more)]
+
+    def run_round(
+        self,
+        progress: Progress,
+        on_client: OnClient | None = None,
+        on_trained: OnTrained | None = None,
+    ) -> RoundResult:
+        """Run one round; clients that failed are asked again, as often as the rules allow, if too few replies count.
+
+        Args:
+            progress: The progress before the round; left as it is.
+            on_client: Called with a client's id and training loss when its reply counts.
+            on_trained: Called with every job that a client in this process has trained.
+
+        Raises:
+            FedspanError: If too few replies count in the end; the progress is what it was.
+        """
+        state = progress.state
+        context = RoundContext(
+            method=self.method,
+            settings=self.settings,
+            training=self.engine.settings,
+            members=self.members,
+            state=state,
+            ids=self.cohort(state.round),
+            drawn=tuple(self.drawn(state.round, self.rules.over_select)),
+            wanted=len(self.drawn(state.round)),
+            rules=self.rules,
+            transport=self.transport,
+            run=self.run,
+        )
+        round = Round(context, self.aggregating, progress.held, self._best, on_client)
+        self.transport.begin(progress, on_trained)
+        result = round.run()
+        self._remark = round.aggregation.remark()
+        return result
+
+    def conclude(self, progress: Progress) -> tuple[Failure, ...]:
+        """End the run: of a method with personal models, every client exports its own, if the server can't see it.
+
+        Args:
+            progress: The progress that is exported.
+
+        Returns:
+            The clients that failed to.
+        """
+        if not self.exporting or not self.method.declared().personal:
+            return ()
+        state, asking = progress.state, Asking(self.run)
+        failures: list[Failure] = []
+
+        def order(id: str) -> Parcel:
+            client = self.client(id, progress)
+            message = self.method.sync(state, client)
+            made = asking.order("export", state.round, id, client, message)
+            self.note(order_transfer(id, made.body, message, "export"))
+            return made.parcel()
+
+        def replied(id: str, back: Parcel | str) -> bool:
+            try:
+                opened(back)
+            except ValueError as error:
+                failures.append(Failure(id, 0, str(error), "export"))
+            return False
+
+        self.transport.exchange(Orders("export", self.members, order), replied, self.rules.deadline)
+        return tuple(failures)
+
+    def note(self, happened: Transfer | Failure) -> None:
+        """Add to what happened beside the rounds."""
+        if isinstance(happened, Transfer):
+            self._transfers.append(happened)
+        else:
+            self._failures.append(happened)
+
+    def beside(self) -> Beside:
+        """What happened beside the rounds since this was last called."""
+        taken = Beside(tuple(self._transfers), tuple(self._failures))
+        self._transfers.clear()
+        self._failures.clear()
+        return taken
+
+
+def members_by_id(members: Sequence[Member] | Mapping[str, Member]) -> Mapping[str, Member]:
+    """Clients by id, in the ids' order; a mapping has that order already."""
+    if isinstance(members, Mapping):
+        return members
+    return {member.client.id: member for member in sorted(members, key=lambda member: member.client.id)}

@@ -1,0 +1,1 @@
+"""The secure aggregation protocol: messages, sessions and unmasking."""

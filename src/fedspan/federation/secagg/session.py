@@ -1,0 +1,183 @@
+"""The server's half of a session of secure aggregation: keys and shares before training, unmasking after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from fedspan.crypto.graph import neighbourhoods, threshold_of
+from fedspan.crypto.ring import Integers
+from fedspan.federation.orders import Orders, Transport, serial
+from fedspan.federation.outcomes import Failure, TooFew, Transfer
+from fedspan.federation.protocol import Parcel, read_header
+from fedspan.federation.secagg.messages import (
+    KeysAnswer,
+    KeysOrder,
+    Phase,
+    PhaseAnswer,
+    PublicKeys,
+    SharesAnswer,
+    SharesOrder,
+    UnmaskAnswer,
+    UnmaskOrder,
+    context_of,
+    size_of,
+)
+from fedspan.federation.secagg.unmasking import Masked, unmask
+from fedspan.federation.settings import SecureSettings
+
+__all__ = ["SecureSession"]
+
+A = TypeVar("A", bound=PhaseAnswer)
+
+
+class SecureSession:
+    """One attempt of a round.
+
+    Args:
+        transport: to the clients.
+        seconds: that they have for a phase.
+        settings: how sums are secured.
+        run: its name.
+        round: number, from 0.
+        attempt: of the round, from 0.
+        quorum: clients that it takes.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        seconds: float,
+        settings: SecureSettings,
+        run: str,
+        round: int,
+        attempt: int,
+        quorum: int,
+    ) -> None:
+        self.transport, self.seconds, self.settings = transport, seconds, settings
+        self.run, self.round, self.attempt, self.quorum = run, round, attempt, quorum
+        self.number = serial()
+        self.transfers: list[Transfer] = []
+        self.failures: list[Failure] = []
+        self._keys: dict[str, PublicKeys] = {}
+        self._needed: dict[str, int] = {}
+        self._sealed: dict[str, Mapping[str, bytes]] = {}
+        self.present: dict[str, tuple[str, ...]] = {}
+
+    def fail(self, client: str, why: str) -> None:
+        """Note why a client's reply does not count."""
+        self.failures.append(Failure(client, self.attempt, why))
+
+    def require(self, clients: Collection[str]) -> None:
+        """Check that enough are left.
+
+        Raises:
+            TooFew: if not.
+        """
+        if len(clients) < self.quorum:
+            raise TooFew
+
+    def begin(self, ids: Sequence[str]) -> None:
+        """Exchange keys and shares; ``present`` says then who may train, and with whom it masks.
+
+        Raises:
+            TooFew: if too few answered.
+        """
+        found = self._exchange(KeysAnswer, {id: self._order(KeysOrder, id) for id in ids}, patient=self.attempt > 0)
+        for id, answer in found.items():
+            if answer.keys is None:
+                self.fail(id, "keys: it sent none")
+            else:
+                self._keys[id] = answer.keys
+        self.require(self._keys)
+        around = neighbourhoods(sorted(self._keys), self.settings.neighbours)
+        self._needed = {id: threshold_of(len(around[id]), self.settings.threshold) for id in around}
+        orders = {
+            id: self._order(
+                SharesOrder, id, threshold=self._needed[id], peers={peer: self._keys[peer] for peer in around[id]}
+            )
+            for id in around
+        }
+        for id, answer in self._exchange(SharesAnswer, orders).items():
+            if answer.sealed.keys() != set(around[id]):
+                self.fail(id, "shares: not one for each neighbour")
+            else:
+                self._sealed[id] = answer.sealed
+        self.require(self._sealed)
+        self.present = {id: tuple(peer for peer in around[id] if peer in self._sealed) for id in sorted(self._sealed)}
+
+    def end(self, total: Integers, survivors: Collection[str]) -> None:
+        """Exchange what removes the masks, and remove them, in place.
+
+        Whoever is silent now is in the sum all the same.
+
+        Args:
+            total: of the survivors' vectors.
+            survivors: whose vectors are in it.
+
+        Raises:
+            TooFew: if too few answered, or what they sent does not fit.
+        """
+        orders = {
+            id: self._order(
+                UnmaskOrder,
+                id,
+                survivors=tuple(peer for peer in self.present[id] if peer in survivors),
+                dropped=tuple(peer for peer in self.present[id] if peer not in survivors),
+                sealed={peer: self._sealed[peer][id] for peer in self.present[id]},
+            )
+            for id in sorted(survivors)
+        }
+        before = len(self.failures)
+        given = {id: answer.shares for id, answer in self._exchange(UnmaskAnswer, orders).items()}
+        masked = Masked(context_of(self.run, self.number), self.present, self._needed, self._keys, survivors)
+        try:
+            unmask(total, masked, given)
+        except ValueError as error:
+            for id in sorted(given):
+                self.fail(id, f"unmask: the shares {error}")
+            raise TooFew from error
+        del self.failures[before:]
+
+    def _order(self, kind: Callable[..., Phase], to: str, **parts: Any) -> Phase:
+        return kind(
+            run=self.run,
+            serial=serial(),
+            round=self.round,
+            attempt=self.attempt,
+            to=to,
+            session=self.number,
+            **parts,
+        )
+
+    def _exchange(self, kind: type[A], orders: Mapping[str, Phase], *, patient: bool = False) -> dict[str, A]:
+        """Send every client its order, and take the good answers; why others are not good is noted."""
+        found: dict[str, A] = {}
+
+        def sent(id: str) -> Parcel:
+            parcel = orders[id].parcel()
+            self.transfers.append(Transfer(id, "down", size_of(parcel), 0))
+            return parcel
+
+        def replied(id: str, back: Parcel | str) -> bool:
+            try:
+                found[id] = self._read(kind, id, back)
+            except ValueError as error:
+                self.fail(id, f"{orders[id].task}: {error}")
+            if isinstance(back, Parcel):
+                self.transfers.append(Transfer(id, "up", size_of(back), 0))
+            return False
+
+        task = next(iter(orders.values())).task if orders else ""
+        self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, patient=patient)
+        return found
+
+    def _read(self, kind: type[A], id: str, back: Parcel | str) -> A:
+        if isinstance(back, str):
+            raise ValueError(back)
+        answer = read_header(kind, back)
+        if (answer.id, answer.session) != (id, self.number):
+            raise ValueError(f"an answer of {answer.id!r} in session {answer.session}; this is {self.number}")
+        if answer.failed is not None:
+            raise ValueError(answer.failed)
+        return answer

@@ -1,0 +1,1 @@
+"""Cost estimates before a run: parameters, traffic, compute, memory and time."""

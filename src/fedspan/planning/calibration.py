@@ -1,0 +1,215 @@
+"""How fast this machine trains a model: a few seconds of what a run does, on weights that mean nothing.
+
+Nothing is timed but the engine itself, on examples of about the planned length: a machine's peak says little of a
+training whose time goes into small products, norms and Python. A model of more than ``_WHOLE`` bytes is timed with two
+of its blocks, and what is known then is FLOP/s, which its other blocks will reach as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedspan.config import RunConfig
+from fedspan.core.parametrization import LoRA
+from fedspan.core.tensors import extra_name
+from fedspan.core.values import Group, Job, LayerSpec
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.empty import META
+from fedspan.planning.accelerators import HERE, Speed
+from fedspan.planning.compute import PlannedPasses, Trains
+from fedspan.planning.layer_counts import Computation
+from fedspan.runs.engine_setup import make_engine
+from fedspan.runs.model_setup import empty_model
+from fedspan.runs.setup import choose_device, max_length
+from fedspan.runs.task_setup import PROBLEMS, Facts
+from fedspan.tasks.causal import EncodedPrompts
+from fedspan.tasks.encoding import EncodedText
+from fedspan.tasks.images import EncodedImages
+from fedspan.tasks.ragged import Ragged
+from fedspan.training.autotuning import Stacking
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.engine import Engine
+from fedspan.training.jobs import Assignment
+
+__all__ = ["measured_speed"]
+
+_WHOLE = 1 << 30  # bytes of a model that is timed with all of its blocks
+_BLOCKS = 2  # of a larger one
+_SECONDS = 2.0  # of a client alone, and of several at once, after a first step of each
+_CLIENTS, _STEPS = 16, 64  # whose jobs are tried out, and steps of a client, at the most
+_FEW = 4  # clients that are timed at once, at least
+_FIRST_ID = 5  # of a token; padding and the like have smaller ones in most vocabularies
+
+
+def measured_speed(
+    config: RunConfig,
+    labels: Sequence[str],
+    architecture: Mapping[str, Any] | None,
+    *,
+    base: int,
+    length: int | None,
+    clients: int,
+    steps: int | None,
+) -> Speed:
+    """The speed of this machine with a run's device, threads, number format, engine and batches.
+
+    Args:
+        config: the run's.
+        labels: of its data.
+        architecture: as for ``models.empty.load_empty``.
+        base: bytes of its model.
+        length: tokens of an example on average; None: the greatest length.
+        clients: of a round.
+        steps: optimizer steps of a client in a round; None: not known.
+
+    Raises:
+        FedspanError: what can't be timed here: a quantised base, or a device that this machine lacks.
+    """
+    if config.model.quantization is not None:
+        expected = f"a GPU's name: a base in {config.model.quantization} can't be timed without its weights"
+        raise FedspanError("--device", HERE, expected)
+    device, threads, depth = choose_device(config.device), torch.get_num_threads(), None
+    if base > _WHOLE:
+        depth = _BLOCKS
+        all_layers = config.model.model_copy(update={"layers_to_transform": None, "layers_pattern": None})
+        config = config.model_copy(update={"model": all_layers})
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    try:
+        bench = _Bench(config, tuple(labels), architecture, device, depth, length)
+        alone = bench.alone()
+        together, start = None if config.engine.name == "flower-sim" else alone, 0.0  # its processes are not this one
+        if isinstance(bench.engine, BatchedEngine):
+            together, start = bench.together(clients, steps)
+    finally:
+        torch.set_num_threads(threads)
+    return Speed(HERE, alone, together, start=start)
+
+
+class _Bench:
+    """An engine with a model, examples and jobs that are made up.
+
+    Args:
+        config: the run's.
+        labels: of its data.
+        architecture: as for ``models.empty.load_empty``.
+        device: where it trains.
+        depth: blocks of the model; None: all.
+        length: tokens of an example on average; None: the greatest length.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        labels: tuple[str, ...],
+        architecture: Mapping[str, Any] | None,
+        device: torch.device,
+        depth: int | None,
+        length: int | None,
+    ) -> None:
+        self._config = config
+        adapted = empty_model(config, labels, architecture, device, depth)
+        longest = max_length(config, None, adapted.model)
+        passes = PlannedPasses(config, empty_model(config, labels, architecture, META, depth))
+        length = None if passes.longest is None else length or longest
+        facts = Facts.of(config, labels, longest)
+        task = PROBLEMS[config.task].task(_processor(adapted), facts, config)
+        settings = replace(config.training_settings(), privacy=None)
+        self.engine: Engine = make_engine(config, adapted, task, settings)
+        self._batch = settings.batch_size * settings.accumulate
+        self._examples: Any = _examples(config, adapted, len(labels), length, longest, self._batch * _STEPS)
+        rank = config.build_method(adapted.spec).r
+        kinds = {LayerSpec("", *layer.shape, layer.kernel) for layer in adapted.spec.layers}
+        computations = {kind: Computation(rank=rank, moves=frozenset("AB")) for kind in kinds}
+        prefix = passes.prefix if config.engine.prefix_cache else None
+        cost = passes.cost(Trains(computations, bool(adapted.extras)), settings.batch_size, length, prefix)
+        self._step = (cost.forward + cost.backward) * settings.accumulate
+        self._job = _job(adapted, rank)
+
+    def alone(self) -> float:
+        """FLOP/s of one client."""
+        if isinstance(self.engine, BatchedEngine):
+            self.engine.stacking = Stacking(1, 1)
+        self._seconds(1, 1)
+        first = self._seconds(1, 1)
+        steps = int(min(_STEPS, max(1, _SECONDS / first)))
+        return steps * self._step / self._seconds(1, steps)
+
+    def together(self, clients: int, steps: int | None) -> tuple[float, float]:
+        """FLOP/s of as many at once as the engine finds best, and the seconds that it took to find out."""
+        assert isinstance(self.engine, BatchedEngine)
+        self.engine.stacking, steps = None, min(_STEPS, steps or _STEPS)
+        began = time.perf_counter()
+        works = [self._work(f"client-{number}", steps) for number in range(min(clients, _CLIENTS))]
+        stacking = self.engine.settle(works, clients, self._examples)
+        measuring = time.perf_counter() - began
+        clients = min(clients, max(_FEW, 2 * stacking.at_once * stacking.workers))  # so that batches can be chosen
+        first = self._seconds(clients, 1)
+        each = int(min(steps, max(1, _SECONDS / first)))
+        return clients * each * self._step / self._seconds(clients, each), measuring
+
+    def _work(self, client: str, steps: int) -> Assignment:
+        indices = np.arange(self._batch * steps)
+        return Assignment(client, 0, replace(self._job, steps=steps), indices, self._config.training.lr)
+
+    def _seconds(self, clients: int, steps: int) -> float:
+        """Of so many clients with so many steps each."""
+        self.engine.ready(self._examples, np.arange(self._batch * steps))
+        sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
+        began = time.perf_counter()
+        self.engine.train_all(self._examples, sizes, lambda client: self._work(client, steps), lambda *_: None)
+        return time.perf_counter() - began
+
+
+def _processor(adapted: AdaptedModel) -> Any:
+    """All that tasks ask of a tokenizer or an image processor where examples are encoded already."""
+    padding = int(getattr(getattr(adapted.model, "config", None), "pad_token_id", None) or 0)
+    return SimpleNamespace(
+        pad_token_id=padding, pad_token_type_id=0, do_rescale=True, rescale_factor=1 / 255, do_normalize=False
+    )
+
+
+def _job(adapted: AdaptedModel, rank: int) -> Job:
+    """LoRA of all target layers, and the extras."""
+    rng = torch.Generator().manual_seed(0)
+    tensors = {extra_name(path): adapted.initial(path).cpu() for path in adapted.values()}
+    for layer in adapted.spec.layers:
+        outputs, inputs = layer.shape
+        tensors[f"{layer.name}/A"] = torch.randn(rank, inputs, generator=rng) / inputs
+        tensors[f"{layer.name}/B"] = torch.zeros(outputs, rank)
+    moving = tuple(name for name in tensors if name not in {extra_name(path) for path in adapted.buffers})
+    buffers = frozenset(extra_name(path) for path in adapted.buffers)
+    parametrization = {layer.name: LoRA(1.0) for layer in adapted.spec.layers}
+    return Job(parametrization, tensors, (Group(moving),), buffers=buffers)
+
+
+def _examples(
+    config: RunConfig, adapted: AdaptedModel, labels: int, length: int | None, longest: int, count: int
+) -> Any:
+    """Examples of the kind of a task; lengths lie evenly between half and one and a half of the mean one."""
+    rng = np.random.default_rng(0)
+    classes = rng.integers(0, max(1, labels), count)
+    model: Any = adapted.model
+    if length is None:
+        size = config.model.image_size or getattr(model.config, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else size
+        return EncodedImages(
+            rng.integers(0, 256, (count, 3, height, width), dtype=np.uint8), classes, np.ones(count, np.int64)
+        )
+    spread = min(length / 2, longest - length)
+    lengths = np.rint(rng.permutation(np.linspace(length - spread, length + spread, count))).astype(np.int64)
+    lengths = lengths.clip(2 if longest > 1 else 1, longest)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = Ragged([rng.integers(min(_FIRST_ID, vocabulary - 1), vocabulary, one).tolist() for one in lengths])
+    if config.task == "causal-lm":
+        return EncodedPrompts(ids, lengths // 2, ("",) * count, lengths, 0, 0)
+    values = classes if config.task == "sequence-classification" else classes.astype(np.float32)
+    return EncodedText({"input_ids": ids}, values, lengths)

@@ -1,0 +1,280 @@
+"""What local training computes: FLOPs and the memory of a pass, counted on a model without weights.
+
+Of the method only what its layers compute with is taken (``layer_counts.Computation``), in its first job, with the
+largest rank. What a frozen base spares is counted as autograd has it: no gradients of frozen weights, and no backward
+pass below the first layer that trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedspan.config import RunConfig
+from fedspan.core.tensors import extra_name
+from fedspan.core.values import LayerSpec
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.metering import Meter, PassCost, metered
+from fedspan.models.prefix import FrozenPrefix, live_modules
+from fedspan.planning.layer_counts import Computation, StandIn
+from fedspan.runs.setup import max_length
+from fedspan.tasks.losses import widened
+from fedspan.training.settings import TrainingSettings
+
+__all__ = ["Compute", "Local", "PlannedPasses", "Trains", "local_training"]
+
+
+@dataclass(frozen=True)
+class Trains:
+    """What trains of a model.
+
+    Args:
+        computations: what layers compute with, by kind of target layer.
+        extras: whether they train, too.
+    """
+
+    computations: Mapping[LayerSpec, Computation]
+    extras: bool
+
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Compute:
+    """FLOPs of local training, a multiplication and an addition being two; those of evaluations are not among them.
+
+    Args:
+        length: tokens of an example that are counted; None of images.
+        example: of a forward and a backward pass of one example.
+        once: of an example's hidden states that leave the model's frozen prefix, which a client keeps for all later
+            passes; 0 where there is no such prefix, or no room for them: then ``example`` has it all.
+        step: of an optimizer step.
+        client: of a client's round (where clients differ, of the mean one), without ``once``; None where nobody says
+            how many examples it has.
+        run: of all clients and rounds, ``once`` among it; None likewise.
+        first: a client's ``once`` of all its examples; None likewise.
+        kept: the same of all clients, as it is in ``run``; None likewise.
+    """
+
+    length: int | None
+    example: int
+    once: int
+    step: int
+    client: int | None
+    run: int | None
+    first: int | None
+    kept: int | None
+
+    @property
+    def above(self) -> float:
+        """Share of the weights that a pass reads: those above the kept hidden states, by their FLOPs."""
+        return self.example / (self.example + 2 * self.once)  # a frozen layer's backward pass costs as much again
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The frozen blocks whose hidden states are kept.
+
+    Args:
+        found: the blocks.
+        features: of a hidden state.
+        dtype: of its numbers.
+    """
+
+    found: FrozenPrefix
+    features: int
+    dtype: torch.dtype
+
+    def nbytes(self, tokens: int) -> int:
+        """Of so many tokens' hidden states."""
+        return tokens * self.features * self.dtype.itemsize
+
+
+class PlannedPasses:
+    """Passes of a model without weights; what was counted once is not counted again.
+
+    Args:
+        config: the run's; its task, data and batches.
+        adapted: the model, on the meta device.
+
+    Passes raise FedspanError for a model whose own code asks what its values are, or has no operation for its dtype.
+    """
+
+    def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
+        self._adapted, self._name = adapted, config.model.name
+        self._task, self._packing = config.task, config.data.packing
+        self.longest = None if config.task == "image-classification" else max_length(config, None, adapted.model)
+        """Tokens of an example at the most; None of images."""
+        self._size = config.model.image_size
+        self._known: dict[tuple[object, ...], PassCost] = {}
+        self._prefix: Prefix | None = None
+        self._searched = False
+
+    def cost(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None = None) -> PassCost:
+        """What a pass of a batch takes; its ``peak`` is without the gradients of what trains.
+
+        Args:
+            trains: what has a gradient, and what layers compute with.
+            rows: examples of the batch.
+            length: tokens of each.
+            prefix: whose hidden states are given.
+        """
+        key = (tuple(sorted(trains.computations.items(), key=repr)), trains.extras, rows, length, prefix is not None)
+        if key not in self._known:
+            self._known[key] = self._counted(trains, rows, length, prefix)
+        return self._known[key]
+
+    def _counted(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None) -> PassCost:
+        trained, inputs = self._install(trains), self._inputs(rows, length)
+        with ExitStack() as contexts:
+            if prefix is not None and length is not None:
+                hidden = torch.empty(rows, length, prefix.features, device="meta", dtype=prefix.dtype)
+                contexts.enter_context(prefix.found.fed(hidden))
+            cost = metered(lambda: self._loss(inputs))
+        gradients = sum(value.grad.untyped_storage().nbytes() for value in trained if value.grad is not None)
+        self._install(Trains({}, False))
+        return replace(cost, peak=max(0, cost.peak - gradients))
+
+    def _install(self, trains: Trains) -> list[Tensor]:
+        """Put stand-ins for a method's tensors into the model; those that have a gradient."""
+        adapted = self._adapted
+        parametrization, tensors, names = dict[str, StandIn](), dict[str, Tensor](), set[str]()
+        for layer in adapted.spec.layers:
+            computation = trains.computations.get(LayerSpec("", *layer.shape, layer.kernel))
+            if computation is None:
+                continue
+            parametrization[layer.name] = standin = StandIn(computation)
+            for slot, shape in standin.shapes(*layer.shape).items():
+                tensors[f"{layer.name}/{slot}"] = torch.empty(shape, device="meta")
+            names |= {f"{layer.name}/{slot}" for slot in computation.moves}
+        moving = frozenset(extra_name(path) for path in adapted.buffers) if trains.extras else frozenset[str]()
+        if trains.extras:
+            names |= {extra_name(path) for path in adapted.extras}
+        adapted.train_mode(moving)
+        live = adapted.install(parametrization, tensors, frozenset(names))
+        return [value for value in (*live.values(), *adapted.extras.values()) if value.requires_grad]
+
+    def _inputs(self, rows: int, length: int | None) -> dict[str, Tensor]:
+        model: Any = self._adapted.model
+        if length is None:
+            size = self._size or getattr(model.config, "image_size", None) or 224
+            height, width = (size, size) if isinstance(size, int) else size
+            return {"pixel_values": torch.empty(rows, 3, height, width, device="meta", dtype=model.dtype)}
+        if self._packing:
+            ids = torch.empty(1, rows * length, dtype=torch.long, device="meta")
+            return {"input_ids": ids, "position_ids": torch.empty_like(ids)}
+        ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+        return {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
+
+    def _outputs(self, inputs: Mapping[str, Any]) -> Any:
+        try:
+            return self._adapted.model(**inputs)
+        except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:  # its own code's
+            why = next(iter(str(error).splitlines()), "")[:120]
+            expected = "a model that can be planned, one that computes without its weights, in another dtype perhaps"
+            raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {why})") from error
+
+    def _loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        options = {"use_cache": False} if self._task == "causal-lm" else {}
+        logits: Tensor = self._outputs({**inputs, **options}).logits
+        if self._task == "causal-lm":  # at the most: of all tokens
+            logits = logits[:, :-1].flatten(0, 1)
+        labels = torch.empty(len(logits), dtype=torch.long, device="meta")
+        return F.cross_entropy(widened(logits), labels)
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """The model's frozen prefix; None if it has none, or its batches are packed."""
+        if not self._searched and not self._packing and self.longest is not None:
+            self._install(Trains({}, False))
+            with Meter(), torch.no_grad():
+                found = FrozenPrefix.find(self._adapted, live_modules(self._adapted))
+                if found is not None:
+                    with found.recorded() as made:
+                        self._outputs(self._inputs(1, 2))
+                    self._prefix = Prefix(found, made.hidden.shape[-1], made.hidden.dtype)
+        self._searched = True
+        return self._prefix
+
+    def prefix_flops(self, prefix: Prefix, rows: int, length: int) -> int:
+        """FLOPs of the hidden states of a batch that leave the prefix."""
+        self._install(Trains({}, False))
+        inputs = self._inputs(rows, length)
+        with Meter() as meter, torch.no_grad(), prefix.found.recorded():
+            self._outputs(inputs)
+        return meter.flops
+
+
+@dataclass(frozen=True)
+class Local:
+    """What the clients' training takes.
+
+    Args:
+        compute: FLOPs.
+        activations: bytes of a pass of a batch of the longest examples at its peak, gradients aside.
+        cache: bytes of the hidden states that a client keeps.
+    """
+
+    compute: Compute
+    activations: int
+    cache: int
+
+
+def local_training(
+    config: RunConfig,
+    passes: PlannedPasses,
+    trains: Trains,
+    examples: float | None,
+    length: int | None,
+    cohorts: Sequence[Sequence[int]],
+) -> Local:
+    """What the clients' training takes.
+
+    Args:
+        config: the run's.
+        passes: of its model.
+        trains: what trains.
+        examples: of a client, on average; None: not known.
+        length: tokens of an example on average; None: the greatest length.
+        cohorts: positions of each round's clients.
+
+    Raises:
+        FedspanError: a length that no example has.
+    """
+    longest = passes.longest
+    if length is not None and (longest is None or not isinstance(length, int) or not 1 <= length <= longest):
+        expected = "left out: images have none" if longest is None else f"a whole number from 1 to {longest}, the most"
+        raise FedspanError("--length", length, expected)
+    length, settings, batch = length or longest, config.training_settings(), config.training.batch_size
+    seen = _seen(settings, examples)
+    own = seen if examples is None else examples
+    prefix = passes.prefix if config.engine.prefix_cache else None
+    cache = 0 if prefix is None or length is None else prefix.nbytes(math.ceil((own or 0) * length))
+    if cache > config.engine.prefix_memory * _GIB and config.engine.prefix_folder is None:
+        prefix, cache = None, 0
+    each = passes.cost(trains, batch, length, prefix)
+    example = (each.forward + each.backward) // batch
+    once = 0 if prefix is None or length is None else passes.prefix_flops(prefix, batch, length) // batch
+    client = None if seen is None else round(seen * example)
+    run = first = kept = None
+    if client is not None and own is not None:
+        asked, first = [at for cohort in cohorts for at in cohort], round(once * own)
+        run = client * len(asked) + (kept := first * len({*asked}))
+    compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, kept)
+    return Local(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
+
+
+def _seen(settings: TrainingSettings, examples: float | None) -> float | None:
+    """Examples that a client trains on in a round, with repetition."""
+    if settings.steps is not None:
+        return settings.steps * settings.batch_size * settings.accumulate
+    return None if examples is None else examples * settings.epochs

@@ -1,0 +1,295 @@
+"""What a run will take, before anything is downloaded: trainable parameters, bytes, steps, FLOPs, memory, time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fedspan.config import RunConfig
+from fedspan.core.values import Job
+from fedspan.data.assign import numbered
+from fedspan.errors import FedspanError
+from fedspan.federation.sampling import cohort_of
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.quantized import left_out
+from fedspan.planning.accelerators import Duration, Speed
+from fedspan.planning.compute import Compute, PlannedPasses, Trains, local_training
+from fedspan.planning.traffic import RankCounts, Traffic, extras_of
+from fedspan.runs.model_setup import empty_model
+from fedspan.runs.ranks import client_ranks
+from fedspan.training.poisson import private_steps
+
+__all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "plan_run", "planned_model", "timed"]
+
+_FLOAT = 4  # bytes: what trains and what travels is float32
+_MOMENTS = {"adamw": 2, "sgd": 1}  # of a trained number; SGD has one with momentum only
+
+
+@dataclass(frozen=True)
+class ClientMemory:
+    """Bytes on a client that trains alone, at the most.
+
+    Args:
+        base: the frozen model, in its own format.
+        adapter: the method's tensors of the target layers, and the extras.
+        gradients: of what trains.
+        optimizer: its moments.
+        activations: of a forward and backward pass of a batch of examples of the greatest length, where they are most;
+            on a GPU fused attention keeps less.
+        cache: hidden states of its examples that leave the frozen prefix, where ``layers_to_transform`` leaves one.
+    """
+
+    base: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    cache: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.base + self.adapter + self.gradients + self.optimizer + self.activations + self.cache
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes on the server.
+
+    Args:
+        base: the frozen model, which some methods decompose and which it evaluates.
+        state: what the method keeps in the beginning. What it adds to the base over the rounds is at most a float32
+            copy of the target layers more.
+        replies: of a round: all of them where the method needs them one by one, else one and their sum.
+    """
+
+    base: int
+    state: int
+    replies: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.base + self.state + self.replies
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take.
+
+    Args:
+        method: with its wrappers, as tables name it.
+        model: its name.
+        parameters: of the whole model.
+        layers: target layers.
+        trainable: numbers that a client moves at a time, the extras among them; of clients of different ranks, the
+            largest count.
+        clients: of the federation.
+        cohort: clients of a round.
+        rounds: of the run.
+        first_down: bytes of tensor data to a client of the first cohort (of several ranks, the mean).
+        first_up: from it.
+        later_down: mean over the later rounds' messages; 0 if there is one round.
+        later_up: likewise.
+        bytes_down: of all messages of the run's training.
+        bytes_up: likewise.
+        exact: whether these are the ledger's to the byte: every client takes part in every round. Elsewhere clients
+            that come back may be sent more of the base, and what travels once is counted with the cohorts as drawn.
+        steps: of the optimizer, of a client in a round, in a method's main phase; None where the number of examples
+            is not known.
+        all_steps: over cohorts and rounds; None likewise.
+        client: memory.
+        server: memory.
+        compute: FLOPs of the clients' training.
+        transfer: seconds in which a client receives and sends its messages of a round (the mean one); None where no
+            bandwidth was given.
+        time: of the clients' training; None where no device was given.
+    """
+
+    method: str
+    model: str
+    parameters: int
+    layers: int
+    trainable: int
+    clients: int
+    cohort: int
+    rounds: int
+    first_down: int
+    first_up: int
+    later_down: float
+    later_up: float
+    bytes_down: int
+    bytes_up: int
+    exact: bool
+    steps: int | None
+    all_steps: int | None
+    client: ClientMemory
+    server: ServerMemory
+    compute: Compute
+    transfer: float | None = None
+    time: Duration | None = None
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A run's model without weights, and what is the same for all methods on it.
+
+    Args:
+        adapted: on the meta device.
+        base: bytes of the frozen model in its format.
+        passes: what its passes take.
+    """
+
+    adapted: AdaptedModel
+    base: int
+    passes: PlannedPasses
+
+
+def planned_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:
+    """The model of a run without its weights.
+
+    Args:
+        config: the run's.
+        labels: how many classes the data have; without meaning for other tasks.
+        architecture: a Transformers config as plain values, in place of the named model's.
+
+    Raises:
+        FedspanError: a model that there is no config of, or layers that are not there.
+    """
+    names = config.data.labels or [str(number) for number in range(labels)]
+    adapted = empty_model(config, tuple(names), architecture)
+    base = sum(
+        value.numel() * value.element_size() for value in (*adapted.model.parameters(), *adapted.model.buffers())
+    )
+    return PlannedModel(adapted, base - _saved_by_quantising(config, adapted.model), PlannedPasses(config, adapted))
+
+
+def _saved_by_quantising(config: RunConfig, model: torch.nn.Module) -> int:
+    """Bytes that quantised weights do without; the scales of their blocks, some 1 %, are left out."""
+    bits = {None: None, "nf4": 4, "int8": 8}[config.model.quantization]
+    if bits is None:
+        return 0
+    whole = re.compile("|".join(left_out(config.model.modules_to_save)))
+    weights = [
+        module.weight
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not whole.fullmatch(path)
+    ]
+    return sum(weight.numel() * (8 * weight.element_size() - bits) // 8 for weight in weights)
+
+
+def plan_run(
+    config: RunConfig,
+    planned: PlannedModel,
+    clients: int | None = None,
+    examples: int | None = None,
+    *,
+    length: int | None = None,
+    mbit: float | None = None,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config: the run's.
+        planned: its model.
+        clients: of the federation; None: those of ``partition.clients``.
+        examples: of the training set; None: not known.
+        length: tokens of an example on average; None: as many as the config and the model allow.
+        mbit: megabits a second between a client and the server; None: no transfer is planned.
+
+    Raises:
+        FedspanError: a natural partition without ``clients``, ranks that no layer has room for, a length that no
+            example has, or a bandwidth that is none.
+    """
+    if mbit is not None and not (0 < mbit < math.inf):
+        raise FedspanError("--mbit", mbit, "megabits a second, more than 0")
+    if clients is None and config.partition.partitioner == "natural":
+        raise FedspanError("clients", None, "how many values partition.column has: a natural partition does not say")
+    count = clients or config.partition.clients
+    spec = replace(planned.adapted.spec, clients=count)
+    method = config.build_method(spec)
+    wrapped = config.wrapped(method)
+    ids = numbered(count)
+    by_client = client_ranks(config, method, ids)
+    ranks = [by_client[id] for id in ids]
+    counts = {rank: RankCounts.of(config, method, rank, count) for rank in sorted(set(ranks))}
+    sent = Traffic(config, planned.adapted, wrapped, counts).rounds(ranks)
+    first, later = sent[0], sent[1:]
+    messages = sum(each.clients for each in later) or 1
+    most, extras = counts[max(counts)], extras_of(config, planned.adapted, method)
+    trainable = most.trained + (0 if extras.policy == "frozen" else extras.trained)
+    moments = _MOMENTS[config.training.optimizer]
+    if config.training.optimizer == "sgd" and not config.training.momentum:
+        moments = 0
+    own = _own_examples(config, count, examples)
+    steps = _steps(config, own)
+    trains = Trains(most.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
+    cohorts = [
+        cohort_of(config.seed, number, count, config.federation.clients_per_round)
+        for number in range(config.federation.rounds)
+    ]
+    local = local_training(config, planned.passes, trains, own, length, cohorts)
+    bytes_down, bytes_up = sum(each.down for each in sent), sum(each.up for each in sent)
+    asked = sum(each.clients for each in sent)
+    transfer = None if mbit is None else 8 * (bytes_down + bytes_up) / asked / (mbit * 1e6)
+    held = 1 if method.declared().reduction == "sum" else first.clients
+    return Plan(
+        method=config.method.title,
+        model=config.model.name,
+        parameters=sum(parameter.numel() for parameter in planned.adapted.model.parameters()),
+        layers=len(spec.layers),
+        trainable=trainable,
+        clients=count,
+        cohort=first.clients,
+        rounds=config.federation.rounds,
+        first_down=first.down // first.clients,
+        first_up=first.up // first.clients,
+        later_down=sum(each.down for each in later) / messages,
+        later_up=sum(each.up for each in later) / messages,
+        bytes_down=bytes_down,
+        bytes_up=bytes_up,
+        exact=first.clients == count,
+        steps=steps,
+        all_steps=None if steps is None else steps * asked,
+        client=ClientMemory(
+            base=planned.base,
+            adapter=_FLOAT * most.held + extras.bytes,
+            gradients=_FLOAT * trainable,
+            optimizer=_FLOAT * moments * trainable,
+            activations=local.activations,
+            cache=local.cache,
+        ),
+        server=ServerMemory(
+            base=planned.base,
+            state=_FLOAT * most.kept + extras.bytes,
+            replies=max(each.up // each.clients for each in sent) * max(2, held),
+        ),
+        compute=local.compute,
+        transfer=transfer,
+    )
+
+
+def timed(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
+    """A plan with the time that training takes on a device of this speed."""
+    return replace(plan, time=speed.duration(plan.compute, plan.client.base, config, plan.transfer))
+
+
+def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int | None:
+    """Training examples of the mean client; None: not known."""
+    if examples is None:
+        return None
+    left = 1 - config.partition.validation - config.partition.test
+    return max(1, round(examples * left / clients))
+
+
+def _steps(config: RunConfig, own: int | None) -> int | None:
+    """Optimizer steps of a client in a round; where epochs are asked for, of one with so many examples."""
+    settings = config.training_settings()
+    if settings.steps is not None:
+        return settings.steps
+    return None if own is None else private_steps(settings, Job({}, {}, ()), own)

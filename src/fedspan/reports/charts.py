@@ -1,0 +1,239 @@
+"""The page's figures. Nothing is told by colour alone: lines differ in dashes and markers, bars in patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from fedspan.diagnostics.measures import MEASURES
+from fedspan.diagnostics.round_diagnosis import Diagnosis
+from fedspan.reports.groups import Curve, Group, curve
+from fedspan.reports.run_data import Story
+from fedspan.reports.style import COLOURS, DASHES, MANY, MARKS, PATTERNS, Figure, faint, menu, styled, whole_rounds
+from fedspan.tasks.metrics import METRICS
+
+__all__ = [
+    "by_client",
+    "by_layer",
+    "course",
+    "loss_of",
+    "privacy",
+    "score_of",
+    "spectra",
+    "traffic",
+]
+
+
+def score_of(run: Story) -> dict[int, float]:
+    """Scores by round."""
+    return {int(row["round"]): score for row in run.rows if (score := run.score(row)) is not None}
+
+
+def loss_of(run: Story) -> dict[int, float]:
+    """Training losses by round."""
+    return {int(row["round"]): float(row["loss"]) for row in run.rows if isinstance(row.get("loss"), int | float)}
+
+
+def course(groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], title: str, percent: bool) -> Figure:
+    """A number by round; buttons put bytes or time in the rounds' place.
+
+    Args:
+        groups: a line each: the mean over the seeds, and a band from the least to the most.
+        values: by run's name, then by round.
+        title: of the number.
+        percent: whether it is a share.
+    """
+    figure, curves = go.Figure(), [curve(group, values) for group in groups]
+    axes = {"rounds": [], "bytes": [], "time": []}
+    for at, (group, one) in enumerate(zip(groups, curves, strict=True)):
+        colour = COLOURS[at % len(COLOURS)]
+        if len(group.runs) > 1:
+            _band(figure, one, colour, group.label)
+            _lengthen(axes, one, 2)
+        few = len(one.rounds) <= 40
+        figure.add_scatter(
+            x=one.rounds,
+            y=one.mean,
+            name=group.label,
+            mode="lines+markers" if few else "lines",
+            line={"color": colour, "dash": DASHES[at % len(DASHES)], "width": 2},
+            marker={"symbol": MARKS[at % len(MARKS)], "size": 7},
+            hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{group.label}</extra>",
+        )
+        _lengthen(axes, one, 1)
+    titles = {"rounds": "round", "bytes": "megabytes that travelled, both ways", "time": "seconds of rounds"}
+    apart = whole_rounds(max((one.rounds[-1] for one in curves if one.rounds), default=1))
+    figure.update_xaxes(title=titles["rounds"], dtick=apart)
+    figure.update_yaxes(title=title, tickformat=".0%" if percent else None)
+    buttons: list[dict[str, Any]] = []
+    for name, x in axes.items():
+        axis = {"xaxis.title.text": titles[name], "xaxis.dtick": apart if name == "rounds" else None}
+        buttons.append({"label": f"by {name}", "method": "update", "args": [{"x": x}, axis]})
+    figure.update_layout(updatemenus=[menu(buttons)])
+    return styled(figure)
+
+
+def _band(figure: Figure, one: Curve, colour: str, label: str) -> None:
+    for edge, fill in ((one.low, None), (one.high, "tonexty")):
+        figure.add_scatter(
+            x=one.rounds,
+            y=edge,
+            mode="lines",
+            line={"width": 0, "color": colour},
+            fill=fill,
+            fillcolor=faint(colour),
+            hoverinfo="skip",
+            showlegend=False,
+            legendgroup=label,
+        )
+
+
+def _lengthen(axes: Mapping[str, list[Any]], one: Curve, times: int) -> None:
+    for _ in range(times):
+        axes["rounds"].append(list(one.rounds))
+        axes["bytes"].append([sent / 1e6 for sent in one.bytes])
+        axes["time"].append(list(one.seconds))
+
+
+def by_client(groups: Sequence[Group], metric: str) -> Figure | None:
+    """Every client's score on its own test part, the worst at the bottom; of many clients, how many have which."""
+    scores = {group.label: _client_scores(group, metric) for group in groups}
+    ids = list(dict.fromkeys(id for one in scores.values() for id in one))
+    if not ids:
+        return None
+    figure, percent = go.Figure(), METRICS[metric].percent
+    first = next(one for one in scores.values() if one)
+    if len(ids) > MANY:
+        for at, (label, one) in enumerate(scores.items()):
+            pattern = {"shape": PATTERNS[at % len(PATTERNS)]}
+            colour = COLOURS[at % len(COLOURS)]
+            figure.add_histogram(
+                x=list(one.values()), name=label, opacity=0.7, marker={"color": colour, "pattern": pattern}, nbinsx=30
+            )
+        figure.update_layout(barmode="overlay")
+        figure.update_yaxes(title="clients")
+        figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
+        return styled(figure)
+    ids.sort(key=lambda id: first.get(id, float("-inf")) * (1 if METRICS[metric].higher else -1))
+    for at, (label, one) in enumerate(scores.items()):
+        known = [id for id in ids if id in one]
+        figure.add_scatter(
+            x=[one[id] for id in known],
+            y=known,
+            name=label,
+            mode="markers",
+            marker={"color": COLOURS[at % len(COLOURS)], "symbol": MARKS[at % len(MARKS)], "size": 10},
+        )
+    figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=ids)
+    return styled(figure, height=max(300, 22 * len(ids) + 140))
+
+
+def _client_scores(group: Group, metric: str) -> dict[str, float]:
+    """By client, the mean over the group's runs that measured it."""
+    found: dict[str, list[float]] = {}
+    for run in group.runs:
+        for id, scores in (run.report.by_client if run.report is not None else {}).items():
+            if metric in scores:
+                found.setdefault(id, []).append(float(scores[metric]))
+    return {id: sum(values) / len(values) for id, values in found.items()}
+
+
+def traffic(groups: Sequence[Group]) -> Figure:
+    """Megabytes of a run, down and up."""
+    figure = go.Figure()
+    for at, direction in enumerate(("down", "up")):
+        means = [sum(run.totals.run(direction).bytes for run in group.runs) / len(group.runs) / 1e6 for group in groups]
+        figure.add_bar(
+            x=means,
+            y=[group.label for group in groups],
+            orientation="h",
+            name=f"{direction} ({'to' if direction == 'down' else 'from'} the clients)",
+            marker={"color": COLOURS[at], "pattern": {"shape": PATTERNS[at]}},
+            text=[f"{value:.3g}" for value in means],
+        )
+    figure.update_layout(barmode="group")
+    figure.update_xaxes(title="megabytes of a run, as sent")
+    figure.update_yaxes(type="category", autorange="reversed")
+    return styled(figure, height=max(240, 60 * len(groups) + 140))
+
+
+def privacy(runs: Sequence[Story]) -> Figure | None:
+    """Epsilon by round, and the budget."""
+    figure = go.Figure()
+    for at, run in enumerate(runs):
+        spent = {
+            int(row["round"]): float(row["privacy"]["epsilon"])
+            for row in run.rows
+            if isinstance(row.get("privacy"), Mapping) and isinstance(row["privacy"].get("epsilon"), int | float)
+        }
+        if spent:
+            figure.add_scatter(
+                x=list(spent),
+                y=list(spent.values()),
+                name=run.name,
+                mode="lines+markers",
+                line={"color": COLOURS[at % len(COLOURS)], "dash": DASHES[at % len(DASHES)]},
+                marker={"symbol": MARKS[at % len(MARKS)]},
+            )
+    if not figure.data:
+        return None
+    figure.update_xaxes(title="round", dtick=whole_rounds(max(len(run.rows) for run in runs)))
+    figure.update_yaxes(title="epsilon spent", rangemode="tozero")
+    return styled(figure)
+
+
+def spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
+    """Singular values of an adapter's layers, each by its largest one.
+
+    Args:
+        values: by layer, descending.
+    """
+    figure = go.Figure()
+    for at, (layer, own) in enumerate(values.items()):
+        if own and own[0] > 0:
+            figure.add_scatter(
+                x=list(range(1, len(own) + 1)),
+                y=[value / own[0] for value in own],
+                name=layer,
+                mode="lines+markers",
+                line={"width": 1, "color": COLOURS[at % len(COLOURS)], "dash": DASHES[at % len(DASHES)]},
+                marker={"symbol": MARKS[at % len(MARKS)], "size": 5},
+                showlegend=len(values) <= 12,
+            )
+    if not figure.data:
+        return None
+    figure.update_xaxes(title="singular value")
+    figure.update_yaxes(title="by the layer's largest", rangemode="tozero")
+    return styled(figure)
+
+
+def by_layer(found: Mapping[str, Diagnosis]) -> Figure:
+    """Every diagnostic by layer; buttons choose which.
+
+    Args:
+        found: by group's label.
+    """
+    figure, buttons = go.Figure(), list[dict[str, Any]]()
+    count = len(found)
+    for number, measure in enumerate(MEASURES):
+        for at, (label, one) in enumerate(found.items()):
+            values = {name: measure.value(layer) for name, layer in one.layers.items()}
+            figure.add_scatter(
+                x=list(values.values()),
+                y=list(values),
+                name=label,
+                mode="markers",
+                visible=number == 0,
+                marker={"color": COLOURS[at % len(COLOURS)], "symbol": MARKS[at % len(MARKS)], "size": 9},
+            )
+        shown = [number * count <= trace < (number + 1) * count for trace in range(len(MEASURES) * count)]
+        args = [{"visible": shown}, {"xaxis.title.text": measure.title}]
+        buttons.append({"label": measure.title, "method": "update", "args": args})
+    figure.update_layout(updatemenus=[{**menu(buttons), "type": "dropdown", "direction": "down"}])
+    figure.update_xaxes(title=MEASURES[0].title, rangemode="tozero")
+    figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
+    layers = max(len(one.layers) for one in found.values())
+    return styled(figure, height=min(1400, max(320, 20 * layers + 180)))

@@ -1,0 +1,130 @@
+"""Runs that differ in their seed alone stand together; what tells the others apart is their name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedspan.experiments.series import mean, spread
+from fedspan.reports.run_data import Story
+from fedspan.runs.curves import sent_until
+
+__all__ = ["Curve", "Group", "curve", "differences", "grouped"]
+
+_SEEDS = ("seed", "baselines")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs under one configuration but for the seed.
+
+    Args:
+        label: what tells them from the other groups.
+        runs: by seed.
+    """
+
+    label: str
+    runs: tuple[Story, ...]
+
+    @property
+    def scores(self) -> tuple[float | None, ...]:
+        """Of its runs."""
+        return tuple(run.final for run in self.runs)
+
+    @property
+    def mean(self) -> float | None:
+        """Of the scores; None if one is missing."""
+        return mean(self.scores)
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation (n - 1) of the scores; None for one run."""
+        return spread(self.scores)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number by round, over a group's seeds.
+
+    Args:
+        rounds: in which all of its runs have it.
+        mean: over the runs.
+        low: the least.
+        high: the most.
+        bytes: of a run until then, mean over the runs.
+        seconds: likewise.
+    """
+
+    rounds: tuple[int, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+def grouped(runs: Sequence[Story]) -> tuple[Group, ...]:
+    """The groups, in the order of their first runs."""
+    known: dict[str, list[Story]] = {}
+    for run in runs:
+        flat = {path: value for path, value in _flat(run.config.model_dump(mode="json")).items() if path not in _SEEDS}
+        known.setdefault(repr(sorted(flat.items())), []).append(run)
+    sets = [sorted(members, key=lambda run: run.config.seed) for members in known.values()]
+    differ = differences([members[0] for members in sets])
+    labels = [_label(members[0], {path: row[at] for path, row in differ.items()}) for at, members in enumerate(sets)]
+    if len(set(labels)) < len(labels):
+        labels = [members[0].name for members in sets]
+    return tuple(Group(label, tuple(members)) for label, members in zip(labels, sets, strict=True))
+
+
+def differences(runs: Sequence[Story]) -> dict[str, tuple[Any, ...]]:
+    """Fields in which configurations differ, each with every run's value (None where it has none); seeds are none."""
+    flats = [_flat(run.config.model_dump(mode="json")) for run in runs]
+    paths = dict.fromkeys(path for flat in flats for path in flat if path not in _SEEDS)
+    rows = {path: tuple(flat.get(path) for flat in flats) for path in paths}
+    return {path: row for path, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
+    """A number by round.
+
+    Args:
+        group: whose.
+        values: by run's name, then by round.
+    """
+    each = [values[run.name] for run in group.runs]
+    rounds = sorted(set[int].intersection(*(set(one) for one in each))) if each else []
+    columns = [[one[round] for one in each] for round in rounds]
+    sent = [sent_until(run.totals, len(run.rows)) for run in group.runs]
+    took = [{int(row["round"]): float(row.get("seconds", 0.0)) for row in run.rows} for run in group.runs]
+    count = max(1, len(each))
+    return Curve(
+        tuple(rounds),
+        tuple(sum(column) / count for column in columns),
+        tuple(min(column) for column in columns),
+        tuple(max(column) for column in columns),
+        tuple(sum(one[round - 1] for one in sent) / count for round in rounds),
+        tuple(sum(one[round] for one in took) / count for round in rounds),
+    )
+
+
+def _label(run: Story, own: Mapping[str, Any]) -> str:
+    """The method, and what else sets a run apart."""
+    rest = [
+        f"{path.rpartition('.')[2]}={value}"
+        for path, value in own.items()
+        if not path.startswith("method.") or path.rpartition(".")[2] not in ("name", "wrappers")
+    ]
+    shown = [one for one in rest if not one.endswith("=None")]
+    return " ".join([run.config.method.title, *shown[:3], *(["..."] if len(shown) > 3 else [])])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,103 @@
+"""Figures of clients by something: the labels that they hold, the rounds that they took part in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from fedspan.data.partition import ClientRow
+from fedspan.diagnostics.measures import MEASURES
+from fedspan.reports.run_data import Story
+from fedspan.reports.style import MANY, Figure, menu, styled, whole_rounds
+
+__all__ = ["by_round", "division", "participation"]
+
+
+def division(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
+    """Who holds how many examples of what, a client a row."""
+    shares = [[count / max(1, sum(row.counts)) for count in row.counts] for row in rows]
+    figure = go.Figure(
+        go.Heatmap(
+            z=shares,
+            x=list(labels),
+            y=[row.id for row in rows],
+            customdata=[row.counts for row in rows],
+            hovertemplate="%{y}: %{customdata} of %{x} (%{z:.0%})<extra></extra>",
+            colorscale="Cividis",
+            colorbar={"title": "share", "tickformat": ".0%"},
+            text=[[str(count) if len(labels) <= 12 else "" for count in row.counts] for row in rows],
+            texttemplate="%{text}",
+        )
+    )
+    figure.update_yaxes(type="category", autorange="reversed")
+    figure.update_xaxes(type="category")
+    return styled(figure, height=min(1200, max(280, 20 * len(rows) + 160)))
+
+
+def participation(run: Story) -> Figure:
+    """Who took part in which round, and whose reply did not count."""
+    ids = list(dict.fromkeys(id for row in run.rows for id in (*row.get("cohort", ()), *_failed(row))))
+    ids.sort()
+    rounds = [int(row["round"]) for row in run.rows]
+    marks = [["" for _ in rounds] for _ in ids]
+    z: list[list[float]] = [[0.0 for _ in rounds] for _ in ids]
+    place = {id: at for at, id in enumerate(ids)}
+    for column, row in enumerate(run.rows):
+        for id in row.get("cohort", ()):
+            z[place[id]][column], marks[place[id]][column] = 1.0, "took part"
+        for id in _failed(row):
+            z[place[id]][column], marks[place[id]][column] = 0.5, "failed"
+    figure = go.Figure(
+        go.Heatmap(
+            z=z,
+            x=rounds,
+            y=ids,
+            zmin=0,
+            zmax=1,
+            xgap=1,
+            ygap=1,
+            showscale=False,
+            colorscale=[[0, "#eeeeee"], [0.5, "#d55e00"], [1, "#0072b2"]],
+            customdata=marks,
+            text=[["x" if mark == "failed" else "" for mark in line] for line in marks],
+            texttemplate="%{text}",
+            hovertemplate="%{y}, round %{x}: %{customdata}<extra></extra>",
+        )
+    )
+    figure.update_xaxes(title="round", dtick=whole_rounds(len(rounds)))
+    figure.update_yaxes(type="category", autorange="reversed", showticklabels=len(ids) <= MANY)
+    return styled(figure, height=min(1000, max(240, 16 * len(ids) + 140)))
+
+
+def _failed(row: Mapping[str, Any]) -> list[str]:
+    return [str(one["client"]) for one in row.get("failures", ()) if isinstance(one, Mapping) and "client" in one]
+
+
+def by_round(run: Story) -> Figure | None:
+    """Every diagnostic of a run by round and layer, as metrics.jsonl has them; buttons choose which."""
+    looks = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
+    layers = list(dict.fromkeys(name for one in looks.values() for name in one))
+    measures = [each for each in MEASURES if any(each.key in one[name] for one in looks.values() for name in one)]
+    if not measures:
+        return None
+    figure, buttons = go.Figure(), list[dict[str, Any]]()
+    for number, measure in enumerate(measures):
+        figure.add_heatmap(
+            z=[[one.get(name, {}).get(measure.key) for one in looks.values()] for name in layers],
+            x=list(looks),
+            y=layers,
+            visible=number == 0,
+            colorscale="Cividis",
+            xgap=1,
+            ygap=1,
+            texttemplate="%{z:.2g}" if len(looks) <= 12 else None,
+            hovertemplate="%{y}, round %{x}: %{z:.4g}<extra></extra>",
+        )
+        shown = [at == number for at in range(len(measures))]
+        buttons.append({"label": measure.title, "method": "update", "args": [{"visible": shown}]})
+    figure.update_layout(updatemenus=[{**menu(buttons), "type": "dropdown", "direction": "down"}])
+    figure.update_xaxes(title="round", type="category")
+    figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
+    return styled(figure, height=min(1400, max(320, 20 * len(layers) + 180)))

@@ -1,0 +1,228 @@
+"""The page: one file that needs nothing else, with one copy of plotly's script."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from fedspan.data.partition import ClientRow
+from fedspan.diagnostics.measures import MEASURES
+from fedspan.diagnostics.round_diagnosis import Diagnosis
+from fedspan.experiments.tables import size
+from fedspan.reports import charts, matrices
+from fedspan.reports.groups import Group, differences
+from fedspan.reports.run_data import Story
+from fedspan.reports.style import Figure
+from fedspan.reports.summary import score_text, sentences
+from fedspan.tasks.metrics import METRICS
+
+__all__ = ["Beside", "page"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the page shows beside what stands in the runs' folders.
+
+    Args:
+        division: whose (a run's name), the clients' label counts, the labels' names; None where the data are not at
+            hand.
+        spectra: whose, and the singular values of its adapter's layers, by layer.
+        diagnoses: by group's label.
+    """
+
+    division: tuple[str, Sequence[ClientRow], Sequence[str]] | None = None
+    spectra: tuple[str, Mapping[str, Sequence[float]]] | None = None
+    diagnoses: Mapping[str, Diagnosis] | None = None
+
+
+class _Page:
+    """Sections, and the figures that their places wait for."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.figures: list[str] = []
+
+    def section(self, title: str, *content: str) -> None:
+        self.parts.append(f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>")
+
+    def figure(self, made: Figure, what: str) -> str:
+        """A figure's place; ``what`` is said to who can't see it."""
+        number = len(self.figures)
+        self.figures.append(_script_safe(made.to_json()))
+        return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(what)}"></div>'
+
+
+def page(groups: Sequence[Group], beside: Beside, title: str, version: str) -> str:
+    """The whole page as HTML.
+
+    Args:
+        groups: of runs with one metric.
+        beside: what else there is to show.
+        title: of the page.
+        version: of fedspan.
+    """
+    made, runs = _Page(), [run for group in groups for run in group.runs]
+    metric = runs[0].metric
+    percent = METRICS[metric].percent
+    made.parts.append(f'<p class="verdict">{html.escape(" ".join(sentences(groups)))}</p>')
+    made.section("Runs", _summary(groups))
+    scores = {run.name: charts.score_of(run) for run in runs}
+    losses = {run.name: charts.loss_of(run) for run in runs}
+    if any(scores.values()):
+        figure = charts.course(groups, scores, METRICS[metric].title, percent)
+        made.section("Score", made.figure(figure, f"{metric} by round"), _note(groups))
+    if any(losses.values()):
+        made.section("Training loss", made.figure(charts.course(groups, losses, "loss", False), "loss by round"))
+    if (figure := charts.by_client(groups, metric)) is not None:
+        note = "<p>Of the best round's models, on each client's own test part; the worst stands at the bottom.</p>"
+        made.section("Clients", made.figure(figure, f"{metric} of every client"), note)
+    if beside.division is not None:
+        name, rows, labels = beside.division
+        figure = made.figure(matrices.division(rows, labels), "examples of each label by client")
+        made.section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
+    made.section("Traffic", made.figure(charts.traffic(groups), "bytes down and up"), _ledger(groups))
+    took_part = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]
+    if took_part:
+        figure = matrices.participation(took_part[0])
+        note = f"<p>{html.escape(took_part[0].name)}; dark: took part, x: its reply did not count.</p>"
+        made.section("Participation", note, made.figure(figure, "who took part in which round"))
+    _diagnostics(made, groups, beside.diagnoses)
+    if beside.spectra is not None and (figure := charts.spectra(beside.spectra[1])) is not None:
+        note = f"<p>{html.escape(beside.spectra[0])}: the adapter's update by layer.</p>"
+        made.section("Singular values of the update", note, made.figure(figure, "singular values"))
+    if (figure := charts.privacy(runs)) is not None:
+        made.section("Privacy", made.figure(figure, "epsilon by round"))
+    made.section("Configuration", _configuration(groups))
+    return _html(made, title, version)
+
+
+def _diagnostics(made: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
+    """Those of rounds that were looked at on the way, of a run of each group, and of one more round."""
+    parts: list[str] = []
+    for run in (group.runs[0] for group in groups):
+        if (figure := matrices.by_round(run)) is not None:
+            parts += [f"<p>{html.escape(run.name)}, by round.</p>", made.figure(figure, f"diagnostics of {run.name}")]
+    if diagnoses:
+        figure = made.figure(charts.by_layer(diagnoses), "diagnostics by layer")
+        parts += ["<p>Of one more round after the last.</p>", figure]
+    if parts:
+        table = _table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
+        made.section("Diagnostics", *parts, _details("How to read", table))
+
+
+def _note(groups: Sequence[Group]) -> str:
+    bands = any(len(group.runs) > 1 for group in groups)
+    return "<p>Lines are means over the seeds, bands reach from the least to the most.</p>" if bands else ""
+
+
+def _summary(groups: Sequence[Group]) -> str:
+    metric = groups[0].runs[0].metric
+    rows: list[tuple[str, ...]] = []
+    for group in groups:
+        for run in group.runs:
+            state = "finished" if run.report is not None else f"after round {len(run.rows)}"
+            best = "-" if run.report is None else str(run.report.best_round)
+            worst = _worst(run, metric)
+            cells = (score_text(metric, run.final), worst, best, size(run.bytes), f"{run.seconds:.0f} s")
+            rows.append((group.label, str(run.config.seed), *cells, _epsilon(run), state))
+    title = METRICS[metric].title
+    return _table(("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", ""), rows)
+
+
+def _worst(run: Story, metric: str) -> str:
+    worst: Any = (run.report.scores.get("clients") or {}).get("worst") if run.report is not None else None
+    return "-" if not isinstance(worst, Mapping) else f"{score_text(metric, worst.get(metric))} ({worst['client']})"
+
+
+def _epsilon(run: Story) -> str:
+    spent = None if run.report is None else run.report.privacy.get("epsilon")
+    return "-" if not isinstance(spent, int | float) else f"{spent:.3g}"
+
+
+def _ledger(groups: Sequence[Group]) -> str:
+    rows: list[tuple[str, ...]] = []
+    for group in groups:
+        for run in group.runs:
+            for direction in ("down", "up"):
+                tally = run.totals.run(direction)
+                each = tally.bytes / tally.messages if tally.messages else 0.0
+                sizes = (size(tally.bytes), size(tally.payload), size(each))
+                rows.append((f"{group.label}, seed {run.config.seed}", direction, str(tally.messages), *sizes))
+            for purpose, sent in run.totals.beside.items():
+                rows.append(
+                    (f"{group.label}, seed {run.config.seed}", purpose, "-", size(sum(sent.values())), "-", "-")
+                )
+    head = ("run", "what", "messages", "as sent", "tensor data in it", "a message")
+    return _details("The ledger", _table(head, rows))
+
+
+def _configuration(groups: Sequence[Group]) -> str:
+    first = [group.runs[0] for group in groups]
+    found = differences(first)
+    parts: list[str] = []
+    if len(groups) > 1:
+        rows = [(path, *(_shown(value) for value in values)) for path, values in found.items()]
+        head = ("what differs", *(group.label for group in groups))
+        parts.append(_table(head, rows) if rows else "<p>All runs have one configuration.</p>")
+    for group in groups:
+        text = json.dumps(group.runs[0].config.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        parts.append(_details(group.label, f"<pre>{html.escape(text)}</pre>"))
+    return "".join(parts)
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _script_safe(text: str | None) -> str:
+    """JSON that can stand within a script element, whatever names are in it."""
+    return (text or "{}").replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+_STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 72rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+.verdict { font-size: 1.05rem; border-left: 4px solid #0072b2; padding: .25rem 0 .25rem 1rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
+.figure { width: 100%; } pre { overflow-x: auto; font-size: .8rem; } summary { cursor: pointer; margin: .5rem 0; }
+footer { margin: 3rem 0 1rem; color: #595959; font-size: .85rem; }
+"""
+_DRAW = """
+const options = {responsive: true, displaylogo: false, displayModeBar: false};
+figures.forEach((figure, number) => Plotly.newPlot("figure-" + number, figure.data, figure.layout, options));
+"""
+
+
+def _html(made: _Page, title: str, version: str) -> str:
+    figures = ",\n".join(made.figures)
+    shown = html.escape(title)
+    return "\n".join(
+        (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<link rel="icon" href="data:,">\n<title>{shown}</title>\n<style>{_STYLE}</style>\n</head>',
+            f"<body>\n<h1>{shown}</h1>",
+            *made.parts,
+            f"<footer>fedspan {html.escape(version)}. Nothing on this page is loaded from elsewhere.</footer>",
+            f"<script>{get_plotlyjs()}</script>",
+            f"<script>\nconst figures = [{figures}];\n{_DRAW}</script>\n</body>\n</html>\n",
+        )
+    )

@@ -1,0 +1,110 @@
+"""Runs as one page to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import fedspan
+from fedspan.core.lowrank import LowRank
+from fedspan.data.loading import load
+from fedspan.data.partition import ClientRow, Partition
+from fedspan.diagnostics.round_diagnosis import Diagnosis
+from fedspan.diagnostics.updates import singular_values
+from fedspan.errors import FedspanError
+from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.reports.groups import Group, grouped
+from fedspan.reports.run_data import Story, stories
+from fedspan.runs.diagnose import diagnose
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.task_setup import PROBLEMS
+
+__all__ = ["report"]
+
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def report(
+    runs: str | Path | Sequence[str | Path], out: str | Path, *, diagnostics: bool = False, data: bool = True
+) -> Path:
+    """Write one self-contained HTML page about runs: no network is needed to look at it.
+
+    Args:
+        runs: folders of runs, finished or at work, or of series (``compare``, ``sweep``, ``reproduce``), whose runs are
+            all shown. Runs that differ in their seed alone stand together.
+        out: the page's file; an older one is replaced.
+        diagnostics: also play one more round of a run of each group and show what ``diagnose`` finds.
+        data: read the data again to show who holds which labels; where they are not at hand, that is left out.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        FedspanError: without the extra ``fedspan[report]``, no runs, runs that are judged by different metrics, or a
+            file that can't be written.
+    """
+    try:
+        import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise FedspanError("report", "a page", f"pip install 'fedspan[report]' first ({error})") from None
+    found = stories([runs] if isinstance(runs, str | Path) else runs)
+    for run in found:
+        if run.metric != found[0].metric:
+            expected = f"runs that are judged by one metric; {found[0].name} by {found[0].metric}, this by {run.metric}"
+            raise FedspanError("run folder", run.name, expected)
+    from fedspan.reports.page import Beside, page
+
+    groups, path = grouped(found), Path(out)
+    beside = Beside(
+        division=_division(found[0]) if data else None,
+        spectra=_spectra(found),
+        diagnoses=_diagnoses(groups) if diagnostics else None,
+    )
+    title = f"{groups[0].label}" if len(groups) == 1 else f"{len(found)} runs of {len(groups)} configurations"
+    text = page(groups, beside, title, fedspan.__version__)
+    with disk_errors(path.parent, "choose another file"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    return path
+
+
+def _division(run: Story) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
+    """The label counts of a run's clients; None where its data or its division are not at hand."""
+    place = RunFolder(run.folder)
+    if not PROBLEMS[run.config.task].classifies or not place.partition.is_file():
+        return None
+    try:
+        parts = Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
+        loaded = load(run.config.data, seed=run.config.data_seed, task=run.config.task)
+        return run.name, parts.label_table(loaded.labels, loaded.train), loaded.labels
+    except FedspanError:  # the data have moved or changed since
+        return None
+
+
+def _spectra(found: Sequence[Story]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
+    """Whose, and the singular values of the first exported adapter's layers; None where there is none."""
+    for run in found:
+        for name in run.report.adapters.values() if run.report is not None else ():
+            file = run.folder / name / _WEIGHTS
+            if file.is_file() and (layers := _layers(load_file(file))):
+                return run.name, layers
+    return None
+
+
+def _layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
+    for name, A in tensors.items():
+        layer, found, rest = name.partition(".lora_A")
+        B = tensors.get(f"{layer}.lora_B{rest}")
+        if found and B is not None:
+            pair = LowRank(B.flatten(1).float(), A.flatten(1).float())
+            values[layer.removeprefix("base_model.model.")] = singular_values(pair).tolist()
+    return values
+
+
+def _diagnoses(groups: Sequence[Group]) -> Mapping[str, Diagnosis]:
+    """Of a run of each group."""
+    return {group.label: diagnose(group.runs[0].folder, pairs=0) for group in groups}

@@ -1,0 +1,135 @@
+"""What the numbers say, in a paragraph; every sentence follows from the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fedspan.experiments.tables import plus_minus, size
+from fedspan.experiments.verdict import paired
+from fedspan.reports.groups import Group
+from fedspan.tasks.metrics import METRICS
+
+__all__ = ["score_text", "sentences"]
+
+_BEHIND = 0.1
+"""A client so far below the mean of the clients is left behind: of a share in its own unit, else of that mean."""
+
+
+def score_text(metric: str, value: float | None, deviation: float | None = None) -> str:
+    """``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for what was not measured."""
+    unit = " %" if value is not None and METRICS[metric].percent else ""
+    return f"{plus_minus(metric, value, deviation)}{unit}"
+
+
+def _gap(metric: str, value: float) -> str:
+    """A difference: of shares, in points."""
+    return f"{100 * abs(value):.1f} points" if METRICS[metric].percent else f"{abs(value):.4f}"
+
+
+def sentences(groups: Sequence[Group]) -> tuple[str, ...]:
+    """The verdict.
+
+    Args:
+        groups: of one metric.
+    """
+    metric = groups[0].runs[0].metric
+    measured = [group for group in groups if group.mean is not None]
+    if not measured:
+        return ("Nothing was measured on held-out examples yet.",)
+    sign = 1 if METRICS[metric].higher else -1
+    ranked = sorted(measured, key=lambda group: -sign * (group.mean or 0.0))
+    return tuple(
+        one
+        for one in (
+            _best(ranked, metric),
+            _against(ranked, metric, sign),
+            _thrift(ranked, metric, sign),
+            _behind(ranked[0], metric, sign),
+            _unfinished(ranked[0]),
+            _failures(groups),
+        )
+        if one
+    )
+
+
+def _best(ranked: Sequence[Group], metric: str) -> str:
+    best = ranked[0]
+    seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
+    what = METRICS[metric].title
+    first = f"{best.label} has the best {what}," if len(ranked) > 1 else f"The {what} of {best.label} is"
+    return f"{first} {score_text(metric, best.mean, best.deviation)}{seeds}, after {_rounds(best)}."
+
+
+def _rounds(group: Group) -> str:
+    counts = sorted({len(run.rows) for run in group.runs})
+    return f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
+
+
+def _against(ranked: Sequence[Group], metric: str, sign: int) -> str:
+    if len(ranked) < 2:
+        return ""
+    best, second = ranked[:2]
+    gap = _gap(metric, (best.mean or 0.0) - (second.mean or 0.0))
+    seeds = [run.config.seed for run in best.runs]
+    if len(seeds) < 2 or seeds != [run.config.seed for run in second.runs]:
+        return f"{second.label} is {gap} behind; more seeds in common would tell whether that is more than chance."
+    found = paired([sign * (s or 0.0) for s in best.scores], [sign * (s or 0.0) for s in second.scores])
+    sure = "more than two standard errors" if found.verdict == "holds" else "within two standard errors"
+    return f"{second.label} is {gap} behind, which is {sure} of the difference, paired by seed."
+
+
+def _thrift(ranked: Sequence[Group], metric: str, sign: int) -> str:
+    if len(ranked) < 2:
+        return ""
+
+    def sent(group: Group) -> float:
+        return sum(run.bytes for run in group.runs) / len(group.runs)
+
+    best, least = ranked[0], min(ranked, key=sent)
+    if least is best or not sent(least):
+        return f"It also sends the least, {size(sent(best))} a run."
+    times = sent(best) / sent(least)
+    less = f"{1 - 1 / times:.0%} less" if times < 2 else f"{times:.1f} times less"
+    gap = _gap(metric, (best.mean or 0.0) - (least.mean or 0.0))
+    return f"{least.label} sends the least, {size(sent(least))} a run ({less}), and is {gap} behind."
+
+
+def _behind(best: Group, metric: str, sign: int) -> str:
+    worst: list[tuple[float, float, str]] = []
+    for run in best.runs:
+        scores = {
+            id: float(own[metric])
+            for id, own in (run.report.by_client if run.report is not None else {}).items()
+            if metric in own and not math.isnan(float(own[metric]))
+        }
+        if len(scores) < 2:
+            continue
+        mean = sum(scores.values()) / len(scores)
+        id = min(scores, key=lambda one: sign * scores[one])
+        worst.append((sign * (mean - scores[id]), 1.0 if METRICS[metric].percent else abs(mean), id))
+    if not worst:
+        return ""
+    gap, unit, id = max(worst)
+    if gap < _BEHIND * unit:
+        return f"No client is left behind: the worst is {_gap(metric, gap)} from the clients' mean."
+    return f"{id} is left behind, {_gap(metric, gap)} from the clients' mean."
+
+
+def _unfinished(best: Group) -> str:
+    last = [run for run in best.runs if run.report is not None and run.report.best_round == run.report.rounds]
+    if best.runs and len(last) == len(best.runs):
+        return "Its best round was its last: more rounds may bring more."
+    return ""
+
+
+def _failures(groups: Sequence[Group]) -> str:
+    counts: dict[str, int] = {}
+    for run in (run for group in groups for run in group.runs if run.report is not None):
+        assert run.report is not None
+        for id, one in run.report.failures.items():
+            counts[id] = counts.get(id, 0) + int(one.get("count", 0))
+    if not counts:
+        return ""
+    worst = max(counts, key=lambda id: counts[id])
+    return f"{sum(counts.values())} replies did not count, {counts[worst]} of them {worst}'s."

@@ -1,0 +1,161 @@
+"""The cells of a preset: which runs it takes, each as a config."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedspan.config import override, parse_config
+from fedspan.errors import FedspanError
+from fedspan.experiments.tables import Table
+from fedspan.reproduction.presets import Preset, Scale, Where, merged
+
+__all__ = ["DATA", "MODEL", "Cell", "cells_of", "row_folders", "settings_table"]
+
+DATA, MODEL = "{data}", "{model}"
+"""What stands in presets for the folder with the data, and for the folder with a model that no package brings."""
+_DIVISIONS = {"dirichlet": "Dirichlet {alpha:g}", "iid": "IID", "natural": "by {column}"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table.
+
+    Args:
+        name: of its folder, too; ``all`` if there are no axes.
+        values: by axis.
+        configs: of every row, as plain values, by label.
+    """
+
+    name: str
+    values: Mapping[str, str]
+    configs: Mapping[str, Mapping[str, Any]]
+
+
+def cells_of(
+    preset: Preset,
+    scale: Scale,
+    data: str | None = None,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[Cell, ...]:
+    """All cells of a preset at a scale.
+
+    Args:
+        preset: the table.
+        scale: ``full`` or ``small``.
+        data: takes the place of ``{data}`` in paths; None leaves it.
+        model: takes the place of ``{model}``; None leaves it.
+        overrides: ``section.field=value``, over all cells.
+
+    Raises:
+        FedspanError: for an override that is none.
+    """
+    axes = preset.axes_at(scale)
+    base = preset.config if scale == "full" else merged(preset.config, preset.small.config)
+    wheres = preset.where if scale == "full" else preset.small.where
+    given = {token: value for token, value in ((DATA, data), (MODEL, model)) if value is not None}
+    cells: list[Cell] = []
+    for chosen in itertools.product(*(values.items() for values in axes.values())):
+        values = {axis: name for axis, (name, _) in zip(axes, chosen, strict=True)}
+        if scale == "small" and any(_within(values, skipped) for skipped in preset.small.skip):
+            continue
+        shared = base
+        for _, changes in chosen:
+            shared = merged(shared, changes)
+        configs: dict[str, Mapping[str, Any]] = {}
+        for label in preset.labels_at(scale):
+            config = shared
+            for where in wheres:
+                if _applies(where, values, label):
+                    config = merged(config, where.set)
+            entry = preset.methods[label]
+            config = merged(config, entry.set)
+            if scale == "small":
+                config = merged(config, preset.small.methods.get(label, {}))
+            method = {**config.get("method", {}), "name": entry.key}
+            configs[label] = override(_filled({**config, "method": method}, given), overrides)
+        cells.append(Cell(_folder(values.values()), values, configs))
+    names = [cell.name for cell in cells]
+    if len(set(names)) != len(names):
+        raise FedspanError(preset.id, names, "values of axes whose names differ in letters or digits")
+    return tuple(cells)
+
+
+def settings_table(cells: Sequence[Cell]) -> Table:
+    """What is played in each cell: at the small scale a name is the paper's, and what stands for it is another thing.
+
+    Raises:
+        FedspanError: for a config that is none.
+    """
+    rows: list[tuple[str, ...]] = []
+    for cell in cells:
+        configs = {label: parse_config(values) for label, values in cell.configs.items()}
+        one = next(iter(configs.values()))
+        data, model, split, asked = one.data, one.model, one.partition, one.federation.clients_per_round
+        source = data.dataset or "/".join(Path(data.train or "").parts[-2:])
+        if data.max_examples is not None:
+            source += f", at most {data.max_examples:,}"
+        blocks = model.layers_to_transform
+        layers = "all" if blocks is None else str(blocks).strip("[]")
+        ranks: dict[str, list[str]] = {}
+        for label, config in configs.items():
+            given = config.federation.ranks
+            own = getattr(config.method, "r", None) if given is None else json.dumps(given, default=str)
+            ranks.setdefault(str(own), []).append(label)
+        rows.append(
+            (
+                cell.name,
+                source,
+                _DIVISIONS.get(split.partitioner, split.partitioner).format(alpha=split.alpha, column=split.column),
+                ("as many as values" if split.column is not None else str(split.clients))
+                + ("" if asked is None else f", {asked} a round"),
+                Path(model.name).name,
+                layers,
+                "; ".join(rank if len(ranks) == 1 else f"{rank} ({', '.join(own)})" for rank, own in ranks.items()),
+                str(one.federation.rounds),
+            )
+        )
+    head = ("cell", "data", "division", "clients", "model", "layers", "rank", "rounds")
+    return Table(head, tuple(rows), None, ())
+
+
+def row_folders(labels: Iterable[str]) -> dict[str, str]:
+    """A folder's name for each row: numbered where two would have the same (FedGaLore and the paper's FedGaLore-)."""
+    names: dict[str, str] = {}
+    for label in labels:
+        name = _folder([label])
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        names[label] = next(one for one in itertools.chain([name], numbered) if one not in names.values())
+    return names
+
+
+def _folder(values: Iterable[str]) -> str:
+    """A name of a folder from labels: letters, digits and dots, the rest as dashes."""
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-").lower() for value in values) or "all"
+
+
+def _applies(where: Where, values: Mapping[str, str], label: str) -> bool:
+    return _within(values, where.cells) and (not where.methods or label in where.methods)
+
+
+def _within(values: Mapping[str, str], cells: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a cell is one of those; an axis left out: whatever it has there."""
+    return all(values[axis] in names for axis, names in cells.items())
+
+
+def _filled(value: Any, given: Mapping[str, str]) -> Any:
+    """Plain values with the tokens in their texts replaced."""
+    if isinstance(value, Mapping):
+        return {key: _filled(inner, given) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, given) for inner in value]
+    if isinstance(value, str):
+        for token, text in given.items():
+            value = value.replace(token, text)
+    return value

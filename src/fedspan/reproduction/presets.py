@@ -1,0 +1,271 @@
+"""The papers' experiments as data: one YAML file for each table and figure, checked against the schema here.
+
+A preset is a config at the paper's size, axes whose combinations are the cells of its table, the methods of its rows,
+and the paper's statements about them. ``small`` keeps the protocol and shrinks everything to what two cores can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+import yaml
+from pydantic import Field, model_validator
+
+from fedspan.config.validation_errors import first_mistake
+from fedspan.errors import FedspanError, nearest
+from fedspan.methods.registry import METHODS
+from fedspan.reproduction.statements import Claim, Record
+
+__all__ = [
+    "SCALES",
+    "MethodEntry",
+    "Preset",
+    "Scale",
+    "architectures",
+    "list_presets",
+    "merged",
+    "preset_of",
+    "require_scale",
+]
+
+Scale = Literal["full", "small"]
+SCALES: tuple[Scale, ...] = ("full", "small")
+
+
+def require_scale(scale: str) -> None:
+    """Check that there is such a scale.
+
+    Raises:
+        FedspanError: if not.
+    """
+    if scale not in SCALES:
+        raise FedspanError("--scale", scale, f"one of {', '.join(SCALES)}")
+
+
+Values = dict[str, Any]
+"""Part of a config as plain values, section by section."""
+
+
+class MethodEntry(Record):
+    """A row of the table.
+
+    Args:
+        key: of the registry.
+        set: changes to the config for this row, its options under ``method`` among them.
+    """
+
+    key: str
+    set: Values = Field(default_factory=dict)
+
+
+class Where(Record):
+    """Changes for some of the cells, where two axes act on one field.
+
+    Args:
+        cells: by axis, the values that it is for; an axis left out: all of its values.
+        methods: labels that it is for; empty: all.
+        set: the changes.
+    """
+
+    cells: dict[str, list[str]] = Field(default_factory=dict)
+    methods: list[str] = Field(default_factory=list)
+    set: Values
+
+
+class Small(Record):
+    """What the small scale changes.
+
+    Args:
+        config: over the full one.
+        axes: in place of the full ones, by axis; an axis left out stays as it is.
+        methods: changes by label, over the full ones.
+        leave_out: labels of rows that are not played.
+        skip: combinations of the axes' values that are not played, each by axis as in ``Where.cells``.
+        where: in place of the full ones.
+        sweep: in place of the full one; None keeps it.
+        seeds: likewise.
+    """
+
+    config: Values = Field(default_factory=dict)
+    axes: dict[str, dict[str, Values]] = Field(default_factory=dict)
+    methods: dict[str, Values] = Field(default_factory=dict)
+    leave_out: list[str] = Field(default_factory=list)
+    skip: list[Annotated[dict[str, list[str]], Field(min_length=1)]] = Field(default_factory=list)
+    where: list[Where] = Field(default_factory=list)
+    sweep: dict[str, list[Any]] | None = None
+    seeds: list[int] | None = Field(default=None, min_length=1)
+
+
+class Preset(Record):
+    """One table or figure.
+
+    Args:
+        id: ``rolora-table1``.
+        paper: with its number on arXiv.
+        item: ``Table 1``.
+        title: what it is about.
+        config: of all cells and methods, at the paper's size.
+        axes: by name, their values with what each changes; the cells are all combinations.
+        methods: rows by label.
+        where: changes for some of the cells.
+        sweep: values to try by path in the config, chosen by validation under the first seed.
+        seeds: of every cell and method.
+        claims: what the paper says.
+        small: what the small scale changes.
+        notes: where the paper is silent, or what a config cannot express, and what is done instead.
+    """
+
+    id: str
+    paper: str
+    item: str
+    title: str
+    config: Values
+    axes: dict[str, dict[str, Values]] = Field(default_factory=dict)
+    methods: dict[str, MethodEntry] = Field(min_length=1)
+    where: list[Where] = Field(default_factory=list)
+    sweep: dict[str, list[Any]] = Field(default_factory=dict)
+    seeds: list[int] = Field(min_length=1)
+    claims: list[Claim] = Field(min_length=1)
+    small: Small
+    notes: list[str] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for label, entry in self.methods.items():
+            if entry.key not in METHODS:
+                raise ValueError(f"methods.{label}.key {entry.key!r}: the nearest are {nearest(entry.key, METHODS)}")
+        for axis in self.small.axes:
+            self._require("small.axes", axis, self.axes)
+        for label in (*self.small.methods, *self.small.leave_out):
+            self._require("small", label, self.methods)
+        for where in (*self.where, *self.small.where):
+            self._require_cells("where", where.cells)
+            for label in where.methods:
+                self._require("where.methods", label, self.methods)
+        for skipped in self.small.skip:
+            self._require_cells("small.skip", skipped)
+        for claim in self.claims:
+            self._require_cells("claims", claim.cells)
+            for label in (claim.better, *claim.worse):
+                self._require("claims", label, self.methods)
+            if claim.gap is not None:
+                if claim.measure not in ("score", "bytes_up", "bytes_down"):
+                    raise ValueError(f"claims: a gap of {claim.measure} means nothing")
+                self._require_cells("claims.gap", {claim.gap.axis: [claim.gap.before, claim.gap.after]})
+        return self
+
+    def _require_cells(self, field: str, cells: Mapping[str, list[str]]) -> None:
+        for axis, values in cells.items():
+            self._require(field, axis, self.axes)
+            for value in values:
+                self._require(f"{field}.{axis}", value, {**self.axes[axis], **self.small.axes.get(axis, {})})
+
+    @staticmethod
+    def _require(field: str, name: str, known: Mapping[str, object]) -> None:
+        if name not in known:
+            raise ValueError(f"{field}: {name!r} is none of {', '.join(known)}")
+
+    def axes_at(self, scale: Scale) -> dict[str, dict[str, Values]]:
+        """The axes at a scale."""
+        return self.axes if scale == "full" else {**self.axes, **self.small.axes}
+
+    def labels_at(self, scale: Scale) -> tuple[str, ...]:
+        """The rows at a scale."""
+        left_out = () if scale == "full" else self.small.leave_out
+        return tuple(label for label in self.methods if label not in left_out)
+
+    def sweep_at(self, scale: Scale) -> dict[str, list[Any]]:
+        """What is tried at a scale."""
+        return self.sweep if scale == "full" or self.small.sweep is None else self.small.sweep
+
+    @property
+    def timed(self) -> bool:
+        """Whether seconds are compared: then every run is played, as another's seconds are of another hour."""
+        return any(claim.measure == "seconds_to" for claim in self.claims)
+
+    def seeds_at(self, scale: Scale) -> tuple[int, ...]:
+        """The seeds at a scale."""
+        return tuple(self.seeds if scale == "full" or self.small.seeds is None else self.small.seeds)
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``below`` with the values of ``above`` over it, section by section."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+@cache
+def _texts() -> Mapping[str, str]:
+    folder = files("fedspan").joinpath("presets")
+    return {
+        entry.name.removesuffix(".yaml"): entry.read_text(encoding="utf-8")
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        if entry.name.endswith(".yaml")
+    }
+
+
+@cache
+def architectures() -> Mapping[str, Mapping[str, Any]]:
+    """The Transformers configs of the models that presets name, as plain values, by name."""
+    return yaml.safe_load(_texts()["_architectures"])
+
+
+def _values(name: str) -> Values:
+    """A file's values over those of the file that it extends; notes are added to notes.
+
+    Files that begin with ``_`` are no presets themselves.
+    """
+    values = yaml.safe_load(_texts()[name])
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    below = _values(base)
+    both: Values = {**merged(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
+    for part in (both, both.get("small", {})):  # a null takes an axis, one of its values or a row away again
+        if "axes" in part:
+            kept = {axis: each for axis, each in part["axes"].items() if each is not None}
+            part["axes"] = {axis: _without_none(each) for axis, each in kept.items()}
+        if "methods" in part:
+            part["methods"] = _without_none(part["methods"])
+    return both
+
+
+def _without_none(values: Values) -> Values:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+@cache
+def preset_of(id: str) -> Preset:
+    """A preset.
+
+    Raises:
+        FedspanError: there is none of this id, or its file does not fit the schema.
+    """
+    known = [name for name in _texts() if not name.startswith("_")]
+    if id not in known:
+        raise FedspanError("ID", id, f"no such preset; the nearest are {nearest(id, known)}")
+    return read_preset({"id": id, **_values(id)}, id)
+
+
+def read_preset(values: Mapping[str, Any], where: str) -> Preset:
+    """A preset from plain values.
+
+    Raises:
+        FedspanError: for the first mistake, with ``where`` it is.
+    """
+    try:
+        return Preset.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise first_mistake(error, prefix=where, root=Preset) from None
+
+
+def list_presets() -> tuple[Preset, ...]:
+    """All presets, by id."""
+    return tuple(preset_of(name) for name in _texts() if not name.startswith("_"))

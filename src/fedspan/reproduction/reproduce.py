@@ -1,0 +1,251 @@
+"""Playing a paper's table again: learning rates chosen by validation, then all seeds, then the verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedspan.config import parse_config
+from fedspan.errors import FedspanError
+from fedspan.experiments.compare import compare
+from fedspan.experiments.execution import command_line, read_settings
+from fedspan.experiments.reuse import finished_runs
+from fedspan.experiments.run_search import sweep
+from fedspan.experiments.series import Watcher
+from fedspan.experiments.tables import Table, markdown, megabytes, plus_minus, seconds
+from fedspan.files import disk_errors, write_atomic
+from fedspan.reproduction.cells import DATA, MODEL, Cell, cells_of, row_folders, settings_table
+from fedspan.reproduction.measurement import MEASURED, measured
+from fedspan.reproduction.presets import Preset, Scale, preset_of, require_scale
+from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, verdict_table
+from fedspan.runs.curves import curve_of
+from fedspan.runs.folder import RunFolder
+from fedspan.training.prefix_rows import shared_prefixes
+
+__all__ = ["Reproduction", "reproduce", "resume_reproduction"]
+
+REPRODUCE = "reproduce.yaml"
+_SETTINGS = {
+    "command": list,
+    "id": str,
+    "scale": str,
+    "data": (str, type(None)),
+    "model": (str, type(None)),
+    "overrides": list,
+    "reuse": list,
+}
+_LATER: dict[str, Any] = {"reuse": []}
+"""Settings that earlier versions did not write."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A table played again; ``table.md`` and ``table.json`` in its folder hold the same.
+
+    Args:
+        id: of the preset.
+        scale: at which.
+        seeds: of every row.
+        scores: of all rows in all cells.
+        verdicts: on the paper's statements.
+        folder: with the runs.
+        played: what the cells are.
+    """
+
+    id: str
+    scale: Scale
+    seeds: tuple[int, ...]
+    scores: tuple[CellScore, ...]
+    verdicts: tuple[Judged, ...]
+    folder: str
+    played: Table
+
+    def table(self) -> Table:
+        """The scores as people read them."""
+        rows = tuple(
+            (
+                score.cell,
+                score.method,
+                score.failed or plus_minus(score.metric, score.mean, score.deviation),
+                ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in score.chosen.items()) or "-",
+                megabytes(score.bytes_down),
+                megabytes(score.bytes_up),
+                seconds(score.seconds),
+            )
+            for score in self.scores
+        )
+        numbers = ", ".join(map(str, self.seeds))
+        metrics = ", ".join(dict.fromkeys(score.metric for score in self.scores if score.metric))
+        notes = (
+            f"Mean ± standard deviation over the seeds {numbers}; {metrics}. MB and seconds are those of one run.",
+        )
+        return Table(("cell", "method", "held-out", "chosen", "MB down", "MB up", "seconds"), rows, None, notes)
+
+
+def reproduce(
+    id: str,
+    folder: str | Path,
+    *,
+    scale: Scale = "small",
+    data: str | Path | None = None,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    reuse: Sequence[str | Path] = (),
+    listener: Watcher | None = None,
+) -> Reproduction:
+    """Play a preset: in every cell and for every row a sweep on the first seed by validation, then all seeds.
+
+    Stopped, the same call goes on: every run is an ordinary one, in ``folder/<cell>/<method>/``. A run that is finished
+    elsewhere in the folder or in ``reuse`` is copied (same config, versions, machine and threads, and no local file
+    changed since), unless seconds are compared.
+
+    Args:
+        id: of the preset.
+        folder: for the runs and the tables; empty, not there yet, or of this preset at this scale.
+        scale: ``small`` or ``full``.
+        data: folder with local data sets, where the preset reads files.
+        model: folder with a model, where the preset asks for one.
+        overrides: changes to all configs, each ``section.field=value``.
+        reuse: folders with other reproductions or runs; they are not changed.
+        listener: told what happens.
+
+    Raises:
+        FedspanError: for anything that the user can put right.
+    """
+    for known in reuse:
+        if not Path(known).is_dir():
+            raise FedspanError("--reuse", str(known), "a folder that holds finished runs")
+    settings = {
+        "command": command_line(sys.argv),
+        "id": id,
+        "scale": scale,
+        # whole paths: configs of another working directory are not taken for equal ones
+        "data": None if data is None else os.path.abspath(data),
+        "model": None if model is None else os.path.abspath(model),
+        "overrides": list(overrides),
+        "reuse": [os.path.abspath(folder) for folder in reuse],
+    }
+    return _play(settings, Path(folder), listener or Watcher())
+
+
+def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) -> Reproduction:
+    """Go on under the settings that it was begun with.
+
+    Raises:
+        FedspanError: if none was begun there, and as ``reproduce`` does.
+    """
+    settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
+    there = [known for known in settings["reuse"] if Path(known).is_dir()]  # what is gone is played
+    return _play({**settings, "reuse": there}, Path(folder), listener or Watcher())
+
+
+def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
+    preset, scale = preset_of(settings["id"]), settings["scale"]
+    require_scale(scale)
+    cells = cells_of(preset, scale, settings["data"], settings["model"], settings["overrides"])
+    for cell in cells:
+        for values in cell.configs.values():
+            _require_places(values)
+            parse_config(values)
+    known = [*map(Path, settings["reuse"]), *([folder] if folder.is_dir() else [])]
+    with shared_prefixes(), nullcontext() if preset.timed else finished_runs(known):
+        _begin(folder, settings)
+        scores = tuple(
+            _row(preset, scale, cell, label, folder / cell.name / name, watcher)
+            for cell in cells
+            for label, name in row_folders(cell.configs).items()
+        )
+    verdicts = judge(preset.claims, cells, scores)
+    report = Reproduction(
+        preset.id, scale, preset.seeds_at(scale), scores, verdicts, str(folder), settings_table(cells)
+    )
+    _write(report, preset, settings["command"])
+    return report
+
+
+def _require_places(values: Mapping[str, Any]) -> None:
+    text = json.dumps(values)
+    for token, option, what in (
+        (DATA, "--data", "a folder with local data sets, named as their publishers name them (docs/reproducing.md)"),
+        (MODEL, "--model", "a folder with a causal language model in Transformers' format"),
+    ):
+        if token in text:
+            raise FedspanError(option, None, what)
+
+
+def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
+    path = folder / REPRODUCE
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not path.is_file())):
+        raise FedspanError("folder", str(folder), "it holds other things; choose another")
+    if path.is_file():
+        begun = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
+        for name in ("id", "scale", "overrides"):
+            if begun[name] != settings[name]:
+                raise FedspanError("folder", str(folder), f"it was begun with {name} {begun[name]!r}; choose another")
+    with disk_errors(folder, "choose another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode())
+
+
+def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
+    """One row in one cell: the sweep, if there is something to choose, and the seeds."""
+    config: Any = cell.configs[label]
+    over, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
+    chosen: Mapping[str, object] = {}
+    if any(len(values) > 1 for values in over.values()):
+        found = sweep(config, folder / "sweep", over, seeds=seeds[:1], listener=watcher)
+        if found.best is None:
+            why = "every learning rate diverged"
+            return CellScore(cell.name, label, {}, "", True, (), None, None, None, None, None, why)
+        chosen, config = found.trials[0].values, found.best
+    elif over:
+        chosen = {path: values[0] for path, values in over.items()}
+    texts = [f"{path}={json.dumps(value)}" for path, value in chosen.items()]
+    key = preset.methods[label].key
+    try:
+        report = compare(config, folder / "seeds", [key], seeds, overrides=texts, listener=watcher)
+    except FedspanError as error:
+        if error.field != "training.lr":  # the one complaint of training itself: it diverges
+            raise
+        return CellScore(cell.name, label, chosen, "", True, (), None, None, None, None, None, "a seed diverged")
+    row = report.rows[0]
+    wanted = {claim.measure for claim in preset.claims}
+    runs = [RunFolder(folder / "seeds" / f"{key}-seed{seed}") for seed in seeds]
+    looked = [measured(place.path, sorted(wanted & MEASURED)) for place in runs]
+    return CellScore(
+        cell=cell.name,
+        method=label,
+        chosen=chosen,
+        metric=report.metric,
+        higher=report.higher,
+        scores=row.scores,
+        mean=row.mean,
+        deviation=row.deviation,
+        bytes_down=row.bytes_down,
+        bytes_up=row.bytes_up,
+        seconds=row.seconds,
+        measured={name: tuple(each[name] for each in looked) for name in sorted(wanted & MEASURED)},
+        curves=tuple(curve_of(place, report.metric) for place in runs) if wanted & set(COSTS) else (),
+    )
+
+
+def _write(report: Reproduction, preset: Preset, command: Sequence[str]) -> None:
+    folder = Path(report.folder)
+    lines = [f"# {preset.paper}: {preset.item}", "", preset.title, "", f"Command: `{' '.join(command)}`", ""]
+    for table in (report.played, report.table(), verdict_table(report.verdicts)):
+        lines += [*markdown(table), ""]
+    lines += ["Notes:", ""]
+    lines += [f"- {' '.join(note.split())}" for note in preset.notes]
+    with disk_errors(folder):
+        write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
+        plain = json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False)
+        write_atomic(folder / "table.json", (plain + "\n").encode())

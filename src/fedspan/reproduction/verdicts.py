@@ -1,0 +1,269 @@
+"""What a preset's numbers say of the paper's statements, by the rule that was fixed before they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fedspan.experiments.tables import Table, plus_minus
+from fedspan.experiments.verdict import Within, near, paired
+from fedspan.reproduction.cells import Cell
+from fedspan.reproduction.statements import Claim
+from fedspan.runs.curves import Point, reached, target_of
+from fedspan.tasks.metrics import METRICS
+
+__all__ = ["CellScore", "Judged", "JudgedCell", "difference", "judge", "verdict_table"]
+
+Verdict = Literal["holds", "contradicted", "inconclusive", "not runnable here"]
+
+COSTS: Mapping[str, Callable[[Point], float]] = {
+    "rounds_to": lambda point: float(point.round),
+    "bytes_to": lambda point: float(point.bytes),
+    "seconds_to": lambda point: point.seconds,
+}
+"""Of coming to a score (``runs.curves.target_of`` both rows of a pair), seed by seed: the less the better."""
+Bound = Literal["", "at least ", "at most ", "about "]
+_SIGNS = {"exact_match": 1.0, "alignment": 1.0, "barrier": -1.0, "state_step": -1.0}
+"""Of other measures, which end is better."""
+
+
+@dataclass(frozen=True)
+class CellScore:
+    """One row in one cell.
+
+    Args:
+        cell: its name.
+        method: label of the row.
+        chosen: what the sweep chose, by path in the config; empty without a sweep.
+        metric: that was measured; empty if nothing was.
+        higher: whether more of it is better.
+        scores: on held-out examples (without them, the clients' own tests), one for each seed; empty if it failed.
+        mean: of the scores; None if one is missing.
+        deviation: standard deviation (n - 1) over the seeds; None for one.
+        bytes_down: serialized, of one run, mean over the seeds.
+        bytes_up: likewise.
+        seconds: wall-clock time of the rounds of one run, mean over the seeds.
+        failed: why there are no scores.
+        measured: what claims compare beside scores and bytes, by measure, one for each seed.
+        curves: the scores by round, one curve for each seed; empty where no claim asks for them.
+    """
+
+    cell: str
+    method: str
+    chosen: Mapping[str, object]
+    metric: str
+    higher: bool
+    scores: tuple[float | None, ...]
+    mean: float | None
+    deviation: float | None
+    bytes_down: float | None
+    bytes_up: float | None
+    seconds: float | None
+    failed: str | None = None
+    measured: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    curves: tuple[tuple[Point, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class JudgedCell:
+    """A claim in one cell, or over all of its cells.
+
+    Args:
+        cell: its name; ``all`` of the claim's.
+        mean: how much better the better row was, mean over the seeds, in the metric's unit.
+        error: standard error of that; None for one seed.
+        verdict: by the rule.
+        bound: of costs, what the mean is where a run of the worse row (at least), of the better one (at most) or of
+            both (about) ended before it came to the score: all that it had cost is counted, less than it would take.
+    """
+
+    cell: str
+    mean: float
+    error: float | None
+    verdict: Verdict
+    bound: Bound = ""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim about one pair of rows, judged.
+
+    Args:
+        says: the paper's statement.
+        better: label of the row that is said to be better.
+        worse: label of the other.
+        metric: that was compared.
+        verdict: over all cells together, seed by seed.
+        overall: the same with its numbers; None where it could not be judged.
+        cells: each by itself.
+        why: where it could not be judged, what was missing.
+    """
+
+    says: str
+    better: str
+    worse: str
+    metric: str
+    verdict: Verdict
+    overall: JudgedCell | None
+    cells: tuple[JudgedCell, ...]
+    why: str | None = None
+
+
+def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellScore]) -> tuple[Judged, ...]:
+    """A verdict for every claim and every row that it names as worse.
+
+    *holds* if the difference, paired by seed, exceeds two standard errors in the paper's direction, *contradicted* if
+    in the other, else *inconclusive*; ``claim.within`` as in ``analysis.verdict.near``. A row that failed in a cell
+    leaves that cell out.
+
+    Args:
+        claims: the paper's.
+        cells: of the table.
+        scores: of all rows in all cells.
+    """
+    by_place = {(score.cell, score.method): score for score in scores}
+    return tuple(_judged(claim, worse, cells, by_place) for claim in claims for worse in claim.worse)
+
+
+def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]) -> Judged:
+    fitting = [cell for cell in cells if all(cell.values[axis] in names for axis, names in claim.cells.items())]
+    named = {cell.name for cell in fitting}
+    metrics = dict.fromkeys(s.metric for s in scores.values() if s.metric and s.cell in named)
+    metric = claim.measure if claim.measure != "score" else next(iter(metrics), "")
+
+    def unjudged(why: str) -> Judged:
+        return Judged(claim.says, claim.better, worse, metric, "not runnable here", None, (), why)
+
+    if claim.needs is not None:
+        return unjudged(f"it takes {claim.needs}, which is not measured")
+    if claim.measure == "score" and len(metrics) > 1:
+        return unjudged(f"{' and '.join(sorted(metrics))} have no mean: a claim for each")
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    bounds: dict[str, Bound] = {}
+    for cell in fitting:
+        if claim.measure in COSTS:
+            rows = (scores.get((cell.name, claim.better)), scores.get((cell.name, worse)))
+            *pair, bounds[cell.name] = _costs(COSTS[claim.measure], *rows)
+        else:
+            pair = [_values(claim, cell, label, cells, scores) for label in (claim.better, worse)]
+        if pair[0] is not None and pair[1] is not None:
+            found[cell.name] = (pair[0], pair[1])
+    if not found:
+        return unjudged("no cell of it is played, or measured, at this scale, or a row of it failed everywhere")
+    rule = _rule(claim)
+    single = tuple(_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in found.items())
+    mean = [_means([pair[side] for pair in found.values()]) for side in (0, 1)]
+    overall = _cell("all", rule(mean[0], mean[1]), _bound({bounds.get(name, "") for name in found}))
+    return Judged(claim.says, claim.better, worse, metric, overall.verdict, overall, single)
+
+
+def _rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
+    within = claim.within
+    if within is None:
+        return paired
+    return lambda better, worse: near([one - other for one, other in zip(better, worse, strict=True)], 0.0, within)
+
+
+def _cell(name: str, found: Within, bound: Bound) -> JudgedCell:
+    """A bound on the wrong side says nothing: a run that never came to the score may have been the cheaper one."""
+    says_nothing = (found.verdict == "holds" and bound in ("at most ", "about ")) or (
+        found.verdict == "contradicted" and bound in ("at least ", "about ")
+    )
+    verdict = "inconclusive" if says_nothing else found.verdict
+    return JudgedCell(name, found.mean, found.error if found.error < float("inf") else None, verdict, bound)
+
+
+def _bound(bounds: Collection[Bound]) -> Bound:
+    """Of a mean of what is bounded so."""
+    some: set[Bound] = set(bounds) - {""}
+    return "about " if len(some) > 1 else some.pop() if some else ""
+
+
+def _values(
+    claim: Claim, cell: Cell, label: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]
+) -> list[float] | None:
+    """What is compared, one for each seed, so that more is better; None where something is missing."""
+    if claim.gap is None:
+        return _oriented(scores.get((cell.name, label)), claim.measure)
+    gap = claim.gap
+    if cell.values[gap.axis] != gap.after:
+        return None
+    other = {**cell.values, gap.axis: gap.before}
+    before = next((each for each in cells if each.values == other), None)
+    ends = [_oriented(scores.get((each.name, label)), claim.measure) for each in (before, cell) if each is not None]
+    if len(ends) < 2 or ends[0] is None or ends[1] is None:
+        return None
+    return [end - start for start, end in zip(ends[0], ends[1], strict=True)]
+
+
+def _costs(
+    cost: Callable[[Point], float], better: CellScore | None, worse: CellScore | None
+) -> tuple[list[float] | None, list[float] | None, Bound]:
+    """What it costs both to come to the pair's score, one for each seed, so that more is better; and the bound."""
+    sides: tuple[list[float], list[float]] = ([], [])
+    bounds: set[Bound] = set()
+    for pair in zip(() if better is None else better.curves, () if worse is None else worse.curves, strict=False):
+        assert better is not None
+        target = target_of(pair, better.higher)
+        if target is None:
+            return None, None, ""
+        ends: tuple[Bound, Bound] = ("at most ", "at least ")
+        for side, curve, bound in zip(sides, pair, ends, strict=True):
+            point = reached(curve, target, better.higher)
+            side.append(-cost(point or curve[-1]))
+            bounds |= {bound} if point is None else set()
+    return sides[0] or None, sides[1] or None, _bound(bounds)
+
+
+def _oriented(score: CellScore | None, measure: str) -> list[float] | None:
+    if score is None or score.mean is None:
+        return None
+    if measure in _SIGNS:
+        found = [value for value in score.measured.get(measure, ()) if value is not None]
+        return [_SIGNS[measure] * value for value in found] if len(found) == len(score.scores) else None
+    if measure != "score":
+        count = score.bytes_up if measure == "bytes_up" else score.bytes_down
+        return None if count is None else [-count] * len(score.scores)
+    sign = 1.0 if score.higher else -1.0
+    return [sign * value for value in score.scores if value is not None]
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(column) for column in zip(*rows, strict=True)]
+
+
+def verdict_table(judged: Sequence[Judged]) -> Table:
+    """As people read it."""
+    rows = tuple(
+        (
+            one.says,
+            f"{one.better} over {one.worse}",
+            "-" if one.overall is None else difference(one.metric, one.overall),
+            f"{sum(cell.verdict == 'holds' for cell in one.cells)} of {len(one.cells)}" if one.cells else "-",
+            one.verdict if one.why is None else f"{one.verdict}: {one.why}",
+        )
+        for one in judged
+    )
+    notes = (
+        "Holds: the difference over all cells, paired by seed, exceeds two standard errors in the paper's direction; "
+        "contradicted: in the other; else inconclusive.",
+    )
+    return Table(
+        ("the paper's statement", "rows", "better by", "cells in which it holds", "verdict"), rows, None, notes
+    )
+
+
+def difference(metric: str, found: JudgedCell) -> str:
+    """By how much the better row is better, with its unit: positive in the paper's direction."""
+    if metric in ("bytes_up", "bytes_down"):
+        return f"{found.mean / 1e6:+.3f} MB"
+    if metric == "bytes_to":
+        error = "" if found.error is None else f" ± {found.error / 1e6:.3f}"
+        return f"{found.bound}{found.mean / 1e6:+.3f}{error} MB"
+    if metric in ("rounds_to", "seconds_to"):
+        error = "" if found.error is None else f" ± {found.error:.1f}"
+        return f"{found.bound}{found.mean:+.1f}{error} {metric.removesuffix('_to')}"
+    if metric in _SIGNS and metric not in METRICS:
+        return f"{found.mean:+.3g}" + ("" if found.error is None else f" ± {found.error:.2g}")
+    return plus_minus(metric, found.mean, found.error, sign=True)

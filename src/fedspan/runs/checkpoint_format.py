@@ -1,0 +1,204 @@
+"""One checkpoint as files, and back: the format under ``runs.checkpoint``.
+
+``state.safetensors`` holds the server state, ``clients.json`` the state that every client holds and the round that
+wrote what it keeps (``runs.clients``), and ``checkpoint.json`` the rest, with the SHA-256 of the two others and of
+itself. In the first format ``clients.safetensors`` held all that clients keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, cast
+
+from fedspan.clients.store import MEMORY, MOMENTS, Kind, Stored, Version, read_moments
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import OptimizerState, Scalar, ServerState
+from fedspan.errors import FedspanError
+from fedspan.federation.progress import Progress
+from fedspan.federation.serialization import Reader, decode_state, encode_state, expect
+from fedspan.files import Damaged, from_json, read_whole
+from fedspan.runs.folder import RunFolder
+
+__all__ = ["Checkpoint", "Damaged", "load", "pack", "read_index", "read_versions"]
+
+FORMAT = 2
+"""Version of checkpoint.json; a reader refuses any other but the first."""
+
+_STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
+_FIRST = "clients.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run is between two rounds.
+
+    Args:
+        state: the server's; ``state.round`` names the checkpoint.
+        memories: what clients keep, by client id.
+        held: round of the last server state that reached a client and was accepted, by client id.
+        optimizer_states: moments that clients keep, with the state generation that they belong to, by client id.
+        best: the best round so far and its score; that round has a checkpoint, this one or an earlier one (so a round
+            that becomes the best is one to save).
+        positions: lengths in bytes of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as
+            their ``commit`` returned them.
+        extra: whatever else the round loop must remember.
+    """
+
+    state: ServerState
+    memories: Mapping[str, Tensors] = field(default_factory=dict)
+    held: Mapping[str, int | None] = field(default_factory=dict)
+    optimizer_states: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
+    best: tuple[int, float] | None = None
+    positions: Mapping[str, int] = field(default_factory=dict)
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> Progress:
+        """What the round loop goes on from."""
+        held = {client: round for client, round in self.held.items() if round is not None}
+        return Progress(self.state, self.memories, held, self.optimizer_states)
+
+
+def _encode_clients(checkpoint: Checkpoint) -> bytes:
+    table: dict[str, Mapping[str, int | None]] = {"held": checkpoint.held}
+    for kind, values in ((MEMORY, checkpoint.memories), (MOMENTS, checkpoint.optimizer_states)):
+        assert isinstance(values, Stored)
+        table[kind.name] = values.rounds
+    return json.dumps({name: dict(rounds) for name, rounds in table.items()}, separators=(",", ":")).encode()
+
+
+def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], Stored[Any], Stored[Any]]:
+    table = from_json(data)
+    memories, moments = (
+        Stored(kind, clients, expect(table, kind.name, dict)) for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
+    )
+    return expect(table, "held", dict), memories, moments
+
+
+def _decode_first(data: bytes) -> tuple[dict[str, Tensors], dict[str, tuple[OptimizerState, int]]]:
+    reader = Reader(data, "clients")
+    memories = expect(reader.structure, "memories", dict)
+    optimizers = expect(reader.structure, "optimizers", dict)
+    return (
+        {client: reader.tensors(expect(memories, client, dict)) for client in memories},
+        {client: read_moments(reader, kept) for client, kept in optimizers.items()},
+    )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _sealed(index: Mapping[str, Any]) -> bytes:
+    """The bytes of checkpoint.json: the index with the digest of its own text. A NaN stands in it as Python has it."""
+    digest = _digest(json.dumps(index).encode())
+    return (json.dumps({**index, "sha256": digest}, indent=1) + "\n").encode()
+
+
+def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The files of a checkpoint, by name.
+
+    Args:
+        checkpoint: whose clients' files are on the disk (``clients.store``).
+
+    Raises:
+        ValueError: if a tensor cannot be stored (``wire.Writer``).
+    """
+    files = {_STATE: encode_state(checkpoint.state), _CLIENTS: _encode_clients(checkpoint)}
+    index = {
+        "format": FORMAT,
+        "round": checkpoint.state.round,
+        "best": checkpoint.best,
+        "positions": dict(checkpoint.positions),
+        "extra": dict(checkpoint.extra),
+        "files": {name: _digest(data) for name, data in files.items()},
+    }
+    return {**files, _INDEX: _sealed(index)}
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What checkpoint.json says, checked against its own digest; the tensors' files are not looked at.
+
+    Raises:
+        Damaged: if it is missing or not as written.
+        FedspanError: if it is of another version of fedspan.
+    """
+    path = folder / _INDEX
+    data = read_whole(path)
+    try:
+        index = from_json(data)
+        digest = expect(index, "sha256", str)
+    except ValueError as error:
+        raise Damaged(path, str(error)) from error
+    assert isinstance(index, dict)
+    body = {name: value for name, value in index.items() if name != "sha256"}
+    if _sealed(body) != data:  # the whole text, so that no byte goes unchecked
+        raise Damaged(path, f"does not have the SHA-256 {digest}")
+    if body.get("format") not in (1, FORMAT):
+        expected = f"this version of fedspan reads formats 1 and {FORMAT}"
+        raise FedspanError(str(path), f"format {body.get('format')}", expected)
+    return body
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read one checkpoint, such as ``run.best``.
+
+    Every byte of it is checked, and of the clients' files those that its own round wrote; an older one when it is read.
+
+    Raises:
+        Damaged: naming the file, if one is missing or not as written.
+        FedspanError: if they are of another version of fedspan.
+    """
+    index = read_index(folder)
+    data = _contents(folder, index)
+    clients = RunFolder(folder.parent if folder.name == "best" else folder.parent.parent).clients
+    try:
+        state = decode_state(data[_STATE])
+        if _FIRST in data:
+            held = index["held"]
+            memories, optimizer_states = _decode_first(data[_FIRST])
+        else:
+            held, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
+            for name, key, round in memories.versions() | optimizer_states.versions():
+                if round == state.round:
+                    (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
+        best = expect(index, "best", list, NoneType)
+    except ValueError as error:  # whole, so written by another version
+        raise FedspanError(str(folder), str(error), "this version of fedspan cannot read it") from error
+    return Checkpoint(
+        state=state,
+        memories=memories,
+        held=held,
+        optimizer_states=optimizer_states,
+        best=None if best is None else (best[0], best[1]),
+        positions=index["positions"],
+        extra=index["extra"],
+    )
+
+
+def _contents(folder: Path, index: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, bytes]:
+    data: dict[str, bytes] = {}
+    for name, digest in index["files"].items():
+        if only is None or name in only:
+            data[name] = read_whole(folder / name)
+            if _digest(data[name]) != digest:
+                raise Damaged(folder / name, f"does not have the SHA-256 {digest}")
+    return data
+
+
+def read_versions(folder: Path) -> set[Version]:
+    """The clients' files that a checkpoint needs.
+
+    Raises:
+        FedspanError: as ``load``; of the state nothing is read.
+    """
+    data = _contents(folder, read_index(folder), (_CLIENTS,))
+    if _CLIENTS not in data:
+        return set()
+    _, memories, moments = _decode_clients(data[_CLIENTS], folder)
+    return memories.versions() | moments.versions()

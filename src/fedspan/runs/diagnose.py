@@ -1,0 +1,62 @@
+"""Looking into a round of a run that was played."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
+from fedspan.errors import FedspanError
+from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.privacy_budget import kept_key
+from fedspan.runs.results import is_run, read_config, read_partition
+from fedspan.runs.session import require_same_run
+from fedspan.runs.setup import prepare
+
+__all__ = ["diagnose"]
+
+
+def diagnose(
+    run_folder: str | Path, round: int | Literal["best", "last"] = "last", *, pairs: int = 3, examples: int = 500
+) -> Diagnosis:
+    """Play one more round from a checkpoint, keep nothing of it, and tell what the clients' updates look like.
+
+    Args:
+        run_folder: of a run on this machine, finished or not.
+        round: the checkpoint to go on from: ``last``, ``best`` (by validation), or a number; a run keeps those of its
+            last two rounds and of the best one.
+        pairs: of clients between whose models the loss is measured, at most; 0: none.
+        examples: held-out ones for that, at most.
+
+    Returns:
+        Numbers by layer (``layers``) and by pair (``barriers``); the dataclasses say how to read each.
+
+    Raises:
+        FedspanError: no run, no such checkpoint, a deployment's run (its clients' data are elsewhere), or a number
+            that is none.
+    """
+    for name, value, least in (("pairs", pairs, 0), ("examples", examples, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise FedspanError(name, value, f"a whole number from {least}")
+    folder = Path(run_folder)
+    if not is_run(folder):
+        raise FedspanError("run folder", str(folder), "the folder of a run (config.yaml is in it)")
+    place, config = RunFolder(folder), read_config(folder)
+    if not place.partition.is_file():
+        raise FedspanError(
+            "run folder", str(folder), "a run on this machine: this one's clients have their data elsewhere"
+        )
+    kept = checkpoints.load(checkpoints.chosen(place, round))
+    require_same_run(place, config, kept)
+    prepared = prepare(config, read_partition(folder), kept_key(place.path, config))
+    return diagnose_round(
+        prepared.federation,
+        kept.progress,
+        prepared.train if prepared.test is None else prepared.test,
+        title=config.method.title,
+        seed=config.seed,
+        batch_size=prepared.evaluator.batch_size,
+        pairs=pairs,
+        examples=examples,
+    )

@@ -1,0 +1,79 @@
+"""The engine of a run, and what it chose at the start, which stays the run's to its end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fedspan.config import RunConfig
+from fedspan.errors import FedspanError
+from fedspan.models.adapted import AdaptedModel
+from fedspan.runs.folder import RunFolder
+from fedspan.tasks.task import Task
+from fedspan.training.autotuning import Stacking, Wish
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.engine import Engine
+from fedspan.training.loop import LoopEngine
+from fedspan.training.prefix_caches import PrefixCaches
+from fedspan.training.settings import TrainingSettings
+
+__all__ = ["engine_note", "keep_choice", "make_engine", "recall_choice"]
+
+
+def make_engine(
+    config: RunConfig,
+    adapted: AdaptedModel,
+    task: Task,
+    settings: TrainingSettings,
+    prefixes: PrefixCaches | None = None,
+) -> Engine:
+    """The engine that a config names.
+
+    Args:
+        config: the run's.
+        adapted: the model.
+        task: the learning problem.
+        settings: local training.
+        prefixes: of another engine on the same model and task, to be shared.
+
+    Raises:
+        FedspanError: if blocks are to be compiled that can't be.
+    """
+    chosen, seed = config.engine, config.seed
+    prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
+    refusals = {
+        f"with engine.name: {chosen.name}; only batched compiles": chosen.name != "batched",
+        "with training.lora_dropout, whose masks are drawn client by client": settings.dropout > 0,
+    }
+    if chosen.compile and (why := next((why for why, holds in refusals.items() if holds), None)):
+        raise FedspanError("engine.compile", True, f"false {why}")
+    if chosen.name != "batched":
+        return LoopEngine(adapted, task, settings, seed, prefix)
+    wish = Wish(chosen.clients_at_once, chosen.workers)
+    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile)
+
+
+def engine_note(engine: Engine) -> str | None:
+    """What a user should know of how the clients trained; None if it went as wanted."""
+    why = engine.why_not if isinstance(engine, BatchedEngine) else None
+    return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
+
+
+def recall_choice(place: RunFolder, engine: Engine) -> None:
+    """Let the engine of a run that is resumed do as many clients at once as before: its bits depend on it.
+
+    Raises:
+        FedspanError: if the file can't be read.
+    """
+    if not isinstance(engine, BatchedEngine) or not place.engine.exists():
+        return
+    found = place.read_json(place.engine)
+    try:
+        engine.stacking = Stacking(int(found["at_once"]), int(found["workers"]))  # pyright: ignore
+    except (TypeError, KeyError, ValueError):
+        raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
+
+
+def keep_choice(place: RunFolder, engine: Engine) -> None:
+    """Write down how many clients the engine chose to train at once, if it has and nobody wrote it down yet."""
+    if isinstance(engine, BatchedEngine) and engine.stacking is not None and not place.engine.exists():
+        place.write_json(place.engine, asdict(engine.stacking))

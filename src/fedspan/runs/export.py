@@ -1,0 +1,127 @@
+"""Taking a trained model out of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError
+
+from fedspan.errors import FedspanError
+from fedspan.files import remove, temporary
+from fedspan.models.export import truncate_adapter
+from fedspan.models.merging import save_model
+from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.load import ADAPTER, adapter_folder, load_served
+from fedspan.runs.model_card import CARD, cut_card, merged_card
+from fedspan.runs.notes import NOTES
+from fedspan.runs.results import is_run, read_config, read_partition, read_report, require_client
+from fedspan.runs.session import require_same_run
+from fedspan.runs.setup import prepare
+from fedspan.runs.trained_models import write_adapters
+
+__all__ = ["Form", "export"]
+
+Form = Literal["adapter", "merged"]
+
+
+def export(
+    run_folder: str | Path,
+    out: str | Path,
+    form: Form = "adapter",
+    client: str | None = None,
+    round: int | Literal["best", "last"] = "best",
+    rank: int | None = None,
+) -> Path:
+    """Write a trained model to a folder of its own.
+
+    Args:
+        run_folder: of a run, finished or not; or a model exported before.
+        out: an empty folder, or one that does not exist.
+        form: ``adapter`` for PEFT, or ``merged``: a plain Transformers model with its tokenizer.
+        client: whose model, if every client has its own.
+        round: ``best`` (by validation), ``last``, or a number; a run keeps the checkpoints of its last two rounds and
+            of the best one.
+        rank: cut the adapter's update to its best approximation of this rank; its fedspan.json says under
+            ``relative_error`` what each layer lost. None: exact, of whatever rank it has.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        FedspanError: unknown form, client or round, a rank that the adapter does not have, a run without a finished
+            round, or a folder that is not empty.
+    """
+    out = Path(out)
+    if form not in ("adapter", "merged"):
+        raise FedspanError("form", form, "adapter or merged")
+    if rank is not None and (form != "adapter" or rank < 1):
+        raise FedspanError("rank", rank, "a number from 1 for form adapter; a merged model has no rank")
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise FedspanError("out", str(out), "an empty folder, or one that does not exist")
+    with tempfile.TemporaryDirectory(prefix="fedspan-") as scratch:
+        partial = temporary(out)
+        try:
+            source = _source(Path(run_folder), client, round, Path(scratch))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial)
+            whole = not (source / ADAPTER).is_file()
+            if whole and form == "adapter":
+                raise FedspanError("form", form, f"merged: {source} holds a merged model")
+            if whole or form == "adapter":
+                shutil.copytree(source, partial)
+                if rank is not None:
+                    truncate_adapter(partial, rank)
+                    _recast(source, partial, lambda text: cut_card(text, rank))
+            else:
+                _merge(source, partial)
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+        except (OSError, SafetensorError) as error:  # the latter where Transformers writes a merged model
+            why = getattr(error, "strerror", None) or error
+            raise FedspanError("out", str(out), f"a folder that can be written ({why})") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -> Path:
+    """The folder of the adapter: the one that the run exported at its end, or a new one from a checkpoint."""
+    if not is_run(folder):
+        return adapter_folder(folder, client)
+    place = RunFolder(folder)
+    if client is not None:
+        require_client(folder, client)
+    if place.report.is_file():
+        report = read_report(folder)
+        there = client is None or "global" in report.adapters or client in report.adapters
+        if there and round in ("best", report.best_round):
+            return adapter_folder(folder, client)
+    kept, config = checkpoints.load(checkpoints.chosen(place, round)), read_config(folder)
+    require_same_run(place, config, kept)
+    progress, prepared = kept.progress, prepare(config, read_partition(folder))
+    adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
+    if "global" in adapters:
+        return adapters["global"]
+    if client is None:
+        raise FedspanError("client", None, "the id of a client: every client of this run has a model of its own")
+    return adapters[client]
+
+
+def _merge(adapter: Path, out: Path) -> None:
+    served = load_served(adapter, device="cpu", quantized=False)  # plain weights, whatever it was trained on
+    save_model(out, served.model.merge_and_unload(), served.processor, served.notes["base_model"], served.revision)
+    shutil.copyfile(served.folder / NOTES, out / NOTES)
+    _recast(served.folder, out, lambda text: merged_card(text, served.notes["task"]))
+
+
+def _recast(source: Path, out: Path, recast: Callable[[str], str]) -> None:
+    """The model card of a folder, if there is one, as that of what was made of it."""
+    if (source / CARD).is_file():
+        (out / CARD).write_text(recast((source / CARD).read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,210 @@
+"""Using what a run trained, as anybody would without fedspan: pretrained model, then PEFT's ``from_pretrained``."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from peft import PeftConfig, PeftModel
+from torch import Tensor
+
+from fedspan.data.templates import template_of
+from fedspan.errors import FedspanError, nearest
+from fedspan.models.loading import Processor, load_pretrained
+from fedspan.runs.notes import NOTES, facts_of, read_notes
+from fedspan.runs.results import is_run, read_report, require_client
+from fedspan.runs.setup import choose_device
+from fedspan.runs.task_setup import PROBLEMS, Facts
+from fedspan.tasks.task import Examples, RunTask
+from fedspan.training.batching import evaluation_batches
+
+__all__ = ["ADAPTER", "Served", "adapter_folder", "load_served", "predict"]
+
+ADAPTER = "adapter_config.json"
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Served:
+    """A trained model, ready to predict.
+
+    Args:
+        folder: the adapter's or the merged model's.
+        notes: the content of its fedspan.json.
+        facts: of these, what the model must be told of its task.
+        model: base and adapter (a ``PeftModel``), or merged; in eval mode, on ``device``.
+        processor: the model's tokenizer or image processor.
+        task: with tokenizer, labels, maximal length.
+        device: where it computes.
+        revision: of a base from the hub.
+    """
+
+    folder: Path
+    notes: dict[str, Any]
+    facts: Facts
+    model: Any
+    processor: Processor
+    task: RunTask
+    device: torch.device
+    revision: str | None
+
+    @torch.inference_mode()
+    def predictions(self, examples: Examples, *, thorough: bool = True) -> Tensor:
+        """The task's predictions, one row an example, float32 on the CPU; ``thorough`` ones with generated text."""
+        rows: dict[int, Tensor] = {}
+        for indices in evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
+            batch = self.task.batch(examples, indices.tolist(), self.device)
+            made = self.task.predict(self.model, batch, thorough=thorough).float().cpu()
+            rows.update(zip(indices.tolist(), made, strict=True))
+        return torch.stack([rows[index] for index in range(len(examples))])
+
+
+def adapter_folder(folder: str | Path, client: str | None) -> Path:
+    """The folder of the model to use: of a run, the best round's adapter; else the folder itself.
+
+    Args:
+        folder: a run folder or an exported model.
+        client: whose model; needed if every client has its own.
+
+    Raises:
+        FedspanError: neither a run nor a model there, the run is not finished, or the client is unknown or missing.
+    """
+    folder = Path(folder)
+    if not is_run(folder):
+        _require_export(folder, client)
+        return folder
+    adapters = read_report(folder).adapters
+    if client is not None:
+        require_client(folder, client)
+    if "global" in adapters:
+        return folder / adapters["global"]
+    if client is None:
+        shown = nearest("", adapters)
+        raise FedspanError("client", None, f"one of {shown}, ...: every client of this run has a model of its own")
+    if client not in adapters:
+        expected = f"one whose model the run wrote, like {nearest(client, adapters)}, or fedspan export --client first"
+        raise FedspanError("client", client, expected)
+    return folder / adapters[client]
+
+
+def _require_export(folder: Path, client: str | None) -> None:
+    if not os.path.isfile(folder / NOTES):
+        expected = f"a run folder, or a model that fedspan exported (with {NOTES} in it)"
+        raise FedspanError("folder", str(folder), expected if os.path.exists(folder) else f"no such folder; {expected}")
+    own = read_notes(folder)["client"]
+    if client is not None and client != own:
+        whose = "everybody's" if own is None else f"the one of {own!r}"
+        raise FedspanError("client", client, f"no client of its own here: this model is {whose}; leave it out")
+
+
+def _unreadable(place: Path, error: Exception) -> FedspanError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return FedspanError("folder", str(place), f"an adapter that PEFT can read ({reason})")
+
+
+def load_served(
+    folder: str | Path, client: str | None = None, device: str = "auto", *, quantized: bool = True
+) -> Served:
+    """Load a trained model.
+
+    Args:
+        folder: a run folder, an exported adapter or an exported merged model.
+        client: whose model; needed if every client of the run has its own.
+        device: ``auto``, or as in a config.
+        quantized: keep the base in 4 or 8 bits if it was trained so.
+
+    Raises:
+        FedspanError: as `adapter_folder`, or if the pretrained model or the adapter cannot be loaded.
+    """
+    place = adapter_folder(folder, client)
+    notes, target = read_notes(place), choose_device(device)
+    facts = facts_of(place, notes)
+    problem = PROBLEMS[facts.task]
+    revision: str | None = None
+    if (place / ADAPTER).is_file():
+        # Whatever PEFT makes of the files there. The model has lines of its own for what is wrong with it.
+        try:
+            revision = PeftConfig.from_pretrained(str(place)).revision
+        except Exception as error:
+            raise _unreadable(place, error) from error
+        loaded = load_pretrained(
+            notes["base_model"],
+            problem.head,
+            facts.labels,
+            revision=revision,
+            quantization=facts.quantization if quantized else None,
+            keep=notes["kept"],
+            image_size=facts.image_size,
+            device=target,
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of Transformers is not the user's fault
+                model = PeftModel.from_pretrained(loaded.model, str(place))
+        except Exception as error:
+            raise _unreadable(place, error) from error
+    else:
+        loaded = load_pretrained(str(place), problem.head, facts.labels, device=target)
+        if loaded.new_modules:
+            raise FedspanError("folder", str(place), f"a model with weights for {', '.join(loaded.new_modules)}")
+        model = loaded.model
+    task = problem.task(loaded.processor, facts, None)
+    return Served(place, notes, facts, model.eval(), loaded.processor, task, target, revision)
+
+
+def predict(
+    folder: str | Path, texts: Sequence[str | os.PathLike[str] | tuple[str, str]], client: str | None = None
+) -> list[Any]:
+    """Use a trained model: label texts, give numbers to them, or answer prompts.
+
+    Args:
+        folder: a run folder or an exported model.
+        texts: what to label or to answer; pairs of texts if it was trained on pairs, paths of images if on images. A
+            language model gets its prompt template around a text if that has one column (``Question: {question}``),
+            else the text as it is.
+        client: whose model, if every client has its own.
+
+    Returns:
+        For each text, of a classifier the most probable label and its probability, ``("yes", 0.93)``; of a regression
+        the number; of a language model the generated answer.
+
+    Raises:
+        FedspanError: as `load_served`.
+    """
+    served = load_served(folder, client)
+    if not texts:
+        return []
+    predictions = served.predictions(served.task.encode(_rows(served.facts, texts)))
+    if served.facts.task == "regression":
+        return predictions[:, 0].tolist()
+    answers = served.task.answers(predictions)
+    if served.facts.task == "causal-lm":
+        return answers
+    return list(zip(answers, predictions.softmax(1).amax(1).tolist(), strict=True))
+
+
+def _rows(facts: Facts, given: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
+    """What was given to predict on, in the columns that the task encodes; answers that nobody knows are blank."""
+    blank = {"label": [0] * len(given), "target": [0.0] * len(given), "answer": [""] * len(given)}
+    if facts.task == "image-classification":
+        paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in given]
+        if None in paths:
+            raise FedspanError("texts", given[paths.index(None)], "paths of images; this model takes no pairs")
+        images = datasets.Dataset.from_dict({"image": paths, **blank})
+        return images.cast_column("image", datasets.Image())
+    texts = [text if isinstance(text, tuple) else (str(text), "") for text in given]
+    columns: dict[str, list[Any]] = {"text": [text for text, _ in texts]}
+    if any(isinstance(text, tuple) for text in given):
+        columns["text_pair"] = [pair for _, pair in texts]
+    if facts.prompt is not None:
+        template = template_of(facts.prompt, "data.prompt")
+        if len(template.required) == 1:
+            columns["text"] = [template.render({template.required[0]: text}) for text in columns["text"]]
+    return datasets.Dataset.from_dict({**columns, **blank})

@@ -1,0 +1,197 @@
+"""Model cards in the hub's format: what was trained, on what base, how, how well; nothing of the data or of a client.
+
+Names of clients, paths and label counts stay out: a card is what people upload.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from fedspan.config import RunConfig
+from fedspan.data.catalogue import dataset_of
+from fedspan.models.names import published_name
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.report import RunReport
+from fedspan.runs.setup import Prepared
+from fedspan.tasks.metrics import METRICS, shown
+
+__all__ = ["CARD", "card", "cut_card", "merged_card", "write_cards"]
+
+CARD = "README.md"
+_PIPELINES = {
+    "sequence-classification": "text-classification",
+    "regression": "text-classification",
+    "causal-lm": "text-generation",
+    "image-classification": "image-classification",
+}
+
+
+def write_cards(prepared: Prepared, report: RunReport, place: RunFolder) -> None:
+    """A card beside every model that a run wrote."""
+    recorded: Any = place.read_json(place.environment) if place.environment.is_file() else {}
+    command = recorded.get("command", []) if isinstance(recorded, Mapping) else []
+    for folder in (place.path / name for name in report.adapters.values()):
+        text = card(prepared, report, command, adapter=(folder / "adapter_config.json").is_file())
+        (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapter: bool = True) -> str:
+    """The text of a card.
+
+    Args:
+        prepared: the run.
+        report: of it.
+        command: that it was begun with.
+        adapter: whether it is of an adapter, not of a whole model.
+    """
+    config = prepared.config
+    base = _base(config)
+    data = ModelCardData(
+        base_model=base,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=_PIPELINES[config.task],
+        tags=["federated-learning", "fedspan", *(["lora"] if adapter else []), *config.method.title.split("+")],
+        model_name=f"{base.rpartition('/')[2]} by {config.method.title}",
+        eval_results=_results(prepared, report) or None,
+    )
+    parts = [f"---\n{data.to_yaml()}\n---\n", f"# {data.model_name}\n", _introduction(config, base, adapter)]
+    parts.append("## Training\n\n" + _list(_training(prepared, report)))
+    parts.append("## Scores\n\n" + _scores(report))
+    if report.privacy:
+        parts.append("## Privacy\n\n" + _list(_privacy(report)))
+    parts.append("## Use\n\n" + _use(config.task, base, adapter))
+    if command:
+        parts.append(f"## Command\n\n```\n{_command(command)}\n```\n")
+    return "\n".join(parts)
+
+
+def merged_card(text: str, task: str) -> str:
+    """An adapter's card, for the whole model that it was merged into.
+
+    Args:
+        text: the adapter's.
+        task: kind of problem.
+    """
+    made = ModelCard(text, ignore_metadata_errors=True)
+    data = cast("ModelCardData", made.data)
+    data.library_name = "transformers"
+    data.tags = [tag for tag in data.tags or [] if tag != "lora"]
+    body = made.text.replace("A PEFT adapter for `", "A model: its adapter is merged into `", 1)
+    made.text = re.sub(r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + _use(task, "", False), body)
+    return str(made)
+
+
+def cut_card(text: str, rank: int) -> str:
+    """An adapter's card after it was cut to a rank: its scores were measured before."""
+    made = ModelCard(text, ignore_metadata_errors=True)
+    cast("ModelCardData", made.data).eval_results = None
+    made.text = re.sub(r"(- Method: [^\n]*), rank [^\n,]*", rf"\g<1>, cut to rank {rank}", made.text, count=1)
+    said = (
+        f"## Scores\n\nThis adapter was cut to rank {rank} afterwards (`relative_error` in `fedspan.json` has what "
+        "each layer lost); these are of the whole one.\n\n"
+    )
+    made.text = made.text.replace("## Scores\n\n", said, 1)
+    return str(made)
+
+
+def _base(config: RunConfig) -> str:
+    """The base model's name; of a local folder, the last part alone."""
+    name = published_name(config.model.name)
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def _introduction(config: RunConfig, base: str, adapter: bool) -> str:
+    what = "A PEFT adapter" if adapter else "A model"
+    return (
+        f"{what} for `{base}`, trained by [fedspan](https://pypi.org/project/fedspan/) across data holders whose data "
+        f"never left them: federated fine-tuning by `{config.method.title}`.\n"
+    )
+
+
+def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
+    config = prepared.config
+    clients = [member.client for member in prepared.federation.members.values()]
+    sizes, ranks = [client.examples for client in clients], sorted({client.rank for client in clients})
+    partition = config.partition
+    divided = partition.partitioner + (f", alpha {partition.alpha:g}" if partition.partitioner == "dirichlet" else "")
+    cohort = config.federation.clients_per_round
+    facts = {
+        "Task": config.task,
+        "Method": f"{config.method.title}, rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}",
+        "Clients": f"{len(sizes)}, {'all' if cohort is None else cohort} a round; division: {divided}",
+        "Training examples of a client": f"{min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}",
+        "Rounds": f"{report.rounds}; this is round {report.best_round}",
+        "Bytes that travelled": f"{report.bytes['down']:,} down, {report.bytes['up']:,} up",
+        "Seed": str(config.seed),
+    }
+    if config.data.dataset is not None:
+        facts["Data set"] = dataset_of(config.data.dataset, "data.dataset").title
+    return facts
+
+
+def _scores(report: RunReport) -> str:
+    rows: list[str] = []
+    for part, title in (("test", "held-out examples"), ("clients", "the clients' own test parts, mean over clients")):
+        found = report.scores.get(part)
+        if isinstance(found, Mapping):
+            numbers = ", ".join(f"{METRICS[name].title} {found[name]:.4f}" for name in shown(found))
+            rows.append(f"- {title}: {numbers}")
+    return ("\n".join(rows) or "Nothing was held out.") + "\n"
+
+
+def _privacy(report: RunReport) -> dict[str, str]:
+    return {key: str(value) for key, value in report.privacy.items() if isinstance(value, str | int | float)}
+
+
+def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
+    """Held-out scores as the hub lists them."""
+    found, name = report.scores.get("test"), prepared.config.data.dataset
+    if not isinstance(found, Mapping):
+        return []
+    title = "held-out examples" if name is None else dataset_of(name, "data.dataset").title
+    return [
+        EvalResult(
+            task_type=_PIPELINES[prepared.config.task],
+            dataset_type=name or "private",
+            dataset_name=title,
+            metric_type=metric,
+            metric_value=round(float(found[metric]), 6),
+        )
+        for metric in shown(found)
+    ]
+
+
+def _use(task: str, base: str, adapter: bool) -> str:
+    kind = {
+        "causal-lm": "AutoModelForCausalLM",
+        "image-classification": "AutoModelForImageClassification",
+    }.get(task, "AutoModelForSequenceClassification")
+    if not adapter:
+        return f'```python\nfrom transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n```\n'
+    return (
+        f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n"
+        f'base = {kind}.from_pretrained("{base}")  # a classifier: with num_labels of this adapter\n'
+        'model = PeftModel.from_pretrained(base, "FOLDER")\n```\n\n'
+        "or `fedspan predict FOLDER ...`, which knows labels, prompts and tokenizer from `fedspan.json`.\n"
+    )
+
+
+def _command(command: Sequence[str]) -> str:
+    words = ["fedspan" if number == 0 else _without_path(word) for number, word in enumerate(command)]
+    return " ".join(words)
+
+
+def _without_path(word: str) -> str:
+    """A word of a command without folders, and without what says where the data are."""
+    key, equals, value = word.rpartition("=")
+    return f"{key}=..." if key.startswith("data.") else f"{key}{equals}{PurePath(value).name or value}"
+
+
+def _list(facts: Mapping[str, str]) -> str:
+    return "".join(f"- {name}: {value}\n" for name, value in facts.items())

@@ -1,0 +1,30 @@
+"""What must hold for a run to go on where it stopped."""
+
+from __future__ import annotations
+
+from fedspan.config import RunConfig
+from fedspan.data.partition import Partition
+from fedspan.errors import FedspanError
+from fedspan.files import read_bytes
+from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.folder import RunFolder
+
+__all__ = ["kept_partition", "require_same_run"]
+
+
+def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
+    """Check that config.yaml still describes the run that a checkpoint is of.
+
+    Raises:
+        FedspanError: if it was changed in a section that gives the checkpoint its tensors.
+    """
+    if kept is not None and kept.extra.get("config", config.identity) != config.identity:
+        expected = "the seed, task, model, data, partition and method that the run began with; only paths may change"
+        raise FedspanError("config", str(place.config), expected)
+
+
+def kept_partition(place: RunFolder) -> Partition | None:
+    """The partition that a run was begun with, if that is written down."""
+    if not place.partition.exists():
+        return None
+    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))

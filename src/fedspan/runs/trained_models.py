@@ -1,0 +1,74 @@
+"""The trained models of a progress, written as adapters or, where no adapter expresses them, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from fedspan.core.base import BaseUpdate
+from fedspan.core.values import Job
+from fedspan.federation.progress import Progress
+from fedspan.files import folder_name
+from fedspan.models.export import export_adapter, job_extras, layer_updates
+from fedspan.models.merging import export_merged, needs_merging
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import Prepared
+
+__all__ = ["write_adapters", "write_model"]
+
+
+def write_adapters(
+    prepared: Prepared, progress: Progress, place: RunFolder, clients: Iterable[str] | None = None
+) -> dict[str, Path]:
+    """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
+
+    A model that is no change of pretrained weights (from scratch, or of other factors) is written whole.
+
+    Args:
+        prepared: the run.
+        progress: of which round.
+        place: where to.
+        clients: whose models, where everybody has one; None: all clients'.
+
+    Returns:
+        Folders by client id, or under ``global``.
+    """
+    personal = prepared.federation.method.declared().personal
+    folders: dict[str, Path] = {}
+    for ids, job in prepared.evaluator.models(progress, clients):
+        key = ids[0] if personal else "global"
+        folder = place.adapter / folder_name(key) if personal else place.adapter
+        write_model(prepared, job, progress.state.base, folder, progress.state.round, ids[0] if personal else None)
+        folders[key] = folder
+    return folders
+
+
+def write_model(
+    prepared: Prepared, job: Job, base: BaseUpdate, folder: Path, round: int, client: str | None = None
+) -> None:
+    """Write a job's model, as an adapter or, where none expresses it, whole.
+
+    Args:
+        prepared: the run.
+        job: whose model.
+        base: under it.
+        folder: where to.
+        round: of which it is.
+        client: whose own it is; None: the global one.
+    """
+    adapted = prepared.engine.adapted
+    notes = {
+        **asdict(prepared.facts),
+        "method": prepared.config.method.title,
+        "round": round,
+        "base_model": prepared.config.model.name,
+        "kept": prepared.config.model.modules_to_save,
+        "client": client,
+    }
+    built, wanted = prepared.model, prepared.config.model
+    if wanted.scratch or needs_merging(job, base):
+        export_merged(folder, adapted, job, base, built.processor, notes, wanted.revision)
+    else:
+        updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
+        export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes)

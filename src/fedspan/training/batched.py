@@ -1,0 +1,177 @@
+"""The batched engine: many clients in one forward and backward pass over one frozen base; what `loop` does, faster.
+
+Clients are divided among threads with a model object each (its weights are the same memory); each thread trains several
+of its clients at once (``worker.py``). Who trains with whom follows from the data alone: two runs have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.values import Job, Trained
+from fedspan.models.adapted import AdaptedModel
+from fedspan.tasks.task import Examples, Task
+from fedspan.training.autotuning import Stacking, Wish, choose
+from fedspan.training.batching import evaluation_batches
+from fedspan.training.jobs import Assignment
+from fedspan.training.loop import LoopEngine
+from fedspan.training.prefix_caches import PrefixCaches
+from fedspan.training.settings import PrefixSettings, TrainingSettings
+from fedspan.training.worker import Worker
+
+__all__ = ["BatchedEngine"]
+
+_TRIED = 16  # clients whose jobs are tried out
+
+
+class BatchedEngine:
+    """Trains and evaluates jobs on one model, many clients at once.
+
+    Args:
+        adapted: the model.
+        task: the learning problem.
+        settings: local training.
+        seed: of every draw.
+        wish: how many clients at once, as far as that is not to be measured.
+        prefix: where hidden states that leave the model's frozen prefix are kept, or the caches of another engine on
+            this model and task; None: it is computed every time.
+        padding_free: train without padding where the model can.
+        compiled: compile the model's blocks for passes that clients share; batches are padded then.
+    """
+
+    def __init__(
+        self,
+        adapted: AdaptedModel,
+        task: Task,
+        settings: TrainingSettings,
+        seed: int,
+        wish: Wish | None = None,
+        prefix: PrefixSettings | PrefixCaches | None = None,
+        padding_free: bool = True,
+        compiled: bool = False,
+    ) -> None:
+        self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
+        self.wish = wish or Wish()
+        self.stacking: Stacking | None = None
+        """How many clients at once; known from the first round on, or set beforehand."""
+        self.compiled = compiled
+        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled)
+        self._workers = [Worker(loop, compiled)]
+
+    def train_all(
+        self,
+        examples: Examples,
+        sizes: Mapping[str, int],
+        opened: Callable[[str], Assignment],
+        finished: Callable[[Assignment, Trained], Assignment | None],
+    ) -> None:
+        """Several clients at once (``Engine.train_all``)."""
+        lock = Lock()
+        early: dict[str, Assignment] = {}
+
+        def opening(client: str) -> Assignment:
+            with lock:
+                return early.pop(client) if client in early else opened(client)
+
+        def finishing(work: Assignment, trained: Trained) -> Assignment | None:
+            with lock:
+                return finished(work, trained)
+
+        if self.stacking is None:
+            early = {client: opened(client) for client in list(sizes)[:_TRIED]}
+        stacking = self.settle(list(early.values()), len(sizes), examples)
+        shares = divided(sizes, min(stacking.workers, len(sizes)))
+        workers = self._ready(len(shares))
+        calls = [
+            lambda worker=worker, share=share: worker.run(
+                examples, share, min(stacking.at_once, len(share)), opening, finishing
+            )
+            for worker, share in zip(workers, shares, strict=True)
+        ]
+        together(calls)
+
+    def settle(self, works: Sequence[Assignment], clients: int, examples: Examples) -> Stacking:
+        """How many clients at once: chosen by the first jobs of a round of so many clients, if it is not known yet."""
+        if self.stacking is None:
+            self.stacking = choose(self.wish, self._ready, together, works, clients, examples)
+        return self.stacking
+
+    @property
+    def prefixes(self) -> PrefixCaches:
+        """``Engine.prefixes``."""
+        return self._workers[0].loop.prefixes
+
+    def ready(self, examples: Examples, indices: np.ndarray) -> None:
+        """``Engine.ready``."""
+        self._workers[0].loop.ready(examples, indices)
+
+    def predict(
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
+    ) -> Tensor:
+        """``Engine.predict``."""
+        batches = evaluation_batches(indices, examples.lengths, batch_size)
+        workers = self._ready(min(1 if self.stacking is None else self.stacking.workers, len(batches)))
+        rows: dict[int, Tensor] = {}
+
+        def predicted(number: int) -> None:
+            own = batches[number :: len(workers)]
+            rows.update(workers[number].loop.rows(job, examples, own, thorough=thorough))
+
+        together([lambda number=number: predicted(number) for number in range(len(workers))])
+        return torch.stack([rows[index] for index in indices.tolist()])
+
+    @property
+    def why_not(self) -> str | None:
+        """Why clients, or some of their jobs, train one by one although several at once were wanted."""
+        reasons = [worker.why_not or worker.why_alone for worker in self._workers]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _ready(self, count: int) -> Sequence[Worker]:
+        """So many workers, all with the base as it stands."""
+        while len(self._workers) < max(1, count):
+            loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed)
+            loop.prefixes = self._workers[0].loop.prefixes.replica(loop.adapted)
+            loop.padding = self._workers[0].loop.padding.replica(loop.adapted)
+            self._workers.append(Worker(loop, self.compiled))
+        workers = self._workers[: max(1, count)]
+        for worker in workers[1:]:
+            worker.adapted.share_base(self.adapted)
+        return workers
+
+
+def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Clients in parts of about the same work: the largest first, each to the part that has least."""
+    shares: list[list[str]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for client in sorted(sizes, key=lambda id: (-sizes[id], id)):
+        part = loads.index(min(loads))
+        shares[part].append(client)
+        loads[part] += sizes[client]
+    return shares
+
+
+def together(calls: Sequence[Callable[[], None]]) -> None:
+    """Make calls at the same time, torch's threads divided among them; the first error is raised in the end."""
+    if len(calls) == 1:
+        calls[0]()
+        return
+    with _threads(max(1, torch.get_num_threads() // len(calls))), ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result()
+
+
+@contextmanager
+def _threads(count: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)  # what the pool's threads begin with
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,85 @@
+"""Which examples make which batch: a function of (seed, client, round, phase, epoch), the same in every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from fedspan.core.tensors import generator
+from fedspan.tasks.task import Examples
+from fedspan.training.jobs import Assignment
+from fedspan.training.settings import TrainingSettings
+
+__all__ = ["epoch_batches", "evaluation_batches", "job_batches", "training_batches"]
+
+_WINDOW = 8
+
+
+def epoch_batches(
+    indices: np.ndarray, lengths: np.ndarray, batch_size: int, rng: torch.Generator, group_by_length: bool
+) -> list[np.ndarray]:
+    """One epoch: every index once, in batches of ``batch_size`` (the last may be smaller).
+
+    With ``group_by_length``, each window of 8 shuffled batches is sorted by length before it is cut, and the batches
+    are shuffled again: less padding, and batches still differ from epoch to epoch.
+    """
+    shuffled = indices[torch.randperm(len(indices), generator=rng).numpy()]
+    if not group_by_length:
+        return [shuffled[at : at + batch_size] for at in range(0, len(shuffled), batch_size)]
+    window = _WINDOW * batch_size
+    batches: list[np.ndarray] = []
+    for start in range(0, len(shuffled), window):
+        part = shuffled[start : start + window]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        batches += [part[at : at + batch_size] for at in range(0, len(part), batch_size)]
+    return [batches[int(at)] for at in torch.randperm(len(batches), generator=rng)]
+
+
+def training_batches(
+    indices: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    batch_size: int,
+    epochs: int,
+    batches: int | None,
+    seed: int,
+    key: tuple[int | str, ...],
+    group_by_length: bool,
+) -> Iterator[np.ndarray]:
+    """The batches of a job: ``epochs`` epochs, or exactly ``batches`` batches (as many epochs as that takes)."""
+    epoch, given = 0, 0
+    if not len(indices):  # or no number of epochs would ever give a batch
+        return
+    while epoch < epochs if batches is None else given < batches:
+        rng = generator(seed, "batches", *key, epoch)
+        for batch in epoch_batches(indices, lengths, batch_size, rng, group_by_length):
+            if batches is not None and given == batches:
+                return
+            yield batch
+            given += 1
+        epoch += 1
+
+
+def job_batches(settings: TrainingSettings, seed: int, work: Assignment, examples: Examples) -> Iterator[np.ndarray]:
+    """The batches of an assignment: as many epochs or steps as its job, or else the run, says; a probe: one epoch."""
+    job = work.job
+    steps = settings.steps if job.steps is None and job.epochs is None else job.steps
+    epochs = settings.epochs if job.epochs is None else job.epochs
+    return training_batches(
+        work.indices,
+        examples.lengths,
+        batch_size=settings.batch_size,
+        epochs=1 if job.steps == 0 else epochs,
+        batches=steps * settings.accumulate if steps else None,
+        seed=seed,
+        key=(work.round, work.client, job.phase),
+        group_by_length=settings.group_by_length,
+    )
+
+
+def evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """All indices in batches of similar length."""
+    ordered = indices[np.argsort(lengths[indices], kind="stable")]
+    return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]

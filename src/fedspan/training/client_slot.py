@@ -1,0 +1,193 @@
+"""One client's job in the batched engine, between its opening and its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import EXTRAS, by_layer, is_extra
+from fedspan.core.values import OptimizerState, Trained
+from fedspan.tasks.task import Examples
+from fedspan.training.batching import job_batches
+from fedspan.training.jobs import Assignment, not_finite, spec_of
+from fedspan.training.optimizers import joined_state
+from fedspan.training.settings import TrainingSettings
+from fedspan.training.stacked_optimizer import Layout
+
+__all__ = ["Seat"]
+
+
+class Seat:
+    """A client's tensors, moments and place in its batches.
+
+    Args:
+        work: what it trains.
+        layout: of its trainable tensors.
+        settings: local training.
+        seed: of the batches.
+        examples: that its indices point into.
+        device: where the model lives.
+    """
+
+    def __init__(
+        self,
+        work: Assignment,
+        layout: Layout,
+        settings: TrainingSettings,
+        seed: int,
+        examples: Examples,
+        device: torch.device,
+    ) -> None:
+        job = work.job
+        self.work, self.layout, self.settings = work, layout, settings
+        self.spec = spec_of(work, settings)
+        self.batches = list(job_batches(settings, seed, work, examples))
+        self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
+        self.taken = 0  # batches
+        self.steps = 0  # of the optimizer
+        self.values = layout.row(job.tensors, device)
+        self.others = {
+            name: value.detach().to(device, copy=True)
+            for name, value in _ordered(job.tensors).items()
+            if name not in layout.names
+        }
+        self._names = tuple(_ordered(job.tensors))
+        state = joined_state(work.kept, job.optimizer_state) or OptimizerState()
+        self._initial = state
+        wanted = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
+        kinds = wanted if self.spec.name == "adamw" or self.spec.momentum else ()
+        self.moments = {kind: layout.row(state.moments.get(kind, {}), device) for kind in kinds}
+        first = state.moments.get("exp_avg", {})
+        self.counts = np.array([state.steps.get(name, 0) for name in layout.names], dtype=np.int64)
+        # A first moment that starts at zero beside a second one that is handed over is corrected from here on.
+        self.before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
+        self.mask = layout.row(job.masks, device, missing=1.0) if job.masks else None
+        self.offset = layout.row(job.gradient_offset, device) if job.gradient_offset else None
+        self.kind = 0  # whom it can share a pass with; the engine's to set
+        self.gathered: Tensor | None = None  # gradient of the micro-batches of one step
+        self.gradient: Tensor | None = None  # sum of the raw gradients
+        self._losses: list[Tensor] = []
+
+    @property
+    def probing(self) -> bool:
+        """Whether the job only measures its gradient."""
+        return self.work.job.steps == 0
+
+    @property
+    def left(self) -> int:
+        """Batches that are still to be taken."""
+        return len(self.batches) - self.taken
+
+    @property
+    def batch(self) -> np.ndarray:
+        """The next batch."""
+        return self.batches[self.taken]
+
+    @property
+    def cost(self) -> int:
+        """Length of the next batch's longest example."""
+        return self.costs[self.taken]
+
+    @property
+    def share(self) -> float:
+        """Of the next batch in its step's gradient."""
+        return len(self.batch) / len(self.work.indices) if self.probing else 1 / self.settings.accumulate
+
+    def key(self) -> tuple[object, ...]:
+        """Clients with equal keys can share a pass."""
+        job = self.work.job
+        shapes = tuple((name, value.shape, value.dtype) for name, value in self.others.items())
+        parametrization = tuple(job.parametrization.items())
+        return self.layout, parametrization, shapes, job.buffers, self.spec, self.probing, self.mask is None
+
+    @property
+    def evenly(self) -> bool:
+        """Whether AdamW, with both bias corrections, has taken as many steps with each tensor and moment."""
+        same = bool((self.counts == self.counts[0]).all()) and not self.before.any()
+        return self.spec.name == "adamw" and all(self.spec.bias_correction) and same
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of the job's tensors as they stand; those that train are views."""
+        own = self.layout.views(self.values)
+        return {name: own[name] if name in own else self.others[name] for name in self._names}
+
+    def moment(self, kind: str, name: str) -> Tensor:
+        """A view of one tensor's moment; writing to it changes the optimizer."""
+        return self.layout.views(self.moments[kind])[name]
+
+    def absorb(self, live: Mapping[str, Tensor]) -> None:
+        """Take over tensors that were changed outside (a projector's refresh), new names included."""
+        own = self.layout.views(self.values)
+        for name, value in live.items():
+            if name in own:
+                own[name].copy_(value.detach())
+            else:
+                self.others[name] = value.detach().clone()  # extras live in the model, which others will use
+        self._names = (*self._names, *(name for name in live if name not in self._names))
+
+    def take_gathered(self) -> Tensor:
+        """The gradient of the step that is complete, (P,); the next one begins anew."""
+        assert self.gathered is not None
+        made, self.gathered = self.gathered, None
+        return made
+
+    def count(self, loss: Tensor) -> None:
+        """Note the loss of the batch that was taken, a scalar that is looked at when the job has ended."""
+        self._losses.append(loss)
+        self.taken += 1
+
+    def result(self) -> Trained:
+        """What came of the job.
+
+        Raises:
+            FedspanError: if a loss was not finite.
+        """
+        work = self.work
+        losses = torch.stack(self._losses).double().tolist()
+        for value in losses:
+            if not math.isfinite(value):
+                raise not_finite(work, value)
+        sizes = [len(batch) for batch in self.batches]
+        moments = {kind: dict(values) for kind, values in self._initial.moments.items()}
+        counts = dict(self._initial.steps)
+        if self.steps:
+            counts.update(zip(self.layout.names, self.counts.tolist(), strict=True))
+            for kind, row in self.moments.items():
+                moments.setdefault(kind, {}).update(self.layout.views(row))
+        gradient: dict[str, Tensor] = {}
+        if self.gradient is not None:
+            gradient = self.layout.views(self.gradient / max(1, self.steps))
+        return Trained(
+            tensors=_copied(self.tensors()),
+            optimizer_state=OptimizerState({kind: _copied(values) for kind, values in moments.items()}, counts),
+            steps=self.steps,
+            lr_sum=work.lr * self.steps,
+            gradient=_copied(gradient),
+            metrics={
+                "loss": sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
+                "examples": float(sum(sizes)),
+            },
+        )
+
+
+def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A job's tensors in the order in which an installed model holds them: layer by layer, then the extras."""
+    made = {
+        f"{layer}/{slot}": value
+        for layer, slots in by_layer(tensors).items()
+        if layer != EXTRAS
+        for slot, value in slots.items()
+    }
+    made.update({name: value for name, value in tensors.items() if is_extra(name)})
+    return made
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }

@@ -1,0 +1,188 @@
+"""DP-SGD: each example's gradient clipped, their sum made noisy.
+
+Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1:
+
+    g = ( sum over a Poisson sample of clip(grad loss(x), C) + N(0, (z C)^2) ) / (expected sample size)
+
+Opacus samples, clips and scales. Examples' gradients come from the layers that stack clients, with every example as a
+client of its own that holds a copy of the factors; whether a model keeps examples apart is tried on its first sample.
+
+Shapes: K examples in a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.noise import gaussian, key_of_seed
+from fedspan.core.tensors import Tensors, norm, subtract
+from fedspan.core.values import Job, Trained
+from fedspan.errors import FedspanError
+from fedspan.models.precision import tolerance
+from fedspan.models.stacked import StackedModel, Unstackable
+from fedspan.tasks.task import Examples
+from fedspan.training.accounting import require_opacus
+from fedspan.training.jobs import Assignment, not_finite
+from fedspan.training.poisson import expected_batch, poisson_batches
+from fedspan.training.settings import Privacy
+from fedspan.training.trainer import Trainer
+
+__all__ = ["PrivateTraining"]
+
+
+class PrivateTraining:
+    """Trains jobs with DP-SGD, one at a time.
+
+    Args:
+        trainer: The model and what training on it takes.
+        privacy: of the run.
+    """
+
+    def __init__(self, trainer: Trainer, privacy: Privacy) -> None:
+        self.trainer, self.privacy = trainer, privacy
+        self.stacked = StackedModel(trainer.adapted)
+        self.why_single = self.stacked.refusal()
+        """Why examples go through the model one by one, if they must."""
+        self._verified = False
+
+    def train(self, work: Assignment, examples: Examples) -> Trained:
+        """Run one job on one client's examples (``LoopEngine.train``).
+
+        Args:
+            work: with its noise.
+            examples: the data set that the client's indices point into.
+
+        Raises:
+            FedspanError: if the loss stops being finite, or if the job would release anything else.
+        """
+        require_opacus()
+        from fedspan.training.noisy_sum import NoisySum
+
+        trainer, job, adapted, settings = self.trainer, work.job, self.trainer.adapted, self.trainer.settings
+        _require_private(job, getattr(trainer.task, "packing", False))
+        trainer.ready(examples, work.indices)
+        adapted.train_mode(job.buffers)
+        live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
+        optimizer = trainer.optimizer_of(work, live)
+        noisy = NoisySum(self.privacy, work, {name: live[name] for name in optimizer.names})
+        expected = expected_batch(settings, len(work.indices))
+        loss_sum, decay, seen, steps = 0.0, 1.0, 0, 0
+        for sample in poisson_batches(self.privacy, settings, work):
+            passes = range(0, max(1, len(sample)), settings.batch_size)
+            for number, start in enumerate(passes):
+                indices = sample[start : start + settings.batch_size]
+                trainer.set_dropout(work, f"{steps} {number}")
+                losses, gradients = self._gradients(work, live, optimizer.names, examples, indices)
+                value = float(losses.sum())
+                if not math.isfinite(value):
+                    raise not_finite(work, value)
+                loss_sum, seen = loss_sum + value, seen + len(indices)
+                noisy.add({name: self._masked(job, name, value) for name, value in gradients.items()})
+            trainer.apply(job, live, optimizer, noisy.taken(steps, expected), clipping=False)
+            steps += 1
+            decay *= trainer.decayed(work, live)
+        adapted.set_dropout(None)
+        return Trained(
+            tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
+            optimizer_state=optimizer.state(),
+            steps=steps,
+            lr_sum=work.lr * steps,
+            decay=decay,
+            metrics={"loss": loss_sum / max(1, seen), "examples": float(seen)},
+        )
+
+    def _gradients(
+        self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses (K,) and gradients (K, ...) of examples."""
+        if not len(indices):
+            empty = {name: live[name].new_zeros(0, *live[name].shape) for name in names}
+            return torch.zeros(0), empty
+        if self.why_single is None and not self._verified:
+            self._verify(work, live, names, examples, indices[:2])
+        if self.why_single is None:
+            return self._stacked(work, live, names, examples, indices)
+        return self._singles(live, names, examples, indices)
+
+    def _masked(self, job: Job, name: str, gradients: Tensor) -> Tensor:
+        """What does not move takes nothing of the norm."""
+        return gradients * job.masks[name].to(gradients) if name in job.masks else gradients
+
+    def _stacked(
+        self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        trainer, count = self.trainer, len(indices)
+        leaves = {
+            name: live[name].detach().expand(count, *live[name].shape).contiguous().requires_grad_() for name in names
+        }
+        others = {
+            name: value.detach().expand(count, *value.shape) for name, value in live.items() if name not in leaves
+        }
+        rows = indices.tolist()
+        batch = trainer.task.batch(examples, rows, trainer.adapted.device)
+        held = self.stacked.holding(work.job.parametrization, {**others, **leaves}, count, count)
+        whole = trainer.padding.removed(batch, count, np.ones(count, dtype=bool))
+        with held, whole, trainer.prefixes.fed(examples, rows):
+            losses = trainer.task.losses(trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device))
+            losses.sum().backward()
+        found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        return losses.detach(), found
+
+    def _singles(
+        self, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        trainer = self.trainer
+        losses: list[Tensor] = []
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        for index in indices.tolist():
+            batch = trainer.task.batch(examples, [index], trainer.adapted.device)
+            with trainer.padding.removed(batch), trainer.prefixes.fed(examples, [index]):
+                loss = trainer.task.loss(trainer.adapted.model, batch)
+            own = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
+            losses.append(loss.detach())
+            for name, gradient in zip(names, own, strict=True):
+                found[name].append(torch.zeros_like(live[name]) if gradient is None else gradient)
+        return torch.stack(losses), {name: torch.stack(values) for name, values in found.items()}
+
+    def _verify(
+        self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
+    ) -> None:
+        """Whether examples that share a pass have the gradients that each has alone: the bound on each rests on it."""
+        before = {name: live[name].detach().clone() for name in names}
+        with torch.no_grad():  # where B is 0, A has no gradient that could be wrong
+            for name in names:
+                moved = gaussian(key_of_seed(0), live[name].shape, "verify", name) * 0.02
+                live[name].add_(moved.to(live[name]))
+        try:
+            _, together = self._stacked(work, live, names, examples, indices)
+            _, alone = self._singles(live, names, examples, indices)
+            apart = norm(subtract(together, alone)) / max(norm(alone), 1e-30)
+            if not apart < tolerance(self.trainer.adapted.model):
+                self.why_single = f"gradients differ by {apart:.1e} when two examples share a pass"
+        except Unstackable as error:
+            self.why_single = str(error)
+        with torch.no_grad():
+            for name in names:
+                live[name].copy_(before[name])
+        self._verified = True
+
+
+def _require_private(job: Job, packing: bool) -> None:
+    """Refuse what would release more than the noisy sums.
+
+    Raises:
+        FedspanError: with the reason.
+    """
+    reasons = {
+        "it asks for raw gradients": job.want_gradient or job.steps == 0,
+        "its projectors are made of raw gradients": job.refresh is not None,
+        "its norms keep statistics of raw examples": bool(job.buffers),
+        "packed batches have no examples of their own (training.packing)": packing,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise FedspanError("privacy.mechanism", "dp-sgd", f"another method or model here: {why}")

@@ -1,0 +1,55 @@
+"""Who shares a pass, and what a pass takes of those who do. Shapes: C clients in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import generator
+from fedspan.training.client_slot import Seat
+
+__all__ = ["chosen", "disturbed", "stacked_others"]
+
+_LIKE = 1.2
+"""Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
+
+
+def chosen(seats: Sequence[Seat], at_once: int, padded: bool = True) -> list[Seat]:
+    """The clients of the next pass: that with the most batches left, and those whose next batches are most like its.
+
+    Args:
+        seats: open clients.
+        at_once: clients in a pass.
+        padded: whether batches that are unlike would be padded to the longest.
+    """
+    leader = max(seats, key=lambda seat: seat.left)
+    same = [seat for seat in seats if seat.kind == leader.kind]
+    if leader.work.job.buffers:  # norms that measure their batch
+        same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
+    low, high = leader.cost / _LIKE, leader.cost * _LIKE
+    same = [seat for seat in same if seat is not leader and (not padded or low <= seat.cost <= high)]
+    same.sort(key=lambda seat: (abs(len(seat.batch) - len(leader.batch)), abs(seat.cost - leader.cost)))
+    kept = {id(seat) for seat in (leader, *same[: at_once - 1])}
+    return [seat for seat in seats if id(seat) in kept]
+
+
+def stacked_others(group: Sequence[Seat]) -> dict[str, Tensor]:
+    """What does not train, (C, ...) each; tensors that all clients share are not copied."""
+    made: dict[str, Tensor] = {}
+    for name, first in group[0].others.items():
+        own = [seat.others[name] for seat in group]
+        shared = all(value is first for value in own) and len(own) > 1
+        made[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
+    return made
+
+
+def disturbed(seat: Seat) -> dict[str, Tensor]:
+    """A client's tensors, with those that train moved a little: where B is 0, nothing could be told apart."""
+    rng = generator(0, "verify", seat.work.client)
+    tensors = {name: value.clone() for name, value in seat.tensors().items()}
+    for name in seat.layout.names:
+        noise = torch.randn(tensors[name].shape, generator=rng) * 0.02
+        tensors[name] = tensors[name] + noise.to(tensors[name])
+    return tensors

@@ -1,0 +1,165 @@
+"""The loop engine: one client after another, obvious code, the oracle for the others.
+
+Shapes: O output features, I input features, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.values import Job, OptimizerState, Trained
+from fedspan.models.adapted import AdaptedModel
+from fedspan.tasks.task import Examples, Task
+from fedspan.training.batching import job_batches
+from fedspan.training.dp_sgd import PrivateTraining
+from fedspan.training.jobs import Assignment, not_finite
+from fedspan.training.optimizers import LocalOptimizer
+from fedspan.training.prefix_caches import PrefixCaches
+from fedspan.training.projector_refresh import refresh_projectors
+from fedspan.training.settings import PrefixSettings, TrainingSettings
+from fedspan.training.trainer import Trainer
+
+__all__ = ["LoopEngine"]
+
+
+class LoopEngine(Trainer):
+    """Trains and evaluates jobs on one model, one at a time; arguments as for ``Trainer``."""
+
+    def __init__(
+        self,
+        adapted: AdaptedModel,
+        task: Task,
+        settings: TrainingSettings,
+        seed: int,
+        prefix: PrefixSettings | PrefixCaches | None = None,
+        padding_free: bool = False,
+    ) -> None:
+        super().__init__(adapted, task, settings, seed, prefix, padding_free)
+        private = settings.privacy is not None and settings.privacy.mechanism == "dp-sgd"
+        self.private = PrivateTraining(self, settings.privacy) if private and settings.privacy is not None else None
+
+    def train(
+        self,
+        job: Job,
+        examples: Examples,
+        indices: np.ndarray,
+        *,
+        client: str,
+        round: int,
+        lr: float,
+        kept: OptimizerState | None = None,
+        noise: float = 0.0,
+    ) -> Trained:
+        """Run one job on one client's examples.
+
+        Args:
+            job: what to train.
+            examples: the data set that the client's indices point into.
+            indices: the client's training examples, (examples,).
+            client: id, for draws and errors.
+            round: number, for draws and errors.
+            lr: learning rate of the round.
+            kept: moments of the client's earlier rounds, if the run keeps them.
+            noise: of DP-SGD, over the clipping norm.
+
+        Raises:
+            FedspanError: if the loss stops being finite.
+        """
+        settings, adapted = self.settings, self.adapted
+        work = Assignment(client, round, job, indices, lr, kept, noise)
+        if self.private is not None:
+            return self.private.train(work, examples)
+        self.ready(examples, indices)
+        adapted.train_mode(job.buffers)
+        live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
+        optimizer = self.optimizer_of(work, live)
+        gradients_sum: dict[str, Tensor] = {}
+        probing = job.steps == 0
+        loss_sum = examples_seen = 0.0
+        steps = micro = 0
+        decay = 1.0
+        for batch_indices in job_batches(settings, self.seed, work, examples):
+            if job.refresh is not None and micro % settings.accumulate == 0:
+                refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
+            self.set_dropout(work, micro)
+            batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
+            with self.padding.removed(batch), self.prefixes.fed(examples, batch_indices.tolist()):
+                loss = self.task.loss(adapted.model, batch)
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                raise not_finite(work, value)
+            loss_sum, examples_seen = loss_sum + value * len(batch_indices), examples_seen + len(batch_indices)
+            share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
+            (loss * share).backward()
+            micro += 1
+            if probing or micro % settings.accumulate:
+                continue
+            self._step(job, live, optimizer, gradients_sum, probing)
+            steps += 1
+            decay *= self.decayed(work, live)
+        if probing or micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
+            self._step(job, live, optimizer, gradients_sum, probing)
+            steps += 1
+            decay *= self.decayed(work, live)
+        adapted.set_dropout(None)
+        return Trained(
+            tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
+            optimizer_state=optimizer.state(),
+            steps=0 if probing else steps,
+            lr_sum=0.0 if probing else lr * steps,
+            gradient={name: (value / max(1, steps)).to("cpu") for name, value in gradients_sum.items()},
+            decay=decay,
+            metrics={"loss": loss_sum / max(1.0, examples_seen), "examples": examples_seen},
+        )
+
+    def train_all(
+        self,
+        examples: Examples,
+        sizes: Mapping[str, int],
+        opened: Callable[[str], Assignment],
+        finished: Callable[[Assignment, Trained], Assignment | None],
+    ) -> None:
+        """One client after another (``Engine.train_all``)."""
+        for client in sizes:
+            work: Assignment | None = opened(client)
+            while work is not None:
+                work = finished(work, self.take(work, examples))
+
+    def take(self, work: Assignment, examples: Examples) -> Trained:
+        """``train``, of an assignment."""
+        return self.train(
+            work.job,
+            examples,
+            work.indices,
+            client=work.client,
+            round=work.round,
+            lr=work.lr,
+            kept=work.kept,
+            noise=work.noise,
+        )
+
+    def _step(
+        self,
+        job: Job,
+        live: Mapping[str, Tensor],
+        optimizer: LocalOptimizer,
+        gradients_sum: dict[str, Tensor],
+        probing: bool,
+    ) -> None:
+        names = optimizer.names
+        gradients: dict[str, Tensor] = {}
+        for name in names:
+            tensor = live[name]
+            gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            tensor.grad = None
+        if job.want_gradient or probing:
+            for name in names:
+                gradients_sum[name] = gradients_sum.get(name, torch.zeros_like(gradients[name])) + gradients[name]
+        if probing:
+            return
+        self.apply(job, live, optimizer, gradients)

@@ -1,0 +1,262 @@
+"""Hidden states that leave a model's frozen prefix: computed once for an example, kept in memory or in a mapped file.
+
+Shapes: N examples, T tokens, D features of a hidden state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from threading import Condition
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import evaluating
+from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
+from fedspan.tasks.task import Examples, Task
+from fedspan.training.batching import evaluation_batches
+from fedspan.training.prefix_rows import KeptRows, PrefixStore, prefix_key
+
+__all__ = ["PrefixCache"]
+
+_SAMPLE = 4
+"""Examples on which a cache is tried."""
+
+
+class PrefixCache:
+    """The hidden states of a data set's examples.
+
+    Args:
+        prefix: what is skipped.
+        adapted: the model that it is of.
+        task: makes the batches.
+        examples: the data set.
+        budget: bytes of memory.
+        file: holds the hidden states, mapped into memory, where they exceed the budget. It is made anew and has no name
+            from then on, so that it ends with the process.
+        store: has them of the run before, if they are the same; None: they end with this cache.
+
+    Raises:
+        NoPrefix: if there is neither memory nor a file for them, or if the number of an example's hidden states is
+            neither its length nor the same for all.
+    """
+
+    def __init__(
+        self,
+        prefix: FrozenPrefix,
+        adapted: AdaptedModel,
+        task: Task,
+        examples: Examples,
+        *,
+        budget: int,
+        file: Path | None = None,
+        store: PrefixStore | None = None,
+    ) -> None:
+        self.prefix, self.adapted, self.task, self.examples = prefix, adapted, task, examples
+        lengths = np.asarray(examples.lengths)
+        if not len(lengths):
+            raise NoPrefix("there are no examples")
+        ends = [int(lengths.argmin()), int(lengths.argmax())]
+        found = [self._computed([index]) for index in ends]
+        self.tokens = _tokens(lengths, ends, [hidden.shape[1] for hidden in found])
+        """Hidden states of each example, int64, (N,)."""
+        self._tokens = torch.from_numpy(self.tokens)
+        self._starts = 1 + self._tokens.cumsum(0) - self._tokens  # the first row is zero: what padding points at
+        shape, dtype = (1 + int(self.tokens.sum()), found[0].shape[2]), found[0].dtype
+        self.nbytes = shape[0] * shape[1] * dtype.itemsize
+        """Of all hidden states together."""
+
+        def made() -> KeptRows:
+            return KeptRows.make(shape, dtype, len(lengths), budget, file)
+
+        self._kept = made() if store is None else store.rows(prefix_key(adapted, prefix, task, examples), made)
+        self._rows = self._kept.values
+        self.mapped = self._kept.mapped
+        """Whether they are in a file."""
+        self.known = np.zeros(len(lengths), bool)
+        """Whether each example's hidden states have been asked for and are there, (N,)."""
+        self._taken = np.zeros(len(lengths), bool)  # by a thread that is at them
+        self._turn = Condition()
+
+    @classmethod
+    def make(
+        cls,
+        adapted: AdaptedModel,
+        task: Task,
+        examples: Examples,
+        *,
+        live: Collection[str] | None = None,
+        budget: int,
+        file: Path | None = None,
+        store: PrefixStore | None = None,
+    ) -> tuple[PrefixCache | None, str]:
+        """A cache that gave the logits of a few real examples, or None with the reason why there is none.
+
+        The model has its bare base afterwards (``AdaptedModel.install`` of nothing).
+
+        Args:
+            adapted: the model.
+            task: the learning problem.
+            examples: the data set.
+            live: modules that change; None: all target layers and extras.
+            budget: bytes of memory.
+            file: for what exceeds them.
+            store: has hidden states of the run before.
+        """
+        try:
+            if getattr(task, "packing", False):
+                raise NoPrefix("a batch's examples are packed into one row")
+            prefix = FrozenPrefix.search(adapted, live_modules(adapted) if live is None else live)
+            adapted.install({}, {}, frozenset())
+            made = cls(prefix, adapted, task, examples, budget=budget, file=file, store=store)
+            made.verify()
+        except NoPrefix as error:
+            return None, str(error)
+        return made, ""
+
+    def replica(self, adapted: AdaptedModel) -> PrefixCache:
+        """The same hidden states for a replica of the model, in another thread."""
+        made = copy.copy(self)
+        made.prefix, made.adapted = self.prefix.on(adapted), adapted
+        return made
+
+    def ensure(self, indices: np.ndarray, batch_size: int) -> None:
+        """Compute what is missing of some examples, in batches of similar length.
+
+        The last bits of an example may depend on which others were missing with it: they are the same again if the
+        same sets (a client's part, a held-out set) are asked for.
+
+        Args:
+            indices: (examples,).
+            batch_size: examples of a forward pass.
+        """
+        asked = np.unique(indices)
+        while True:
+            with self._turn:
+                missing = asked[~self.known[asked]]
+                if not len(missing):
+                    return
+                own = missing[~self._taken[missing]]
+                if not len(own):  # other threads are at them
+                    self._turn.wait()
+                    continue
+                self._taken[own] = True
+            try:
+                for batch in evaluation_batches(own, self.tokens, batch_size):
+                    if not self._kept.holds(batch):
+                        hidden = self._computed(batch.tolist()).cpu()
+                        self._kept.dropped(batch)
+                        self._write(batch, hidden)
+                        self._kept.written(batch)
+                    self.known[batch] = True
+            finally:  # what an error left undone, another thread or call may do
+                with self._turn:
+                    self._taken[own] = False
+                    self._turn.notify_all()
+
+    def hidden(self, indices: Sequence[int], tokens: int | None = None) -> Tensor:
+        """Hidden states where the model lives, (examples, tokens, D), zero beyond each example's own.
+
+        Args:
+            indices: of examples that were asked of ``ensure``.
+            tokens: of the batch; None: of its longest example.
+
+        Raises:
+            ValueError: if some were never computed.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        if not self.known[chosen].all():
+            raise ValueError(f"no hidden states of examples {chosen[~self.known[chosen]].tolist()[:5]} were computed")
+        where = self._where(chosen, int(self.tokens[chosen].max()) if tokens is None else tokens)
+        made = self._rows.index_select(0, where.flatten()).view(*where.shape, -1)
+        if self.adapted.device.type == "cuda":
+            made = made.pin_memory()  # or the copy would make the host wait
+        return made.to(self.adapted.device, non_blocking=True)
+
+    def verify(self) -> None:
+        """Try the cache on a few examples.
+
+        Raises:
+            NoPrefix: if logits differ by more than rounding, or if hidden states in training differ from those in
+                evaluation.
+        """
+        order = np.argsort(self.tokens, kind="stable")
+        sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))]
+        self.ensure(sample, 2)
+        batch = self.task.batch(self.examples, sample.tolist(), self.adapted.device)
+        hidden = self.hidden(sample.tolist())
+        with evaluating(self.adapted.model):
+            wanted = self._logits(batch, sample)
+            with self.prefix.fed(hidden):
+                found = self._logits(batch, sample)
+        apart = _apart(found, wanted)
+        if not apart <= _tolerance(hidden.dtype):
+            raise NoPrefix(f"logits differ by {apart:.1e} when hidden states are taken from the cache")
+        still = self._computed(sample.tolist())
+        for _ in range(2):
+            apart = _apart(self._computed(sample.tolist(), training=True), still)
+            if not apart <= _tolerance(hidden.dtype):
+                raise NoPrefix(f"hidden states differ by {apart:.1e} between training and evaluation")
+
+    def _logits(self, batch: object, sample: np.ndarray) -> Tensor:
+        """The model's logits in a forward pass; of those by token, the examples' own."""
+        kept: list[Tensor] = []
+        model = self.adapted.model
+        handle = model.register_forward_hook(lambda _, __, output: kept.append(output.logits))
+        try:
+            self.task.loss(model, batch)  # pyright: ignore[reportArgumentType]
+        finally:
+            handle.remove()
+        logits = kept[0]
+        if logits.ndim < 3:
+            return logits
+        return logits[(torch.arange(logits.shape[1]) < self._tokens[sample][:, None]).to(logits.device)]
+
+    def _computed(self, indices: Sequence[int], *, training: bool = False) -> Tensor:
+        """What leaves the prefix, (examples, T, D)."""
+        model, device = self.adapted.model, self.adapted.device
+        cards = [device] if device.type == "cuda" else []
+        with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # for what only verify() finds out
+            if training:
+                self.adapted.train_mode(frozenset())
+            with self.prefix.recorded() as made:
+                self.task.loss(model, self.task.batch(self.examples, indices, device))
+        hidden = made.hidden
+        if hidden.ndim != 3 or len(hidden) != len(indices):
+            raise NoPrefix(f"{len(indices)} examples have hidden states of shape {tuple(hidden.shape)}")
+        return hidden
+
+    def _where(self, indices: np.ndarray, tokens: int) -> Tensor:
+        """Rows of examples' hidden states, (examples, tokens); 0 beyond their own."""
+        at = torch.arange(tokens)
+        return torch.where(at < self._tokens[indices][:, None], self._starts[indices][:, None] + at, 0)
+
+    def _write(self, indices: np.ndarray, hidden: Tensor) -> None:
+        where = self._where(indices, hidden.shape[1])
+        self._rows.index_copy_(0, where[where > 0], hidden[where > 0])
+
+
+def _tokens(lengths: np.ndarray, ends: Sequence[int], found: Sequence[int]) -> np.ndarray:
+    """Hidden states of each example, from those of the shortest and the longest."""
+    if list(found) == lengths[list(ends)].tolist():
+        return lengths.astype(np.int64)
+    if len(set(found)) == 1:
+        return np.full(len(lengths), found[0], np.int64)
+    raise NoPrefix(f"examples of lengths {lengths[list(ends)].tolist()} have {list(found)} hidden states")
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    """Relative distance."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative, of what padding alone may do in a number format.
+
+    In float64 it is float32's rounding: many decoders compute softmax and norms in that, whatever their format.
+    """
+    return {64: 1e-6, 32: 1e-4}.get(torch.finfo(dtype).bits, 5e-2)

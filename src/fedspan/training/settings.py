@@ -1,0 +1,111 @@
+"""What an engine needs to know of local training, as plain values (the config builds them)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fedspan.core.noise import key_of_seed
+from fedspan.core.values import OptimizerSpec
+from fedspan.training.accounting import Accounting
+
+__all__ = ["PrefixSettings", "Privacy", "TrainingSettings"]
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differential privacy of what is released.
+
+    Args:
+        mechanism: ``central``: the server clips clients' changes and adds noise to their sum. ``local``: every client
+            clips its change and adds noise to it. ``dp-sgd``: every client clips each example's gradient and adds
+            noise to their sum.
+        clip: bound on the L2 norm of a change, or of an example's gradient.
+        noise: standard deviation over ``clip``; None: as little as ``epsilon`` allows for ``rounds``.
+        epsilon: the budget; None: no end to it.
+        delta: of the guarantee.
+        accounting: the accountant.
+        rounds: of the run.
+        key: of the noise, 32 bytes.
+        secret: whether the key is one; then noise also depends on what it is added to, so that it never serves twice.
+    """
+
+    mechanism: Literal["central", "local", "dp-sgd"]
+    clip: float
+    noise: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    accounting: Accounting = "rdp"
+    rounds: int = 1
+    key: bytes = key_of_seed(0)
+    secret: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Local training.
+
+    Args:
+        optimizer: algorithm; its ``lr`` is the peak of the schedule.
+        schedule: how the learning rate moves across rounds (constant within one).
+        warmup_rounds: linear warm-up before the schedule starts.
+        min_lr: what a schedule falls to.
+        cycle_rounds: after so many rounds a schedule starts anew (SGDR, arXiv:1608.03983); None: it falls once.
+        batch_size: examples of one forward and backward pass.
+        accumulate: passes of one optimizer step.
+        epochs: local epochs a round, unless ``steps`` is given.
+        steps: local optimizer steps a round.
+        max_grad_norm: clipping of the client's whole gradient (0: none).
+        keep_optimizer: a client's moments survive between its rounds, unless its tensors were re-initialised.
+        dropout: on the adapters' input (PEFT's ``lora_dropout``).
+        group_by_length: batches of similar length, drawn from windows of a few shuffled batches.
+        privacy: of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size * accumulate`` examples on
+            average, and ``max_grad_norm`` does nothing.
+    """
+
+    optimizer: OptimizerSpec
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_rounds: int = 0
+    min_lr: float = 0.0
+    cycle_rounds: int | None = None
+    batch_size: int = 16
+    accumulate: int = 1
+    epochs: int = 1
+    steps: int | None = None
+    max_grad_norm: float = 1.0
+    keep_optimizer: bool = False
+    dropout: float = 0.0
+    group_by_length: bool = True
+    privacy: Privacy | None = None
+
+    def lr(self, round: int, rounds: int) -> float:
+        """The learning rate of a round (counted from 0) of ``rounds``."""
+        peak = self.optimizer.lr
+        if round < self.warmup_rounds:
+            return peak * (round + 1) / (self.warmup_rounds + 1)
+        after, span = round - self.warmup_rounds, max(1, rounds - self.warmup_rounds)
+        if self.cycle_rounds is not None:
+            after, span = after % self.cycle_rounds, self.cycle_rounds
+        progress = after / span
+        if self.schedule == "linear":
+            return self.min_lr + (peak - self.min_lr) * (1 - progress)
+        if self.schedule == "cosine":
+            return self.min_lr + (peak - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+        return peak
+
+
+@dataclass(frozen=True)
+class PrefixSettings:
+    """Where the hidden states that leave a model's frozen prefix are kept.
+
+    Args:
+        budget: bytes of memory, for all data sets together.
+        folder: for files with the hidden states of data sets that exceed it; None: those do without.
+        batch_size: examples of the forward passes that compute them.
+    """
+
+    budget: int = 2 << 30
+    folder: Path | None = None
+    batch_size: int = 32

@@ -1,0 +1,203 @@
+"""The local optimizers over clients in the rows of a matrix; ``training/optimizers.py`` is what they equal.
+
+Shapes: C clients, N trainable tensors, P elements of all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from fedspan.core.values import Job, OptimizerSpec
+
+__all__ = ["Layout", "Segment", "clip_rows", "fused_step", "step_rows"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Columns that share optimizer settings: from ``start`` to ``stop``."""
+
+    start: int
+    stop: int
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each trainable tensor stands in a client's row.
+
+    Args:
+        names: of the tensors, in their order.
+        shapes: of each.
+        segments: learning rates and decays; together all columns.
+        dtype: of all of them.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, job: Job, spec: OptimizerSpec) -> Layout | None:
+        """That of a job; None where its trainable tensors differ in number format, or where there are none."""
+        names = job.trainable_names
+        dtypes = {job.tensors[name].dtype for name in names}
+        if len(dtypes) != 1:
+            return None
+        segments: list[Segment] = []
+        at = 0
+        for group in job.trainable:
+            size = sum(job.tensors[name].numel() for name in group.names)
+            decay = spec.weight_decay if group.weight_decay is None else group.weight_decay
+            segment = Segment(at, at + size, spec.lr * group.lr_scale, decay)
+            at += size
+            last = segments[-1] if segments else None
+            if last is not None and (last.lr, last.weight_decay) == (segment.lr, segment.weight_decay):
+                segments[-1] = Segment(last.start, segment.stop, segment.lr, segment.weight_decay)
+            else:
+                segments.append(segment)
+        return cls(names, tuple(job.tensors[name].shape for name in names), tuple(segments), dtypes.pop())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each tensor."""
+        return [shape.numel() for shape in self.shapes]
+
+    def row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
+        """A client's tensors as a row (P,), a copy; where one is missing, so many times ``missing``."""
+        parts = [
+            tensors[name].detach().to(device, self.dtype).reshape(-1)
+            if name in tensors
+            else torch.full((size,), missing, dtype=self.dtype, device=device)
+            for name, size in zip(self.names, self.sizes, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def views(self, rows: Tensor) -> dict[str, Tensor]:
+        """The tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
+        parts = rows.split(self.sizes, -1)
+        return {
+            name: part.view(*rows.shape[:-1], *shape)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        }
+
+    def joined(self, gradients: Sequence[Tensor | None], clients: int, like: Tensor) -> Tensor:
+        """Gradients by tensor, (C, ...) each, as rows (C, P); None is zero."""
+        parts = [
+            like.new_zeros(clients, size) if gradient is None else gradient.reshape(clients, size)
+            for gradient, size in zip(gradients, self.sizes, strict=True)
+        ]
+        return torch.cat(parts, 1)
+
+
+def clip_rows(gradients: Tensor, max_norm: float) -> Tensor:
+    """Each client's whole gradient (C, P) scaled so that its norm is at most ``max_norm``, as ``clip_grad_norm_``."""
+    norms = gradients.norm(dim=1, keepdim=True)
+    return gradients * torch.clamp(max_norm / (norms + 1e-6), max=1.0)
+
+
+def step_rows(
+    spec: OptimizerSpec,
+    layout: Layout,
+    values: Tensor,
+    gradients: Tensor,
+    moments: Mapping[str, Tensor],
+    steps: np.ndarray,
+    before: np.ndarray,
+    masks: Tensor | None = None,
+) -> None:
+    """One update of every client's tensors, in place.
+
+    Args:
+        spec: algorithm; its learning rate and decay stand in the layout's segments.
+        layout: of the rows.
+        values: (C, P), moved in place.
+        gradients: (C, P); kept as they are.
+        moments: by kind, (C, P) each, moved in place.
+        steps: taken by each tensor, this one included, int64 (C, N).
+        before: steps that the first moment knows nothing of, int64 (C, N).
+        masks: (C, P) of 0 and 1; masked entries neither move nor gather moments.
+    """
+    old = None if masks is None else values.clone()
+    for segment in layout.segments:
+        columns = slice(segment.start, segment.stop)
+        own, gradient = values[:, columns], gradients[:, columns]
+        mask = None if masks is None else masks[:, columns]
+        if spec.name == "sgd":
+            if segment.weight_decay:
+                gradient = gradient.add(own, alpha=segment.weight_decay)
+            if mask is not None:
+                gradient = gradient * mask
+            if spec.momentum:
+                gradient = moments["momentum_buffer"][:, columns].mul_(spec.momentum).add_(gradient)
+            own.add_(gradient, alpha=-segment.lr)
+            continue
+        if mask is not None:
+            gradient = gradient * mask
+        first, second = moments["exp_avg"][:, columns], moments["exp_avg_sq"][:, columns]
+        beta1, beta2 = spec.betas
+        own.mul_(1 - segment.lr * segment.weight_decay)
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        one = np.ones(steps.shape)
+        correct1 = 1 - beta1 ** (steps - before) if spec.bias_correction[0] else one
+        correct2 = 1 - beta2**steps if spec.bias_correction[1] else one
+        root2 = _columns(1 / np.sqrt(correct2), layout, own, segment)
+        denominator = second.sqrt().mul_(root2).add_(spec.eps)
+        own.sub_(first / denominator * _columns(segment.lr / correct1, layout, own, segment))
+    if masks is not None and old is not None:
+        values.copy_(torch.where(masks.bool(), values, old))
+
+
+def fused_step(
+    spec: OptimizerSpec,
+    layout: Layout,
+    values: Sequence[Tensor],
+    gradients: Tensor,
+    moments: Mapping[str, Sequence[Tensor]],
+    steps: Sequence[int],
+) -> None:
+    """``step_rows`` by PyTorch's fused AdamW, with both bias corrections: one way through memory, and no copies.
+
+    Args:
+        spec: algorithm.
+        layout: of the rows.
+        values: (P,) of each client, moved in place.
+        gradients: (C, P); kept as they are.
+        moments: by kind, (P,) of each client, moved in place.
+        steps: taken by each client, this one included; by all of its tensors, and known to both moments.
+    """
+    for segment in layout.segments:
+        columns = slice(segment.start, segment.stop)
+        adamw(
+            [value[columns] for value in values],
+            [gradient[columns] for gradient in gradients],
+            [moment[columns] for moment in moments["exp_avg"]],
+            [moment[columns] for moment in moments["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # it counts for itself
+            fused=True,
+            amsgrad=False,
+            beta1=spec.betas[0],
+            beta2=spec.betas[1],
+            lr=segment.lr,
+            weight_decay=segment.weight_decay,
+            eps=spec.eps,
+            maximize=False,
+        )
+
+
+def _columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:
+    """Factors by client and tensor (C, N) as (C, 1) where all tensors of a client share theirs, else by column."""
+    made = torch.from_numpy(factors).to(like.device, like.dtype)
+    if (factors == factors[:, :1]).all():
+        return made[:, :1]
+    sizes = torch.tensor(layout.sizes, device=like.device)
+    return made.repeat_interleave(sizes, 1)[:, segment.start : segment.stop]

@@ -1,0 +1,295 @@
+"""One thread of the batched engine: trains its share of a round's clients, several in one pass, on a model of its own.
+
+Shapes: C clients in a pass, B examples of each, P elements of a client's trainable tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedspan.core.values import Trained
+from fedspan.models.compiled import CompiledBlocks
+from fedspan.models.precision import tolerance
+from fedspan.models.stacked import StackedModel, Unstackable
+from fedspan.tasks.task import Examples
+from fedspan.training.client_slot import Seat
+from fedspan.training.grouping import chosen, disturbed, stacked_others
+from fedspan.training.jobs import Assignment, spec_of
+from fedspan.training.loop import LoopEngine
+from fedspan.training.projector_refresh import refresh_due, refresh_projectors
+from fedspan.training.stacked_optimizer import Layout, clip_rows, fused_step, step_rows
+from fedspan.training.trainer import dropout_mask
+
+__all__ = ["Worker"]
+
+Opened = Callable[[str], Assignment]
+Finished = Callable[[Assignment, Trained], Assignment | None]
+
+_WINDOW = 4
+"""Open clients for each that trains at once: to choose batches of like lengths from, without holding a whole cohort."""
+
+
+class Worker:
+    """Trains clients on one model.
+
+    Args:
+        loop: trains what can't be stacked, and says how all is trained; nobody else may use its model meanwhile.
+        compiled: compile the model's blocks for what is stacked.
+    """
+
+    def __init__(self, loop: LoopEngine, compiled: bool = False) -> None:
+        adapted, task, settings, seed = loop.adapted, loop.task, loop.settings, loop.seed
+        self.loop = loop
+        self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
+        self.stacked = StackedModel(adapted)
+        self.compiled = CompiledBlocks(adapted) if compiled else None
+        self.why_not = self.stacked.refusal()
+        if loop.private is not None:
+            self.why_not = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
+        """Why all clients train one by one here, if they must."""
+        self.why_alone: str | None = None
+        """Why some job trained alone."""
+        self._mode: frozenset[str] | None = None
+        self._known: dict[str, Tensor] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
+        self._verified: set[int] = set()
+
+    def run(self, examples: Examples, clients: Sequence[str], at_once: int, opened: Opened, finished: Finished) -> None:
+        """Train clients, ``at_once`` of them in a pass where that can be."""
+        waiting, seats = list(reversed(clients)), list[Seat]()
+        self._known.clear()
+        self._mode = None
+        while waiting or seats:
+            while waiting and len(seats) < _WINDOW * at_once:
+                self._admit(opened(waiting.pop()), examples, at_once, seats, finished)
+            if not seats:
+                continue
+            group = chosen(seats, at_once, not self.loop.padding.possible)
+            try:
+                self.advance(group, examples)
+            except Unstackable as error:
+                self.why_not = str(error)
+                for seat in seats:
+                    self._alone(seat.work, examples, finished)
+                seats.clear()
+                continue
+            for seat in group:
+                if not seat.left:
+                    seats.remove(seat)
+                    following = finished(seat.work, seat.result())
+                    if following is not None:
+                        self._admit(following, examples, at_once, seats, finished)
+                else:
+                    self._renew(seat, examples)
+
+    def _admit(self, work: Assignment, examples: Examples, at_once: int, seats: list[Seat], finished: Finished) -> None:
+        seat = None if at_once == 1 or self.why_not is not None else self.seat(work, examples)
+        if seat is None:
+            self._alone(work, examples, finished, at_once, seats)
+            return
+        seats.append(seat)
+        self._renew(seat, examples)
+
+    def _alone(
+        self,
+        work: Assignment,
+        examples: Examples,
+        finished: Finished,
+        at_once: int = 1,
+        seats: list[Seat] | None = None,
+    ) -> None:
+        """Train a job as the loop engine does; the client's next one may be stacked again."""
+        self._mode = None
+        following = finished(work, self.loop.take(work, examples))
+        if following is not None:
+            self._admit(following, examples, at_once, [] if seats is None else seats, finished)
+
+    def seat(self, work: Assignment, examples: Examples) -> Seat | None:
+        """A place for a job among others; None where it must train alone."""
+        spec = spec_of(work, self.settings)
+        layout = Layout.of(work.job, spec)
+        reasons = {
+            "its trainable tensors have several number formats": layout is None,
+            "its weight decay shrinks the base, by each client's own steps": work.job.decay_base and spec.weight_decay,
+            "packed batches are one row": getattr(self.task, "packing", False),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        self.why_alone = reason or self.why_alone
+        if layout is None or reason is not None or not len(work.indices):
+            return None
+        self.loop.ready(examples, work.indices)
+        self._mode = None
+        seat = Seat(work, layout, self.settings, self.seed, examples, self.adapted.device)
+        for name, value in seat.others.items():
+            if name in work.job.buffers:
+                continue
+            known = self._known.setdefault(name, value)
+            if known is not value and known.dtype == value.dtype and torch.equal(known, value):
+                seat.others[name] = known  # held once, however many clients have it
+        self._sort(seat)
+        return seat
+
+    def _sort(self, seat: Seat) -> None:
+        """Give a client its kind: those of one kind can share a pass."""
+        seat.kind = self._kinds.setdefault(seat.key(), len(self._kinds))
+
+    def _renew(self, seat: Seat, examples: Examples) -> None:
+        """Renew a client's projectors where its next batch is one before which that is due."""
+        job = seat.work.job
+        first = seat.taken % self.settings.accumulate == 0
+        if job.refresh is None or not first or not refresh_due(job.refresh, seat.steps):
+            return
+        self.adapted.train_mode(job.buffers)
+        self._mode = None
+        live = self.adapted.install(job.parametrization, seat.tensors(), frozenset(job.trainable_names))
+        refresh_projectors(self.loop, job, live, seat, seat.steps, examples, seat.batch)
+        seat.absorb(live)
+        self._sort(seat)
+
+    def advance(self, group: Sequence[Seat], examples: Examples) -> None:
+        """One batch of each of several clients of one kind, and the optimizer steps that it completes."""
+        losses, gradients = self._gradients(group, examples)
+        gathering = group[0].probing or self.settings.accumulate > 1
+        ready: list[Seat] = []
+        for loss, gradient, seat in zip(losses, gradients, group, strict=True):
+            seat.count(loss)
+            if gathering:
+                seat.gathered = gradient if seat.gathered is None else seat.gathered + gradient
+            if not seat.left or not (seat.probing or seat.taken % self.settings.accumulate):
+                ready.append(seat)
+        if gathering:
+            gradients = torch.stack([seat.take_gathered() for seat in ready]) if ready else gradients[:0]
+        if ready:
+            self._step(ready, gradients)
+
+    def _gradients(self, group: Sequence[Seat], examples: Examples) -> tuple[Tensor, Tensor]:
+        """Losses (C,) and gradients (C, P) of the clients' next batches."""
+        job, layout, device = group[0].work.job, group[0].layout, self.adapted.device
+        clients, size = len(group), max(len(seat.batch) for seat in group)
+        rows: list[int] = []
+        members = torch.zeros(clients, clients * size)
+        for number, seat in enumerate(group):
+            own = seat.batch.tolist()
+            members[number, number * size : number * size + len(own)] = 1
+            rows += own + own[:1] * (size - len(own))  # nobody's: all clients have as many rows
+        if self._mode != job.buffers:
+            self.adapted.train_mode(job.buffers)
+            self._mode = job.buffers
+        values = torch.stack([seat.values for seat in group])
+        leaves = {name: view.detach().requires_grad_() for name, view in layout.views(values).items()}
+        others = stacked_others(group)
+        batch = self.task.batch(examples, rows, device)
+        counted = members.sum(0).numpy() > 0
+        self._verify(group, batch, size, counted)
+        self._set_dropout(group, batch, size)
+        held = self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size)
+        padding, compiled = self.loop.padding, self.compiled
+        quick = padding.removed(batch, clients, counted) if compiled is None else compiled.within()
+        with held, quick, self.loop.prefixes.fed(examples, rows):
+            losses = self.task.losses(self.adapted.model, batch, members.to(device))
+            shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
+            (losses * shares).sum().backward()
+        found = [leaf.grad for leaf in leaves.values()]
+        for name in job.buffers:
+            for number, seat in enumerate(group):
+                seat.others[name].copy_(others[name][number])
+        return losses.detach(), layout.joined(found, clients, values)
+
+    def _step(self, group: Sequence[Seat], gradients: Tensor) -> None:
+        layout, settings = group[0].layout, self.settings
+        for number, seat in enumerate(group):
+            if seat.work.job.want_gradient or seat.probing:
+                own = gradients[number]
+                seat.gradient = own.clone() if seat.gradient is None else seat.gradient + own
+        if group[0].probing:
+            return
+        if any(seat.work.job.penalties for seat in group):
+            gradients = gradients + torch.stack([self._penalty(seat) for seat in group])
+        masks = [seat.mask for seat in group if seat.mask is not None]
+        mask = torch.stack(masks) if masks else None
+        if mask is not None:
+            gradients = gradients * mask
+        if settings.max_grad_norm:
+            gradients = clip_rows(gradients, settings.max_grad_norm)
+        offsets = [seat.offset for seat in group if seat.offset is not None]
+        if offsets:
+            zero = torch.zeros_like(offsets[0])
+            gradients = gradients + torch.stack([zero if seat.offset is None else seat.offset for seat in group])
+        for seat in group:
+            seat.steps += 1
+            seat.counts += 1
+        rows, spec = [seat.values for seat in group], group[0].spec
+        if mask is None and all(seat.evenly for seat in group):
+            kinds = {kind: [seat.moments[kind] for seat in group] for kind in group[0].moments}
+            fused_step(spec, layout, rows, gradients, kinds, [int(seat.counts[0]) for seat in group])
+            return
+        values = torch.stack(rows)
+        moments = {kind: torch.stack([seat.moments[kind] for seat in group]) for kind in group[0].moments}
+        counts, before = np.stack([seat.counts for seat in group]), np.stack([seat.before for seat in group])
+        step_rows(spec, layout, values, gradients, moments, counts, before, mask)
+        for number, seat in enumerate(group):
+            seat.values.copy_(values[number])
+            for kind, moment in moments.items():
+                seat.moments[kind].copy_(moment[number])
+
+    def _penalty(self, seat: Seat) -> Tensor:
+        """The gradient of a client's penalties, (P,)."""
+        if not seat.work.job.penalties:
+            return torch.zeros_like(seat.values)
+        with torch.enable_grad():
+            own = {name: view.detach().requires_grad_() for name, view in seat.layout.views(seat.values).items()}
+            terms = [penalty.value({**seat.others, **own}) for penalty in seat.work.job.penalties]
+            found = torch.autograd.grad(torch.stack(terms).sum(), list(own.values()), allow_unused=True)
+        return seat.layout.joined(found, 1, seat.values)[0]
+
+    def _set_dropout(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int) -> None:
+        rate = self.settings.dropout
+        if not rate:
+            return
+        tokens = batch["input_ids"].shape[1] if "input_ids" in batch else None
+
+        def dropout(x: Tensor, layer: str) -> Tensor:
+            if x.shape[0] != len(group) * size:
+                raise Unstackable(f"dropout before {layer}, which is given the tokens of all examples in one row")
+            kept = torch.ones(x.shape, dtype=torch.bool)
+            for number, seat in enumerate(group):
+                work, count = seat.work, len(seat.batch)
+                # The mask that the client would draw alone: its batch is padded no further than its own longest text.
+                middle = [seat.cost] if x.ndim > 2 and x.shape[1] == tokens else list(x.shape[1:2])
+                shape = [count, *middle, *x.shape[2:]]
+                key = (self.seed, work.round, work.client, work.job.phase, seat.taken, layer)
+                first = number * size
+                kept[first : first + count, : middle[0]] = dropout_mask(shape, rate, *key)
+            return x * kept.to(x.device, x.dtype) / (1 - rate)
+
+        self.adapted.set_dropout(dropout)
+
+    @torch.no_grad()
+    def _verify(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int, counted: np.ndarray) -> None:
+        """Before clients first share a pass: that each gets what it would get alone, to rounding.
+
+        Raises:
+            Unstackable: if not: the model does something across the examples of a batch, or with a target layer.
+        """
+        if len(group) == 1 or group[0].kind in self._verified:
+            return
+        job, first, second = group[0].work.job, group[0], group[1]
+        tensors = [disturbed(seat) for seat in (first, second)]
+        both = {name: value[: 2 * size] for name, value in batch.items()}
+        together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
+        held = self.stacked.holding(job.parametrization, together, 2, 2 * size)
+        with held, self.loop.padding.removed(both, 2, counted[: 2 * size]):
+            found = self.task.predict(self.adapted.model, both)
+        for number, own in enumerate(tensors):
+            rows = slice(number * size, (number + 1) * size)
+            self.adapted.install(job.parametrization, own, frozenset())
+            alone = self.task.predict(self.adapted.model, {name: value[rows] for name, value in batch.items()})
+            real = torch.from_numpy(counted[rows]).to(alone.device)
+            apart = float((found[rows] - alone)[real].norm() / alone[real].norm())
+            if not apart < tolerance(self.adapted.model):
+                raise Unstackable(f"predictions differ by {apart:.1e} when two clients share a pass")
+        self._verified.add(group[0].kind)

@@ -1,0 +1,1 @@
+"""Transports: how orders reach hosts and replies come back."""

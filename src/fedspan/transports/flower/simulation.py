@@ -1,0 +1,93 @@
+"""Flower's simulation engine: clients in Ray's actors, the server in a thread of this process."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from fedspan.federation.orders import Transport
+from fedspan.federation.protocol import Parcel
+from fedspan.transports.flower.codec import from_records, to_records
+from fedspan.transports.flower.transport import GridTransport, roll_call
+
+__all__ = ["client_app", "simulate"]
+
+R = TypeVar("R")
+
+_START = 300.0
+"""Seconds that Ray and the first actors may take."""
+
+Answering = Callable[[int, Parcel], Parcel]
+"""Answers a parcel as the client of a number; travels to other processes, so it must be a module's function."""
+
+
+def client_app(answering: Answering) -> ClientApp:
+    """A client app that passes on what comes."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        number = int(context.node_config["partition-id"])
+        return Message(RecordDict({"fedspan.node": ConfigRecord({"partition": number})}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
+        parcel = answering(int(context.node_config["partition-id"]), from_records(message.content))
+        return Message(to_records(parcel), reply_to=message)
+
+    return app
+
+
+def simulate(
+    ids: Sequence[str],
+    answering: Answering,
+    serving: Callable[[Transport], R],
+    *,
+    actors: int,
+    gpus: float = 0.0,
+) -> R:
+    """Run a server against simulated nodes.
+
+    Args:
+        ids: of the clients; the node of each number is the client at that place.
+        answering: the clients' half.
+        serving: the server's half, given the way to the clients.
+        actors: processes that train clients side by side.
+        gpus: share of a GPU for each actor.
+
+    Returns:
+        What ``serving`` returned.
+
+    Raises:
+        Exception: what ``serving`` raised.
+    """
+    results: list[R] = []
+    errors: list[BaseException] = []
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:  # pyright: ignore[reportUnusedFunction]
+        try:
+            nodes = roll_call(grid, len(ids), _START)
+            results.append(serving(GridTransport(grid, {id: nodes[number] for number, id in enumerate(ids)})))
+        except BaseException as error:  # Flower would log it and end with an error of its own
+            errors.append(error)
+
+    backend: Mapping[str, Mapping[str, object]] = {
+        "init_args": {"num_cpus": actors, "log_to_driver": False},
+        "client_resources": {"num_cpus": 1, "num_gpus": gpus},
+    }
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that ``flwr run`` is preferred
+        run_simulation(server, client_app(answering), len(ids), backend_config=backend)  # pyright: ignore
+    if errors:
+        raise errors[0]
+    return results[0]

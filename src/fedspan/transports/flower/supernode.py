@@ -1,0 +1,229 @@
+"""A node of a deployment: fetches messages from a SuperLink and sends the answers back, in a process that stays.
+
+Flower's own ``flower-supernode`` starts a process for every message, which imports everything and loads the model anew,
+and runs in it whatever app the server names. This loop speaks the same protocol by Flower's own client, and hands every
+message to code that is installed here: the model stays loaded, and no code ever comes from the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any, NoReturn
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Error, Message
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
+    pull_objects,
+    push_object_contents_from_iterable,
+)
+from flwr.supercore.run import RunNotRunningException
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode import fleet_http_connection
+
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Parcel
+from fedspan.transports.flower.codec import from_records, to_records
+from fedspan.transports.flower.objects import opened
+
+__all__ = ["Link", "serve"]
+
+_SOON = 0.1
+"""Of a link's seconds between two looks for messages, those after one came; they grow to all of them."""
+_RECONNECT = 2.0, 30.0
+"""Seconds before a lost connection is made anew: at first, and at most."""
+_RETRIES = 2
+"""Of a request that a broken connection lost, some seconds apart: a server closes idle ones, and a reply may be an
+hour's work. What takes longer is a lost connection."""
+_REFUSED = 150.0
+"""Seconds after which a SuperLink that lets us not in does so for good: it notices within 60 s that a node is gone."""
+_FAILED = 1000
+"""Code of an error reply whose reason is fedspan's."""
+
+_OVER = RunNotRunningException, ObjectPullError, ObjectPushError
+"""What Flower raises for a message of a run that has ended meanwhile (the first is no ``Exception``), as when who
+submitted it was killed."""
+
+log = logging.getLogger("fedspan.node")
+
+Answering = Callable[[Parcel], Parcel]
+Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
+
+
+class _NotConnected(Exception):
+    """In place of the end of the process."""
+
+
+def _not_connected(*_: object, **__: object) -> NoReturn:
+    raise _NotConnected
+
+
+fleet_http_connection.flwr_exit = _not_connected  # pyright: ignore[reportPrivateImportUsage]
+"""Flower's own ends the process some seconds later, whatever is done about it; a node that stays tries again."""
+
+
+class Link:
+    """Where a node's SuperLink is.
+
+    Args:
+        address: ``host:port``.
+        authority: file with the certificate of who signed the SuperLink's; None: an insecure connection.
+        keys: the node's own; None: whoever it is.
+        most: bytes that a message may have.
+        poll: seconds between two looks for messages, at most.
+    """
+
+    def __init__(self, address: str, authority: Path | None, keys: Keys | None, most: int, poll: float = 1.0) -> None:
+        self.address, self.authority, self.keys, self.most, self.poll = address, authority, keys, most, poll
+
+
+def serve(link: Link, answering: Answering, stop: Event) -> None:
+    """Answer messages until told to stop; a connection that breaks is made anew.
+
+    Args:
+        link: to the SuperLink.
+        answering: answers what came; what it raises is told to the server as an error, by its kind.
+        stop: ends this when set.
+
+    Raises:
+        FedspanError: if the SuperLink refuses this node.
+    """
+    pause, until = _RECONNECT[0], time.monotonic() + _REFUSED
+    while not stop.is_set():
+        try:
+            with _connected(link) as connection:
+                pause = _RECONNECT[0]
+                try:
+                    _answer(connection, link, answering, stop)
+                finally:
+                    until = time.monotonic() + _REFUSED
+        except httpx.HTTPStatusError as error:
+            if time.monotonic() > until:
+                expected = "a SuperLink that knows this node's key (fedspan admit KEY.pub, on the server)"
+                raise FedspanError("server", link.address, expected) from error
+            why = "it does not know this node's key, or has not yet noticed that its last connection ended"
+            log.warning("%s lets us not in: %s; again in %g s", link.address, why, pause)
+            stop.wait(pause)
+        except (httpx.HTTPError, OSError) as error:
+            log.warning("no connection to %s (%s); again in %g s", link.address, _why(error), pause)
+            stop.wait(pause)
+            pause = min(2 * pause, _RECONNECT[1])
+
+
+def _why(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+@contextmanager
+def _connected(link: Link) -> Generator[tuple[Any, ...]]:
+    """Flower's connection, whose errors come out as they are.
+
+    Raises:
+        httpx.HTTPStatusError: if the SuperLink refuses this node.
+        httpx.HTTPError: if it is not there.
+    """
+    authority = None if link.authority is None else link.authority.read_bytes()
+    inside: list[Exception] = []
+    try:
+        with fleet_http_connection.http_request_response(
+            link.address, link.authority is None, authority, link.keys, _RETRIES, None
+        ) as connection:
+            log.info("connected to %s as node %d", link.address, connection[0])
+            try:
+                yield connection
+            except Exception as error:  # Flower's context would log it and go on
+                inside.append(error)
+    except _NotConnected as error:
+        cause = error.__context__
+        if isinstance(cause, httpx.HTTPError):
+            raise cause from error
+        raise httpx.ConnectError(f"no connection to {link.address} ({type(cause).__name__})") from error
+    if inside:
+        raise inside[0]
+
+
+def _answer(connection: tuple[Any, ...], link: Link, answering: Answering, stop: Event) -> None:
+    receive, pause = connection[1], _SOON * link.poll
+    while not stop.is_set():
+        try:
+            received = receive()
+            if received is not None:
+                message, tree = received
+                _answer_one(connection, message, tree, link.most, answering)
+        except _OVER as error:
+            log.warning(
+                "a message can't be fetched or answered any more, most likely as its run is over (%s)",
+                type(error).__name__,
+            )
+            received = None
+        if received is not None:
+            pause = _SOON * link.poll
+            continue
+        stop.wait(pause)
+        pause = min(1.5 * pause, link.poll)
+
+
+def _answer_one(connection: tuple[Any, ...], message: Message, tree: Any, most: int, answering: Answering) -> None:
+    node_id, _, send, _, _, pull_object, push_object, confirm = connection
+    run = message.metadata.run_id
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run, node_id
+    began = time.monotonic()
+    contents = _pulled(tree, partial(pull_object, run), most)
+    confirm(run, message.metadata.message_id)
+    reply = _reply(message, contents, most, answering)
+    try:
+        _push(reply, time.monotonic() - began, send, partial(push_object, run))
+    except httpx.HTTPStatusError as error:  # `receive` tells whether we still belong here
+        log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
+
+
+def _pulled(tree: Any, pull: Callable[[str], bytes], most: int) -> dict[str, bytes] | None:
+    """A message's objects; None if together they are too large, of which no more than that is fetched."""
+    ids = [node.object_id for node in iterate_object_tree(tree)]
+    taken = 0
+
+    def counted(id: str) -> bytes:
+        nonlocal taken
+        if taken > most:
+            return b""
+        data = pull(id)
+        taken += len(data)
+        return data
+
+    contents = pull_objects(ids, pull_object_fn=counted)
+    return None if taken > most else contents
+
+
+def _reply(message: Message, contents: dict[str, bytes] | None, most: int, answering: Answering) -> Message:
+    if contents is None:
+        return Message(Error(_FAILED, "the message is larger than this node takes"), reply_to=message)
+    try:
+        whole = opened(message.metadata.message_id, contents, most)
+        return Message(to_records(answering(from_records(whole.content))), reply_to=whole)
+    except Exception as error:  # whatever it was: the node goes on, and the server learns that there is no reply
+        log.exception("a message could not be answered")
+        return Message(Error(_FAILED, f"{type(error).__name__}; see the node's log"), reply_to=message)
+
+
+def _push(reply: Message, seconds: float, send: Any, push_object: Any) -> None:
+    with no_object_id_recompute():
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        contents = {id: one.deflate() for id, one in get_all_nested_objects(reply).items()}
+        wanted, session = send(reply, get_object_tree(reply), seconds)
+    push_object_contents_from_iterable(
+        ((id, contents[id]) for id in contents if id in wanted), push_object_fn=partial(push_object, session)
+    )

@@ -1,0 +1,150 @@
+"""Parcels through Flower's grid: the server's side of the network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedspan.errors import FedspanError
+from fedspan.federation.orders import OnReply, Orders, Transport
+from fedspan.federation.protocol import Parcel
+from fedspan.transports.flower.codec import from_records, to_records
+
+__all__ = ["Grid", "GridTransport", "invite", "roll_call"]
+
+A = TypeVar("A", str, int)
+
+_POLL = 0.05, 1.0
+"""Seconds between two looks for replies: at first, and at most."""
+
+
+class GridTransport(Transport):
+    """Sends parcels to nodes and waits for their answers.
+
+    Args:
+        grid: Flower's.
+        nodes: Flower's node ids by client id.
+        patience: seconds that a patient exchange waits for nodes that are not online.
+    """
+
+    def __init__(self, grid: Grid, nodes: Mapping[str, int], patience: float = 300.0) -> None:
+        self.grid, self.nodes, self.patience = grid, nodes, patience
+
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+        """``Transport.exchange``."""
+        for id, back in self._replies(orders, seconds, patient):
+            if on_reply(id, back):
+                return
+
+    def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Parcel | str]]:
+        unsent, waiting = dict.fromkeys(orders), dict[str, str]()
+        began, pause = time.monotonic(), _POLL[0]
+        until, absent = began + seconds, began + (min(seconds, self.patience) if patient else 0.0)
+        while True:
+            online = set(self.grid.get_node_ids()) if unsent else set[int]()
+            for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
+                if message := self._pushed(id, orders[id], until - time.monotonic()):
+                    waiting[message] = id
+                    del unsent[id]
+            if time.monotonic() >= absent:
+                lasting = f"was not online for {absent - began:g} s" if patient else "is not online"
+                for id in sorted(unsent):
+                    yield id, f"its node {lasting}"
+                unsent.clear()
+            came = False
+            for id, back in _opened(self.grid, waiting):
+                came = True
+                yield id, back
+            if not waiting and not unsent:
+                return
+            if time.monotonic() > until:
+                break
+            pause = _POLL[0] if came else min(2 * pause, _POLL[1])
+            time.sleep(pause)
+        for id in sorted(waiting.values()):
+            yield id, f"no reply within {seconds:g} s"
+        for id in sorted(unsent):
+            yield id, f"its node was not online for {seconds:g} s"
+
+    def _pushed(self, id: str, parcel: Parcel, seconds: float) -> str | None:
+        """Send a parcel; the message's id, or None if Flower takes none for the node."""
+        ttl, node = max(seconds, 0) + 60, self.nodes[id]
+        message = Message(to_records(parcel), dst_node_id=node, message_type="train", ttl=ttl)
+        (sent,) = self.grid.push_messages([message]) or (None,)
+        return sent or None
+
+
+def _opened(grid: Grid, waiting: dict[str, A]) -> Iterator[tuple[A, Parcel | str]]:
+    """The replies that are there to messages, which wait no longer then: whose they are, and what is in them."""
+    for reply in grid.pull_messages(sorted(waiting)) if waiting else ():
+        whose = waiting.pop(reply.metadata.reply_to_message_id, None)
+        if whose is None:
+            continue
+        if reply.has_error():
+            yield whose, f"its node failed (Flower's code {reply.error.code}: {reply.error.reason})"
+            continue
+        try:
+            yield whose, from_records(reply.content)
+        except ValueError as error:
+            yield whose, str(error)
+
+
+def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
+    """Ask every node of a simulation which client it is.
+
+    Args:
+        grid: Flower's.
+        count: nodes to wait for.
+        seconds: to wait, for the nodes and again for their answers.
+
+    Returns:
+        Node ids by partition number.
+
+    Raises:
+        FedspanError: if some do not answer.
+    """
+    until = time.monotonic() + seconds
+    while len(nodes := list(grid.get_node_ids())) < count and time.monotonic() < until:
+        time.sleep(_POLL[1])
+    messages = [Message(RecordDict(), dst_node_id=node, message_type="query", ttl=seconds) for node in nodes]
+    waiting = dict(zip(grid.push_messages(messages), nodes, strict=True))
+    found: dict[int, int] = {}
+    while waiting and time.monotonic() < until + seconds:
+        for reply in grid.pull_messages(sorted(waiting)):
+            node = waiting.pop(reply.metadata.reply_to_message_id)
+            record = None if reply.has_error() else reply.content.get("fedspan.node")
+            partition = record.get("partition") if isinstance(record, ConfigRecord) else None
+            if isinstance(partition, int):
+                found[partition] = node
+        time.sleep(_POLL[0])
+    if sorted(found) != list(range(count)):
+        raise FedspanError("nodes", sorted(found), f"answers of all {count} nodes; see Flower's log")
+    return found
+
+
+def invite(grid: Grid, parcel: Parcel, seconds: float) -> Iterator[tuple[int, Parcel | str]]:
+    """Send a parcel to every node that there is, and to those that come, until time is up or the caller has enough.
+
+    Args:
+        grid: Flower's.
+        parcel: an invitation.
+        seconds: to wait.
+
+    Returns:
+        Node ids with their answers, or with the reason in words why there is none.
+    """
+    until = time.monotonic() + seconds
+    waiting: dict[str, int] = {}
+    asked: set[int] = set()
+    while time.monotonic() < until:
+        for node in sorted(set(grid.get_node_ids()) - asked):
+            left = max(1.0, until - time.monotonic())
+            message = Message(to_records(parcel), dst_node_id=node, message_type="query", ttl=left + 60)
+            asked.add(node)
+            waiting.update({id: node for id in grid.push_messages([message]) if id})
+        yield from _opened(grid, waiting)
+        time.sleep(_POLL[1] / 2)
