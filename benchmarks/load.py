@@ -26,7 +26,7 @@ from threading import Event
 from stage import Deployment
 
 from fedspan.federation.orders import Orders, Transport
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 
 MIB = 2**20
 GROWTH = 0.05
@@ -35,9 +35,9 @@ BODY = 16 * 1024
 """Bytes of a message under load."""
 
 
-def answered(parcel: Parcel) -> Parcel:
+def answered(envelope: Envelope) -> Envelope:
     """A node's answer: as large as what came, and like no other's."""
-    return Parcel(parcel.header, parcel.header.encode() + parcel.body)
+    return Envelope(envelope.header, envelope.header.encode() + envelope.body)
 
 
 def answering(ready: str, authority: str, address: str, keys: list[str], most: int, poll: float) -> None:
@@ -103,15 +103,15 @@ class Measured:
     memory: dict[str, tuple[float, float]]
 
 
-def exchanged(transport: Transport, parcels: dict[str, Parcel], seconds: float) -> dict[str, Parcel | str]:
+def exchanged(transport: Transport, envelopes: dict[str, Envelope], seconds: float) -> dict[str, Envelope | str]:
     """Send parcels and collect the replies."""
-    back: dict[str, Parcel | str] = {}
+    back: dict[str, Envelope | str] = {}
 
-    def replied(id: str, reply: Parcel | str) -> bool:
+    def replied(id: str, reply: Envelope | str) -> bool:
         back[id] = reply
         return False
 
-    transport.exchange(Orders("train", parcels, parcels.__getitem__), replied, seconds)
+    transport.exchange(Orders("train", envelopes, envelopes.__getitem__), replied, seconds)
     return back
 
 
@@ -123,9 +123,9 @@ def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> 
     for number in range(1, rounds + 1):
         began = time.monotonic()
         body = os.urandom(BODY)  # the same for all, as a round's tensors are
-        parcels = {id: Parcel(f"{number} {id}", body) for id in nodes}
-        back = exchanged(transport, parcels, 600.0)
-        lost += sum(back.get(id) != answered(parcel) for id, parcel in parcels.items())
+        envelopes = {id: Envelope(f"{number} {id}", body) for id in nodes}
+        back = exchanged(transport, envelopes, 600.0)
+        lost += sum(back.get(id) != answered(envelope) for id, envelope in envelopes.items())
         seconds.append(time.monotonic() - began)
         if number in (10, rounds):
             now = resident(superlink), resident(os.getpid())
@@ -144,10 +144,10 @@ def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> lis
     found: list[tuple[str, str, bool]] = []
 
     def sent(size: int) -> tuple[object, float]:
-        parcel = Parcel("large", os.urandom(size))  # equal pieces would travel once
+        envelope = Envelope("large", os.urandom(size))  # equal pieces would travel once
         began = time.monotonic()
-        back = exchanged(transport, {id: parcel}, 590.0)[id]
-        return (back if isinstance(back, str) else back == answered(parcel)), time.monotonic() - began
+        back = exchanged(transport, {id: envelope}, 590.0)[id]
+        return (back if isinstance(back, str) else back == answered(envelope)), time.monotonic() - began
 
     back, seconds = sent(megabytes * 10**6)
     found.append((f"{megabytes} MB to a node and back", f"{seconds:.0f} s", back is True))
@@ -164,7 +164,7 @@ def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> lis
 def measure(
     count: int, rounds: int, processes: int, megabytes: int, poll: float, folder: Path
 ) -> tuple[Measured, list]:
-    from fedspan.transports.flower.attached import attached
+    from fedspan.transports.flower.attached import attach
     from fedspan.transports.flower.keys import make_node_key
     from fedspan.transports.flower.server import link_of
 
@@ -185,7 +185,7 @@ def measure(
             child.start()
             children.append(child)  # type: ignore[arg-type]
         try:
-            with attached(link, 1024 * MIB) as grid:
+            with attach(link, 1024 * MIB) as grid:
                 began = time.monotonic()
                 while not (all(mark.exists() for mark in marks) and len(list(grid.get_node_ids())) == count):
                     if time.monotonic() - began > 600:

@@ -30,56 +30,56 @@ def main() -> None:
 
     import torch
 
-    from fedspan.clients.host import refused
+    from fedspan.clients.host import refuse
     from fedspan.core.values import Message
     from fedspan.deployment.deploy import join
-    from fedspan.deployment.supervisor import Supervised
+    from fedspan.deployment.supervisor import Supervisor
     from fedspan.federation import serialization
-    from fedspan.federation.protocol import Order, Parcel, open_answer, open_order
+    from fedspan.federation.protocol import Envelope, Order, decode_order, decode_reply
 
-    def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Order, Parcel], Parcel]:
-        def spoil(_: Order, back: Parcel) -> Parcel:
-            answer = open_answer(back)
+    def tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Order, Envelope], Envelope]:
+        def spoil(_: Order, back: Envelope) -> Envelope:
+            answer = decode_reply(back)
             message = serialization.decode(answer.body)
             changed = {name: change(value) for name, value in message.tensors.items()}
-            return replace(answer, body=serialization.encode(replace(message, tensors=changed))).parcel()
+            return replace(answer, body=serialization.encode(replace(message, tensors=changed))).envelope()
 
         return spoil
 
-    def more(_: Order, back: Parcel) -> Parcel:
-        answer = open_answer(back)
+    def more(_: Order, back: Envelope) -> Envelope:
+        answer = decode_reply(back)
         message = serialization.decode(answer.body)
         extra = {**message.tensors, "backdoor/A": torch.ones(4, 4)}
-        return replace(answer, body=serialization.encode(Message(extra, message.scalars))).parcel()
+        return replace(answer, body=serialization.encode(Message(extra, message.scalars))).envelope()
 
-    def raises(order: Order, back: Parcel) -> Parcel:
+    def raises(order: Order, back: Envelope) -> Envelope:
         raise RuntimeError("a patient's name, which must not leave this machine")
 
-    spoils: dict[str, Callable[[Order, Parcel], Parcel]] = {
-        "declines": lambda order, _: refused(order, RuntimeError("no")).parcel(),
+    spoils: dict[str, Callable[[Order, Envelope], Envelope]] = {
+        "declines": lambda order, _: refuse(order, RuntimeError("no")).envelope(),
         "raises": raises,
         "nan": tensors(lambda value: value * float("nan")),
         "shapes": tensors(lambda value: value[:1]),
         "extra": more,
         "huge": tensors(lambda value: value + 1000),
-        "stale": lambda _, back: replace(open_answer(back), round=ROUND - 1).parcel(),
-        "oversized": lambda _, back: replace(open_answer(back), body=bytes(3 << 20)).parcel(),
-        "no-header": lambda _, back: Parcel('{"task": "train"', back.body),
+        "stale": lambda _, back: replace(decode_reply(back), round=ROUND - 1).envelope(),
+        "oversized": lambda _, back: replace(decode_reply(back), body=bytes(3 << 20)).envelope(),
+        "no-header": lambda _, back: Envelope('{"task": "train"', back.body),
     }
-    kind_file, honest = Path(sys.argv[2]), Supervised.answer
+    kind_file, honest = Path(sys.argv[2]), Supervisor.answer
 
-    def answer(self: Supervised, parcel: Parcel) -> Parcel:
-        back = honest(self, parcel)
+    def answer(self: Supervisor, envelope: Envelope) -> Envelope:
+        back = honest(self, envelope)
         kind = kind_file.read_text().strip() if kind_file.exists() else ""
         try:
-            order = open_order(parcel)
+            order = decode_order(envelope)
         except ValueError:
             return back
         if not kind or order.task != "train" or order.round != ROUND:
             return back
-        return honest(self, parcel) if kind == "replay" else spoils[kind](order, back)
+        return honest(self, envelope) if kind == "replay" else spoils[kind](order, back)
 
-    Supervised.answer = answer
+    Supervisor.answer = answer
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for quiet in ("httpx", "flwr"):
         logging.getLogger(quiet).setLevel(logging.WARNING)

@@ -25,7 +25,7 @@ from sklearn.metrics import roc_auc_score, roc_curve
 from fedspan.config import parse_config
 from fedspan.experiments.verdict import paired, standard_error
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.training.accounting import Spend
+from fedspan.training.accounting import PrivacySpend
 
 PAPER = (
     "Yeom et al., Privacy Risk in Machine Learning: Analyzing the Connection to Overfitting (CSF 2018, "
@@ -85,7 +85,7 @@ def losses(run: Prepared, examples: Any, progress: Any) -> tuple[np.ndarray, flo
 
 def attacked(run: Prepared) -> dict[str, float]:
     """Train; what the attack finds, and what was spent."""
-    progress, spend = run.federation.begin(), Spend(DELTA, "rdp")
+    progress, spend = run.federation.begin(), PrivacySpend(DELTA, "rdp")
     for _ in range(run.federation.settings.rounds):
         result = run.federation.run_round(progress)
         progress = result.progress

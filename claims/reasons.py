@@ -19,7 +19,7 @@ from fedspan.experiments.compare import compare
 from fedspan.experiments.reuse import finished_runs
 from fedspan.experiments.tables import megabytes, plus_minus, seconds
 from fedspan.reproduction.cells import MODEL, cells_of
-from fedspan.reproduction.measurement import MEASURED, measured
+from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import preset_of
 from fedspan.reproduction.statements import Claim
 from fedspan.reproduction.verdicts import CellScore, judge
@@ -50,7 +50,7 @@ def play(look: Look, args: argparse.Namespace, folder: Path) -> tuple[CellScore,
         found = compare(config, folder / f"row-{number}", [key], args.seeds, overrides=overrides)
         one = found.rows[0]
         places = [folder / f"row-{number}" / f"{key}-seed{seed}" for seed in args.seeds]
-        seen = [measured(place, [look.measure]) for place in places] if look.measure in MEASURED else []
+        seen = [measure(place, [look.measure]) for place in places] if look.measure in MEASURED else []
         scores.append(
             CellScore(
                 cell=look.cell,

@@ -29,7 +29,7 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.verdict import near, paired, standard_error
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Member
+from fedspan.federation.progress import ClientData
 from fedspan.federation.settings import RoundSettings
 from fedspan.methods.registry import method_class
 from fedspan.models.adapted import AdaptedModel
@@ -156,7 +156,7 @@ def build(data: Data, method: str, clients: int, lr: float, seed: int, rounds: i
     made = method_class(method)(spec=adapted.spec, seed=seed, r=RANK, lora_alpha=float(RANK))
     empty = np.array([], dtype=np.int64)
     members = [
-        Member(Client(id, RANK, scaling_of(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)
+        ClientData(Client(id, RANK, scaling_of(RANK, RANK), len(indices), weight=1.0), indices, empty, empty)
         for id, indices in divide(data.train.y, clients, seed).items()
     ]
     return simulate(made, engine, members, data.train, RoundSettings(rounds, seed=seed))

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedspan.clients.host import Host, declined
+from fedspan.clients.host import Host, refuse_any
 from fedspan.clients.secagg import SecureClient
-from fedspan.clients.secagg_store import DiskVault
-from fedspan.clients.store import DiskKeeper
+from fedspan.clients.secagg_store import DiskSessionStore
+from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Reduced, ServerState
 from fedspan.crypto.ring import Ring
 from fedspan.federation.aggregation.secure import SecureAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.protocol import Order, Parcel
-from fedspan.federation.secagg.messages import Phase, open_asked
+from fedspan.federation.protocol import Envelope, Order
+from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared
@@ -31,7 +31,7 @@ from fedspan.wrappers.wrapper import Wrapper
 from transporting import Replies, ReplyingTransport
 
 Lose = Callable[[Order | Phase], bool]
-Spoil = Callable[[Order | Phase, Parcel], Parcel | str]
+Spoil = Callable[[Order | Phase, Envelope], Envelope | str]
 GONE = "its node is not online"
 
 
@@ -39,7 +39,7 @@ def nobody(_: Order | Phase) -> bool:
     return False
 
 
-def good(_: Order | Phase, back: Parcel) -> Parcel:
+def good(_: Order | Phase, back: Envelope) -> Envelope:
     return back
 
 
@@ -65,22 +65,22 @@ class Stage(ReplyingTransport):
     def __init__(self, make: Callable[[str], Host], lose: Lose, spoil: Spoil) -> None:
         self.make, self.lose, self.spoil = make, lose, spoil
         self.asked: list[tuple[str, int, str]] = []
-        self.sent: list[tuple[Order | Phase, Parcel]] = []
-        self.came: list[tuple[Order | Phase, Parcel]] = []
+        self.sent: list[tuple[Order | Phase, Envelope]] = []
+        self.came: list[tuple[Order | Phase, Envelope]] = []
 
-    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
-        for id in sorted(parcels, reverse=True):
-            parcel = parcels[id]
-            asked = open_asked(parcel)
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+        for id in sorted(envelopes, reverse=True):
+            envelope = envelopes[id]
+            asked = decode_request(envelope)
             self.asked.append((asked.task, asked.attempt, id))
-            self.sent.append((asked, parcel))
+            self.sent.append((asked, envelope))
             if self.lose(asked):
                 yield id, GONE
                 continue
             try:
                 back = self.make(id).reply(asked)
             except Exception as error:
-                back = declined(asked, error)
+                back = refuse_any(asked, error)
             self.came.append((asked, back))
             yield id, self.spoil(asked, back)
 
@@ -121,10 +121,10 @@ def secured(
     """
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
-    keeper = DiskKeeper(folder)
+    keeper = DiskClientStore(folder)
 
     def make(id: str) -> Host:
-        secure = SecureClient(id, DiskVault(folder), least)
+        secure = SecureClient(id, DiskSessionStore(folder), least)
         known = method or here.method
         return Host(known, loop, {id: here.members[id]}, here.examples, keeper, 32, secure={id: secure})
 

@@ -29,7 +29,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.core.method import Method
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Member
+from fedspan.federation.progress import ClientData
 from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.setup import Prepared
 from fedspan.training.engine import Engine
@@ -197,6 +197,6 @@ def use_engine(federation: Federation, engine: Engine) -> None:
     federation.engine = host_of(federation).engine = engine
 
 
-def use_members(federation: Federation, members: Mapping[str, Member]) -> None:
+def use_members(federation: Federation, members: Mapping[str, ClientData]) -> None:
     """Give a simulation other clients."""
     federation.members = host_of(federation).members = members

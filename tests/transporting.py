@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 
 from fedspan.federation.orders import OnReply, Orders, Transport
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 
-Replies = Iterator[tuple[str, Parcel | str]]
+Replies = Iterator[tuple[str, Envelope | str]]
 
 
 class ReplyingTransport(Transport):
@@ -20,19 +20,19 @@ class ReplyingTransport(Transport):
                 return
 
     @abstractmethod
-    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
         """Yield client ids with their replies, or with the reason why there is none."""
 
 
 def exchanged(
-    transport: Transport, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False, enough: int = -1
-) -> dict[str, Parcel | str]:
+    transport: Transport, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False, enough: int = -1
+) -> dict[str, Envelope | str]:
     """Send parcels and collect the replies, or the first ``enough`` of them."""
-    back: dict[str, Parcel | str] = {}
+    back: dict[str, Envelope | str] = {}
 
-    def replied(id: str, reply: Parcel | str) -> bool:
+    def replied(id: str, reply: Envelope | str) -> bool:
         back[id] = reply
         return len(back) == enough
 
-    transport.exchange(Orders("train", parcels, parcels.__getitem__), replied, seconds, patient=patient)
+    transport.exchange(Orders("train", envelopes, envelopes.__getitem__), replied, seconds, patient=patient)
     return back

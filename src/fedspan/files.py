@@ -17,7 +17,7 @@ from urllib.parse import quote
 from fedspan.errors import FedspanError
 
 __all__ = [
-    "Damaged",
+    "DamagedFileError",
     "disk_errors",
     "folder_name",
     "from_json",
@@ -139,7 +139,7 @@ def read_bytes(path: Path) -> bytes:
         raise FedspanError(str(path), error.strerror or str(error), "a readable file is expected here") from error
 
 
-class Damaged(FedspanError):
+class DamagedFileError(FedspanError):
     """A file of a checkpoint is not what was written; an older checkpoint may be. Not raised for another version's."""
 
     def __init__(self, path: Path, how: str) -> None:
@@ -158,7 +158,7 @@ def read_whole(path: Path) -> bytes:
     except PermissionError as error:
         raise FedspanError(str(path), "no permission", "make it readable for this user") from error
     except OSError as error:
-        raise Damaged(path, error.strerror or str(error)) from error
+        raise DamagedFileError(path, error.strerror or str(error)) from error
 
 
 def _plain(value: object) -> object:

@@ -19,7 +19,7 @@ pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed
 
 from fedspan.reports import charts
 from fedspan.reports.groups import curve, differences, grouped
-from fedspan.reports.run_data import Story, stories
+from fedspan.reports.run_data import RunData, stories
 from fedspan.reports.summary import score_text, sentences
 
 LIMIT = 7_000_000
@@ -98,8 +98,8 @@ def test_numbers_are_those_of_the_runs(series: Path, text: str) -> None:
     assert all(len(button["args"][0]["x"]) == len(figures(text)[0]["data"]) for button in buttons)
 
 
-def with_scores(runs: tuple[Story, ...], scores: dict[str, list[float]]) -> tuple[Story, ...]:
-    made: list[Story] = []
+def with_scores(runs: tuple[RunData, ...], scores: dict[str, list[float]]) -> tuple[RunData, ...]:
+    made: list[RunData] = []
     for run in runs:
         assert run.report is not None
         value = scores[run.config.method.name][run.config.seed]

@@ -15,7 +15,7 @@ pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installe
 from opacus.accountants import RDPAccountant
 
 from fedspan.errors import FedspanError
-from fedspan.training.accounting import Charge, Mechanism, Spend, calibrated, epsilon_of
+from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, calibrate_noise, epsilon_of
 
 
 def exact(noise: float, count: int, delta: float) -> float:
@@ -62,7 +62,7 @@ def test_rdp_is_opacus_own_or_tighter(rate: float, noise: float, count: int) -> 
 def test_calibrated_noise_spends_the_target_and_no_more(
     rate: float, count: int, epsilon: float, accounting: str
 ) -> None:
-    noise = calibrated(rate, count, epsilon, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
+    noise = calibrate_noise(rate, count, epsilon, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
     spent = epsilon_of({Mechanism(rate, noise): count}, 1e-5, accounting)  # pyright: ignore[reportArgumentType]
     assert 0.98 * epsilon <= spent <= epsilon
 
@@ -73,7 +73,7 @@ def test_calibrated_noise_spends_the_target_and_no_more(
 def test_the_few_orders_that_calibration_looks_at_leave_nothing_unspent(
     rate: float, count: int, epsilon: float, delta: float
 ) -> None:
-    noise = calibrated(rate, count, epsilon, delta, "rdp")
+    noise = calibrate_noise(rate, count, epsilon, delta, "rdp")
     spent = epsilon_of({Mechanism(rate, noise): count}, delta, "rdp")
     assert 0.985 * epsilon <= spent <= epsilon
 
@@ -83,11 +83,11 @@ def test_no_noise_has_no_bound_and_nothing_costs_nothing() -> None:
     assert epsilon_of({Mechanism(1.0, 2.0): 0}, 1e-5, "rdp") == 0
     assert epsilon_of({Mechanism(0.1, 0.0): 1}, 1e-5, "rdp") == math.inf
     with pytest.raises(FedspanError, match="with any noise"):
-        calibrated(1.0, 10**9, 1e-4, 1e-12, "rdp")
+        calibrate_noise(1.0, 10**9, 1e-4, 1e-12, "rdp")
 
 
 def test_clients_spend_each_their_own() -> None:
-    spend = Spend(1e-5, "rdp")
+    spend = PrivacySpend(1e-5, "rdp")
     assert spend.worst() == 0
     some, more = Mechanism(0.1, 1.0), Mechanism(0.5, 2.0)
     spend.charge((Charge("a", some, 10), Charge("b", more, 3), Charge("a", some, 5)))
@@ -96,7 +96,7 @@ def test_clients_spend_each_their_own() -> None:
     assert spend.worst() == max(both.values())
     assert spend.worst((Charge("c", Mechanism(1.0, 0.5), 1),)) > spend.worst()
     assert spend.epsilon("a", (Charge("a", more, 1),)) > both["a"]
-    other = Spend(1e-5, "rdp")
+    other = PrivacySpend(1e-5, "rdp")
     other.restore(spend.dump())
     assert other.dump() == spend.dump()
     assert other.worst() == spend.worst()

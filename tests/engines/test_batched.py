@@ -20,13 +20,13 @@ import tiny_decoders
 import tiny_images
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.engine_setup import recall_choice
+from fedspan.runs.engine_setup import load_stacking_plan
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import autotuning, worker
-from fedspan.training.autotuning import DEFAULT, Stacking, Wish
-from fedspan.training.batched import BatchedEngine, divided, together
+from fedspan.training.autotuning import DEFAULT, StackingPlan, StackingRequest
+from fedspan.training.batched import BatchedEngine, balance, run_parallel
 from fedspan.training.worker import Worker
 
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
@@ -236,16 +236,16 @@ def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: 
 
 
 def test_clients_are_divided_by_their_work() -> None:
-    shares = divided({"a": 5, "b": 9, "c": 4, "d": 1, "e": 4}, 2)
+    shares = balance({"a": 5, "b": 9, "c": 4, "d": 1, "e": 4}, 2)
     assert shares == [["b", "e"], ["a", "c", "d"]]
-    assert divided({"a": 1}, 1) == [["a"]]
+    assert balance({"a": 1}, 1) == [["a"]]
 
 
 def test_threads_are_divided_and_given_back() -> None:
     before, seen = torch.get_num_threads(), list[int]()
     torch.set_num_threads(4)
     try:
-        together([lambda: seen.append(torch.get_num_threads()) for _ in range(2)])
+        run_parallel([lambda: seen.append(torch.get_num_threads()) for _ in range(2)])
         assert seen == [2, 2]
         assert torch.get_num_threads() == 4
     finally:
@@ -253,12 +253,12 @@ def test_threads_are_divided_and_given_back() -> None:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Stacking, float]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPlan, float]:
     """Seconds a token, by what is tried; whatever is missing takes 9. The cache is an empty folder."""
-    seconds: dict[Stacking, float] = {}
+    seconds: dict[StackingPlan, float] = {}
 
-    def taken(team: Sequence[Worker], together: Any, works: Any, at_once: int, examples: Any) -> float:
-        return seconds.get(Stacking(at_once, len(team)), 9.0)
+    def taken(team: Sequence[Worker], run_parallel: Any, works: Any, at_once: int, examples: Any) -> float:
+        return seconds.get(StackingPlan(at_once, len(team)), 9.0)
 
     monkeypatch.setattr(autotuning, "_seconds_a_token", taken)
     monkeypatch.setattr(autotuning, "_WORTH", 1)
@@ -278,10 +278,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[Stacking, 
 def test_as_many_at_once_as_is_fastest(
     seconds: dict[tuple[int, int], float],
     expected: tuple[int, int],
-    measured: dict[Stacking, float],
+    measured: dict[StackingPlan, float],
     tiny_folder: Path,
 ) -> None:
-    measured.update({Stacking(*key): value for key, value in seconds.items()})
+    measured.update({StackingPlan(*key): value for key, value in seconds.items()})
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
     engine = prepared.engine
     assert isinstance(engine, BatchedEngine)
@@ -289,7 +289,7 @@ def test_as_many_at_once_as_is_fastest(
     torch.set_num_threads(2)
     try:
         prepared.federation.run_round(prepared.federation.begin())
-        assert engine.stacking == Stacking(*expected)
+        assert engine.stacking == StackingPlan(*expected)
         measured.clear()  # remembered: nothing is measured again
         again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
         tiny.use_engine(prepared.federation, again)
@@ -302,7 +302,7 @@ def test_as_many_at_once_as_is_fastest(
     assert list(json.loads(kept.read_text()).values()) == [{"at_once": expected[0], "workers": expected[1]}]
 
 
-def test_a_damaged_cache_is_no_cache(measured: dict[Stacking, float]) -> None:
+def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"at_once": "x"}}'):
         autotuning.cache_file().write_text(text)
         assert autotuning._read() == {}
@@ -319,7 +319,7 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
     engine = prepared.engine
     assert isinstance(engine, BatchedEngine)
     assert engine.stacking is not None
-    wish = Wish(engine.stacking.at_once, engine.stacking.workers)
+    wish = StackingRequest(engine.stacking.at_once, engine.stacking.workers)
     tiny.use_engine(prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, wish))
     again = state(prepared)
     assert all(torch.equal(value, again[name]) for name, value in found.items())
@@ -331,7 +331,7 @@ def test_small_rounds_are_not_worth_measuring(tiny_folder: Path, monkeypatch: py
     prepared.federation.run_round(prepared.federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)
     workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert prepared.engine.stacking == Stacking(DEFAULT.at_once, workers)
+    assert prepared.engine.stacking == StackingPlan(DEFAULT.at_once, workers)
 
 
 def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
@@ -344,9 +344,9 @@ def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
     assert json.loads(place.read_text()) == {"at_once": DEFAULT.at_once, "workers": workers}
     place.write_text('{"at_once": 7, "workers": 3}')
     prepared = prepare(parse_config(config))
-    recall_choice(RunFolder(tmp_path / "run"), prepared.engine)
+    load_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
     assert isinstance(prepared.engine, BatchedEngine)
-    assert prepared.engine.stacking == Stacking(7, 3)
+    assert prepared.engine.stacking == StackingPlan(7, 3)
     place.write_text('{"at_once": "many"}')
     with pytest.raises(FedspanError, match=r"engine.json'; .*two numbers, at_once and workers"):
-        recall_choice(RunFolder(tmp_path / "run"), prepared.engine)
+        load_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)

@@ -17,7 +17,7 @@ from fedspan.core.values import Client, Job, Message, OptimizerSpec, ServerState
 from fedspan.federation import serialization
 from fedspan.federation.evaluation import ClientScores, summarised
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Member, Progress
+from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.settings import RoundSettings
 from fedspan.runs.setup import Prepared
 from fedspan.training.settings import TrainingSettings
@@ -213,7 +213,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     """Pooled over examples, the mean over clients, and a client without a test part is left out."""
     old = prepared.federation
     bare = [
-        Member(one.client, one.train, np.array([], dtype=np.int64), one.test[: 0 if id == "east" else None])
+        ClientData(one.client, one.train, np.array([], dtype=np.int64), one.test[: 0 if id == "east" else None])
         for id, one in old.members.items()
     ]
     federation = simulate(old.method, old.engine, bare, old.examples, old.settings)

@@ -17,7 +17,7 @@ from fedspan.config import parse_config
 from fedspan.core.values import Job
 from fedspan.models.layout import TokenLayout
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.training.autotuning import Wish
+from fedspan.training.autotuning import StackingRequest
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.loop import LoopEngine
 
@@ -98,7 +98,7 @@ def test_several_clients_at_once(
         prefix = prepared.config.engine.prefix_settings(8)
         settings = prepared.config.training_settings()
         engine = BatchedEngine(
-            prepared.engine.adapted, prepared.task, settings, 0, Wish(3, workers), prefix, padding_free
+            prepared.engine.adapted, prepared.task, settings, 0, StackingRequest(3, workers), prefix, padding_free
         )
         tiny.use_engine(prepared.federation, engine)
         progress = prepared.federation.begin()
@@ -165,7 +165,7 @@ def test_batches_of_one_length_are_left_as_they_are(
     lengths = np.asarray(prepared.train.lengths)
     alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
     batch = prepared.task.batch(prepared.train, alike, torch.device("cpu"))
-    with engine.padding.removed(batch):
+    with engine.padding.remove_padding(batch):
         prepared.task.loss(prepared.engine.adapted.model, batch)
     assert not packed
 
@@ -185,7 +185,7 @@ def test_texts_of_one_length_of_which_some_are_nobody_s(
     batch = prepared.task.batch(prepared.train, alike, torch.device("cpu"))
     model, members = prepared.engine.adapted.model, torch.eye(3, 4)
     expected = prepared.task.losses(model, batch, members)
-    with engine.padding.removed(batch, 2, np.array([True, True, True, False])):
+    with engine.padding.remove_padding(batch, 2, np.array([True, True, True, False])):
         found = prepared.task.losses(model, batch, members)
     assert packed
     torch.testing.assert_close(found, expected)

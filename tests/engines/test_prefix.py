@@ -358,7 +358,7 @@ def test_a_data_set_that_was_not_asked_for_is_computed_whole(folders: Mapping[st
     prepared = built("bert", folders)
     prefixes = engine_of(prepared, MEMORY).prefixes
     batch = prepared.task.batch(prepared.train, [0, 1], prepared.engine.adapted.device)
-    with uses(prepared.engine.adapted) as seen, prefixes.fed(prepared.train, [0, 1]):
+    with uses(prepared.engine.adapted) as seen, prefixes.feed(prepared.train, [0, 1]):
         prepared.task.loss(prepared.engine.adapted.model, batch)
         assert seen == [2]
 
@@ -413,7 +413,7 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(folders: Mapping[str, Path
     own = [vars(module).get("forward") for module in adapted.model.modules()]
     cache.ensure(np.arange(4), 4)
     batch = prepared.task.batch(prepared.train, [0, 1], adapted.device)
-    with pytest.raises(ValueError, match="hidden states of shape"), cache.prefix.fed(cache.hidden([0, 1, 2])):
+    with pytest.raises(ValueError, match="hidden states of shape"), cache.prefix.feed(cache.hidden([0, 1, 2])):
         prepared.task.loss(adapted.model, batch)
     assert own == [vars(module).get("forward") for module in adapted.model.modules()]
 
@@ -449,5 +449,5 @@ def test_replicas_in_threads_share_what_is_computed(folders: Mapping[str, Path])
         caches.ensure(prepared.train, np.array(chosen))
         with torch.no_grad():
             wanted = prepared.task.loss(caches.adapted.model.eval(), batch)
-            with caches.fed(prepared.train, chosen):
+            with caches.feed(prepared.train, chosen):
                 assert torch.allclose(prepared.task.loss(caches.adapted.model, batch), wanted, rtol=1e-5)

@@ -17,7 +17,7 @@ from fedspan.core.noise import key_of_seed
 from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reducers import reducer_for
-from fedspan.federation.changes import change_of, clipped, restored
+from fedspan.federation.changes import apply_change, change_of, clip_change
 from fedspan.federation.privacy import (
     client_noise,
     poisson_cohort,
@@ -62,7 +62,7 @@ def reduced(
 def moved(reply: Mapping[str, Tensor], origin: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
     """The origin, and on it the direction of a reply with a norm."""
     change = change_of(Contribution(sum=reply), origin)
-    return restored({name: value * (norm / norm_of(change)) for name, value in change.items()}, origin)
+    return apply_change({name: value * (norm / norm_of(change)) for name, value in change.items()}, origin)
 
 
 @given(st.integers(0, 6), st.integers(0, 10**6), st.floats(0.01, 50), st.randoms(use_true_random=False))
@@ -105,7 +105,7 @@ def test_without_much_noise_it_is_the_mean_of_clipped_changes() -> None:
         for n, (one, norm) in enumerate(zip(clients(3), (0.1, 9, 0.4), strict=True))
     }
     found = reduced(origin, replies, RoundSettings(4, privacy=central(noise=1e-12)), 3).mean
-    changes = [clipped(change_of(Contribution(sum=reply), origin), 0.5) for reply in replies.values()]
+    changes = [clip_change(change_of(Contribution(sum=reply), origin), 0.5) for reply in replies.values()]
     assert [round(norm_of(change), 4) for change in changes] == [0.1, 0.5, 0.4]
     for name in SHAPES:
         expected = origin[name].double() + torch.stack([change[name] for change in changes]).mean(0)

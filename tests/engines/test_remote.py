@@ -15,77 +15,77 @@ import torch
 from torch import Tensor
 
 import tiny
-from fedspan.clients.host import Host, refused, told
-from fedspan.clients.store import DiskKeeper
+from fedspan.clients.host import Host, describe_error, refuse
+from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Answer, Order, Parcel, open_answer, open_order
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.loop import LoopEngine
 from transporting import Replies, ReplyingTransport
 
-Spoil = Callable[[Order, Answer], Parcel | str]
+Spoil = Callable[[Order, Reply], Envelope | str]
 BAD = "south"
 
 
-class Local(ReplyingTransport):
+class LocalTraining(ReplyingTransport):
     """A transport to participants in this process, one of whom does something else."""
 
     def __init__(self, hosts: Mapping[str, Host], spoil: Spoil) -> None:
         self.hosts, self.spoil = hosts, spoil
         self.asked: list[tuple[int, int, str]] = []
 
-    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
-        for id, parcel in parcels.items():
-            order = open_order(parcel)
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+        for id, envelope in envelopes.items():
+            order = decode_order(envelope)
             self.asked.append((order.round, order.attempt, id))
             try:
                 answer = self.hosts[id].answer(order)
             except FedspanError as error:
-                answer = refused(order, error)
-            yield id, self.spoil(order, answer) if id == BAD else answer.parcel()
+                answer = refuse(order, error)
+            yield id, self.spoil(order, answer) if id == BAD else answer.envelope()
 
 
-class Turned(Local):
+class Turned(LocalTraining):
     """Everybody has answered before anybody is heard, and in every other round the last one is heard first."""
 
-    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
-        back = list(super().replies(parcels, seconds, patient=patient))
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+        back = list(super().replies(envelopes, seconds, patient=patient))
         yield from back[:: -1 if self.asked[-1][0] % 2 else 1]
 
 
-def good(_: Order, answer: Answer) -> Parcel:
-    return answer.parcel()
+def good(_: Order, answer: Reply) -> Envelope:
+    return answer.envelope()
 
 
 def changed(change: Callable[[str, Tensor], Tensor]) -> Spoil:
     """Every tensor of a reply changed."""
 
-    def spoil(_: Order, answer: Answer) -> Parcel:
+    def spoil(_: Order, answer: Reply) -> Envelope:
         message = serialization.decode(answer.body)
         tensors = {name: change(name, value) for name, value in message.tensors.items()}
-        return replace(answer, body=serialization.encode(replace(message, tensors=tensors))).parcel()
+        return replace(answer, body=serialization.encode(replace(message, tensors=tensors))).envelope()
 
     return spoil
 
 
-def more(_: Order, answer: Answer) -> Parcel:
+def more(_: Order, answer: Reply) -> Envelope:
     message = serialization.decode(answer.body)
-    return replace(answer, body=serialization.encode(Message({**message.tensors, "more": torch.zeros(2)}))).parcel()
+    return replace(answer, body=serialization.encode(Message({**message.tensors, "more": torch.zeros(2)}))).envelope()
 
 
-def fewer(_: Order, answer: Answer) -> Parcel:
+def fewer(_: Order, answer: Reply) -> Envelope:
     tensors = dict(serialization.decode(answer.body).tensors)
     tensors.popitem()
-    return replace(answer, body=serialization.encode(Message(tensors))).parcel()
+    return replace(answer, body=serialization.encode(Message(tensors))).envelope()
 
 
-def failed(order: Order, _: Answer) -> Parcel:
-    return refused(order, RuntimeError("a patient's name")).parcel()
+def failed(order: Order, _: Reply) -> Envelope:
+    return refuse(order, RuntimeError("a patient's name")).envelope()
 
 
 SPOILT: dict[str, tuple[Spoil, str]] = {
@@ -97,11 +97,11 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "tensors too many": (more, "with ['more'] too"),
     "tensors too few": (fewer, "without ["),
     "far away": (changed(lambda _, value: value + 100), "the cohort's median"),
-    "another round": (lambda _, answer: replace(answer, round=7).parcel(), "a reply of"),
-    "another client": (lambda _, answer: replace(answer, id="north").parcel(), "a reply of"),
-    "an evaluation": (lambda _, answer: replace(answer, task="evaluate").parcel(), "evaluate"),
-    "no header": (lambda _, answer: Parcel("{}", answer.body), "not a fedspan header"),
-    "no message": (lambda _, answer: replace(answer, body=b"\x08").parcel(), "not a fedspan message"),
+    "another round": (lambda _, answer: replace(answer, round=7).envelope(), "a reply of"),
+    "another client": (lambda _, answer: replace(answer, id="north").envelope(), "a reply of"),
+    "an evaluation": (lambda _, answer: replace(answer, task="evaluate").envelope(), "evaluate"),
+    "no header": (lambda _, answer: Envelope("{}", answer.body), "not a fedspan header"),
+    "no message": (lambda _, answer: replace(answer, body=b"\x08").envelope(), "not a fedspan message"),
     "silence": (lambda *_: "no reply within 5 s", "no reply within"),
 }
 
@@ -109,9 +109,9 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> Federation:
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
-    keeper = DiskKeeper(folder)
+    keeper = DiskClientStore(folder)
     known = {id: Host(here.method, loop, {id: one}, here.examples, keeper, 32) for id, one in here.members.items()}
-    transport = Local(known, spoil)
+    transport = LocalTraining(known, spoil)
     return Federation(here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
@@ -151,7 +151,7 @@ def test_missing_clients_are_asked_again_and_then_the_run_stops(built: Prepared,
         found.run_round(begin)
     assert stopped.value.value == 3
     transport = found.transport
-    assert isinstance(transport, Local)
+    assert isinstance(transport, LocalTraining)
     assert [(attempt, id) for _, attempt, id in transport.asked if attempt] == [(1, BAD), (2, BAD)]
     transport.spoil = good
     again = found.run_round(begin)
@@ -160,8 +160,8 @@ def test_missing_clients_are_asked_again_and_then_the_run_stops(built: Prepared,
 
 
 def test_a_round_that_some_reply_to_late_is_that_of_a_round_that_all_reply_to(built: Prepared, tmp_path: Path) -> None:
-    def late(order: Order, answer: Answer) -> Parcel | str:
-        return answer.parcel() if order.attempt else "no reply within 5 s"
+    def late(order: Order, answer: Reply) -> Envelope | str:
+        return answer.envelope() if order.attempt else "no reply within 5 s"
 
     found = federation(built, tmp_path / "late", late, min_replies=4)
     clean = federation(built, tmp_path / "clean", good)
@@ -186,7 +186,7 @@ def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first
     found = chosen(built, 2, tmp_path / "more", 1)
     begin = found.begin()
     result = found.run_round(begin)
-    assert isinstance(found.transport, Local)
+    assert isinstance(found.transport, LocalTraining)
     asked = sorted(found.drawn(0, 1))
     assert list(result.cohort) == asked
     assert [id for _, _, id in found.transport.asked] == asked[:2]  # nobody waits for the third
@@ -254,7 +254,7 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, t
 def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_path: Path) -> None:
     found = federation(built, tmp_path, good)
     transport = found.transport
-    assert isinstance(transport, Local)
+    assert isinstance(transport, LocalTraining)
     host = transport.hosts["north"]
     client = found.client("south", Progress(found.begin().state))
     order = Order("train", 0, 0, 0.1, "south", client, b"")
@@ -267,9 +267,9 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
 def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
     client = built.federation.client("south", Progress(built.federation.begin().state, held={"south": 3}))
     order = Order("train", 4, 1, 0.125, "south", client, b"\x00body", 2, "run", 17)
-    assert open_order(order.parcel()) == order
-    answer = Answer("train", 4, 1, "south", failed="why", lost=True, body=b"x")
-    assert open_answer(answer.parcel()) == replace(answer, scores={})
+    assert decode_order(order.envelope()) == order
+    answer = Reply("train", 4, 1, "south", failed="why", lost=True, body=b"x")
+    assert decode_reply(answer.envelope()) == replace(answer, scores={})
 
 
 FULL = OSError(errno.ENOSPC, "full", "/home/a patient's name")
@@ -299,4 +299,4 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_server_is_told_what_but_nothing_of_data_or_paths(error: Exception, said: str) -> None:
-    assert told(error).removesuffix("; see the client's own log") == said
+    assert describe_error(error).removesuffix("; see the client's own log") == said

@@ -16,26 +16,26 @@ from torch import Tensor
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.clients.secagg import MemoryVault, SecureClient, Vault
-from fedspan.clients.secagg_store import DiskVault
+from fedspan.clients.secagg import MemorySessionStore, SecureClient, SessionStore
+from fedspan.clients.secagg_store import DiskSessionStore
 from fedspan.core.values import Client, Contribution
 from fedspan.crypto.graph import neighbourhoods, threshold_of
 from fedspan.crypto.ring import Ring
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import change_of, clipped
+from fedspan.federation.changes import change_of, clip_change
 from fedspan.federation.protocol import Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
-    KeysAnswer,
     KeysOrder,
+    KeysReply,
     PublicKeys,
-    SharesAnswer,
     SharesOrder,
-    UnmaskAnswer,
+    SharesReply,
     UnmaskOrder,
+    UnmaskReply,
     context_of,
 )
-from fedspan.federation.secagg.sums import begun_with, layout_of, parted
+from fedspan.federation.secagg.sums import initial_values, layout_of, unflatten
 from fedspan.federation.secagg.unmasking import Masked, unmask
 
 IDS = ("a", "b", "c", "d")
@@ -53,7 +53,12 @@ class Sums:
     """
 
     def __init__(
-        self, vault: Vault, weights: Mapping[str, float], start: Mapping[str, Tensor], session: int = 1, **options: Any
+        self,
+        vault: SessionStore,
+        weights: Mapping[str, float],
+        start: Mapping[str, Tensor],
+        session: int = 1,
+        **options: Any,
     ) -> None:
         self.vault, self.weights, self.start, self.session = vault, weights, start, session
         self.clip, self.bits = options.get("clip", 10.0), options.get("bits", 32)
@@ -71,7 +76,7 @@ class Sums:
     def give_keys(self, *ids: str) -> None:
         for id in ids:
             answer = self.client(id).answer(KeysOrder(**self.common(id)))
-            assert isinstance(answer, KeysAnswer)
+            assert isinstance(answer, KeysReply)
             assert answer.keys is not None
             self.keys[id] = answer.keys
         self.around = neighbourhoods(sorted(self.keys), self.neighbours)
@@ -87,7 +92,7 @@ class Sums:
     def give_shares(self, *ids: str) -> None:
         for id in ids:
             answer = self.client(id).answer(self.shares_order(id))
-            assert isinstance(answer, SharesAnswer)
+            assert isinstance(answer, SharesReply)
             self.sealed[id] = answer.sealed
 
     def present(self, id: str) -> tuple[str, ...]:
@@ -101,7 +106,7 @@ class Sums:
             "clip": self.clip,
             "bits": self.bits,
             "top": max(self.weights[id] for id in self.sealed),
-            "layout": layout_of(begun_with(self.start, self.start)),
+            "layout": layout_of(initial_values(self.start, self.start)),
         }
         masking = Masking(**{**given, **changes})
         client = Client(id, 2, 1.0, 1, self.weights[id], None)
@@ -123,7 +128,7 @@ class Sums:
 
     def opened(self, id: str, survivors: Any) -> Mapping[str, bytes]:
         answer = self.client(id).answer(self.unmask_order(id, survivors))
-        assert isinstance(answer, UnmaskAnswer)
+        assert isinstance(answer, UnmaskReply)
         return answer.shares
 
     def mean(self, vectors: Mapping[str, np.ndarray[Any, Any]], opening: Any) -> tuple[dict[str, Tensor], float]:
@@ -138,11 +143,11 @@ class Sums:
         unmask(total, Masked(context_of("run", self.session), present, needed, self.keys, set(vectors)), given)
         top = max(self.weights[id] for id in self.sealed)
         share = sum(self.weights[id] / top for id in vectors)
-        return parted(ring.decode(total) / share, self.start), ring.error(len(vectors)) / share
+        return unflatten(ring.decode(total) / share, self.start), ring.error(len(vectors)) / share
 
 
-def sums(vault: Vault | None = None, **options: Any) -> Sums:
-    return Sums(vault or MemoryVault(), dict.fromkeys(IDS, 1.0), START, **options)
+def sums(vault: SessionStore | None = None, **options: Any) -> Sums:
+    return Sums(vault or MemorySessionStore(), dict.fromkeys(IDS, 1.0), START, **options)
 
 
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=4)
@@ -166,7 +171,7 @@ def test_the_mean_is_that_of_the_survivors_within_the_bound(
     start = {f"layer-{n}/A": torch.randn(shape, generator=torch_rng) for n, shape in enumerate(layout)}
     ids = tuple(f"client-{number}" for number in range(clients))
     weights = {id: float(weight) for id, weight in zip(ids, rng.choice([0.5, 1, 3, 100], clients), strict=True)}
-    made = Sums(MemoryVault(), weights, start, clip=clip, bits=bits, neighbours=neighbours)
+    made = Sums(MemorySessionStore(), weights, start, clip=clip, bits=bits, neighbours=neighbours)
     made.give_keys(*ids)
     spare = min(len(members) - made.threshold(id) for id, members in made.around.items())
     gone = list(rng.permutation(ids))[: rng.integers(0, spare + 1)]
@@ -183,14 +188,14 @@ def test_the_mean_is_that_of_the_survivors_within_the_bound(
     for name in start:
         exact = torch.zeros_like(start[name], dtype=torch.float64)
         for id in vectors:
-            own = clipped(change_of(Contribution(sum=values[id]), start), clip)
+            own = clip_change(change_of(Contribution(sum=values[id]), start), clip)
             exact += own[name] * (weights[id] / total)
         assert float((mean[name] - exact).abs().max()) <= error * (1 + 1e-9)
 
 
 @pytest.fixture(params=["memory", "disk"])
-def vault(request: pytest.FixtureRequest, tmp_path: Path) -> Vault:
-    return MemoryVault() if request.param == "memory" else DiskVault(tmp_path)
+def vault(request: pytest.FixtureRequest, tmp_path: Path) -> SessionStore:
+    return MemorySessionStore() if request.param == "memory" else DiskSessionStore(tmp_path)
 
 
 def require_refused(what: str, call: Any, *arguments: Any, **options: Any) -> None:
@@ -198,7 +203,7 @@ def require_refused(what: str, call: Any, *arguments: Any, **options: Any) -> No
         call(*arguments, **options)
 
 
-def test_phases_come_in_their_order_each_once(vault: Vault) -> None:
+def test_phases_come_in_their_order_each_once(vault: SessionStore) -> None:
     made = sums(vault)
     made.give_keys(*IDS)
     require_refused("more than 1: sessions are new ones", made.client("a").answer, KeysOrder(**made.common("a")))
@@ -218,7 +223,7 @@ def test_phases_come_in_their_order_each_once(vault: Vault) -> None:
     require_refused("more than 1", made.client("a").answer, KeysOrder(**made.common("a")))
 
 
-def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(vault: Vault) -> None:
+def test_a_new_session_ends_the_last_one_whatever_phase_it_was_in(vault: SessionStore) -> None:
     made = sums(vault)
     made.give_keys(*IDS)
     made.give_shares(*IDS)
@@ -298,7 +303,7 @@ def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
     vectors = {id: made.vector(id, START) for id in IDS}
     sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "b": bytes(40), "c": made.sealed["c"]["d"]}
     answer = made.client("a").answer(made.unmask_order("a", IDS, sealed=sealed))
-    assert isinstance(answer, UnmaskAnswer)
+    assert isinstance(answer, UnmaskReply)
     assert set(answer.shares) == {"a", "d"}
     assert set(vectors) == set(IDS)
 
@@ -313,7 +318,7 @@ def test_too_few_shares_open_nothing() -> None:
 
 
 def test_a_session_is_on_the_disk_before_its_answer_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
-    made = sums(DiskVault(tmp_path))
+    made = sums(DiskSessionStore(tmp_path))
     made.give_keys(*IDS)
     files = sorted(tmp_path.rglob("session.json"))
     assert len(files) == 4
@@ -322,11 +327,11 @@ def test_a_session_is_on_the_disk_before_its_answer_and_only_its_owner_may_read_
     made.give_shares(*IDS)
     vectors = {id: made.vector(id, START) for id in IDS}
     made.mean(vectors, IDS)
-    last = DiskVault(tmp_path).load("a")
+    last = DiskSessionStore(tmp_path).load("a")
     assert last is not None
     assert (last.phase, last.secret, last.peers) == ("unmasked", b"", {})
     assert all(path.read_bytes() not in kept for path in files)
     for path in files:
         path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(FedspanError, match="damaged"):
-        DiskVault(tmp_path).load("a")
+        DiskSessionStore(tmp_path).load("a")

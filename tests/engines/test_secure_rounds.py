@@ -21,8 +21,8 @@ from fedspan.crypto.ring import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
-from fedspan.federation.protocol import Order, Parcel, open_answer
-from fedspan.federation.secagg.messages import MASKED, Phase, UnmaskAnswer
+from fedspan.federation.protocol import Envelope, Order, decode_reply
+from fedspan.federation.secagg.messages import MASKED, Phase, UnmaskReply
 from fedspan.federation.settings import SecureSettings
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
@@ -131,7 +131,7 @@ def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared
     federation.run_round(federation.begin())
     federation.run_round(federation.begin())
     vectors = [
-        serialization.decode(open_answer(back).body).tensors[MASKED].numpy()
+        serialization.decode(decode_reply(back).body).tensors[MASKED].numpy()
         for asked, back in stage.came
         if isinstance(asked, Order)
     ]
@@ -150,11 +150,12 @@ def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared
 def test_every_byte_that_travels_is_counted(built: Prepared, tmp_path: Path) -> None:
     federation, stage = securing.secured(built, tmp_path)
     result = federation.run_round(federation.begin())
-    for direction, parcels in (("down", stage.sent), ("up", stage.came)):
+    for direction, envelopes in (("down", stage.sent), ("up", stage.came)):
         for id in ALL:
-            own = [(asked, parcel) for asked, parcel in parcels if asked.to == id]
+            own = [(asked, envelope) for asked, envelope in envelopes if asked.to == id]
             sizes = [
-                len(parcel.body) + (0 if isinstance(asked, Order) else len(parcel.header)) for asked, parcel in own
+                len(envelope.body) + (0 if isinstance(asked, Order) else len(envelope.header))
+                for asked, envelope in own
             ]
             counted = [one.bytes for one in result.transfers if (one.client, one.direction) == (id, direction)]
             assert sorted(counted) == sorted(sizes)
@@ -167,11 +168,11 @@ def test_every_byte_that_travels_is_counted(built: Prepared, tmp_path: Path) -> 
 def changed(change: Any) -> securing.Spoil:
     """South's vector changed."""
 
-    def spoil(asked: Order | Phase, back: Parcel) -> Parcel:
+    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
         if not isinstance(asked, Order) or asked.to != "south":
             return back
-        answer = open_answer(back)
-        return replace(answer, body=serialization.encode(change(serialization.decode(answer.body)))).parcel()
+        answer = decode_reply(back)
+        return replace(answer, body=serialization.encode(change(serialization.decode(answer.body)))).envelope()
 
     return spoil
 
@@ -217,12 +218,12 @@ def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> N
 def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path) -> None:
     """Of a client who dropped out: what they give is not its key."""
 
-    def spoil(asked: Order | Phase, back: Parcel) -> Parcel:
+    def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
         if asked.task != "unmask" or asked.attempt:
             return back
-        answer = UnmaskAnswer.model_validate_json(back.header)
+        answer = UnmaskReply.model_validate_json(back.header)
         wrong = {id: share[:2] + bytes(32) for id, share in answer.shares.items()}
-        return answer.model_copy(update={"shares": wrong}).parcel()
+        return answer.model_copy(update={"shares": wrong}).envelope()
 
     lose = securing.gone_at("train", "south", attempts=1)
     federation, _ = securing.secured(built, tmp_path, lose=lose, spoil=spoil)
@@ -313,7 +314,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     with pytest.raises(FedspanError, match=r"limits\.secure_clients: 3; at least 4"):
         federation.run_round(federation.begin())
     given = [
-        UnmaskAnswer.model_validate_json(back.header).shares for asked, back in stage.came if asked.task == "unmask"
+        UnmaskReply.model_validate_json(back.header).shares for asked, back in stage.came if asked.task == "unmask"
     ]
     assert given == [{}, {}, {}]
 

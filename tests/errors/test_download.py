@@ -26,7 +26,7 @@ class Hub(http.server.ThreadingHTTPServer):
     """Serves one model's files; ``breaks`` lets it hang up in the middle of the weights."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
+        super().__init__(("127.0.0.1", 0), Reply)
         self.folder, self.breaks, self.broken = folder, True, 0
 
     @property
@@ -34,7 +34,7 @@ class Hub(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Answer(http.server.BaseHTTPRequestHandler):
+class Reply(http.server.BaseHTTPRequestHandler):
     """The three kinds of request that a download of a model makes."""
 
     server: Hub

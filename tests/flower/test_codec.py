@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from fedspan.core.values import Message
 from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.federation import serialization
-from fedspan.federation.protocol import Masking, Parcel, open_answer, open_order, read_header
+from fedspan.federation.protocol import Envelope, Masking, decode_order, decode_reply, read_header
 from fedspan.federation.secagg.messages import (
-    KeysAnswer,
     KeysOrder,
-    PhaseAnswer,
+    KeysReply,
+    PhaseReply,
     PublicKeys,
-    SharesAnswer,
     SharesOrder,
-    UnmaskAnswer,
+    SharesReply,
     UnmaskOrder,
-    open_phase,
+    UnmaskReply,
+    decode_phase,
 )
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
@@ -39,16 +39,16 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 
 @given(st.text(max_size=50), st.binary(max_size=300))
 def test_a_parcel_survives(header: str, body: bytes) -> None:
-    parcel = Parcel(header, body)
-    assert codec.from_records(codec.to_records(parcel)) == parcel
+    envelope = Envelope(header, body)
+    assert codec.from_records(codec.to_records(envelope)) == envelope
 
 
 @pytest.mark.usefixtures("identity")
 @pytest.mark.parametrize(("over", "objects"), [(0, 4), (1, 6)])
 def test_a_small_body_is_one_object_and_a_large_one_is_in_pieces(over: int, objects: int) -> None:
     body = bytes(over + codec.SMALL)
-    message = app.Message(codec.to_records(Parcel("{}", body)), dst_node_id=1, message_type="train")
-    assert codec.from_records(message.content) == Parcel("{}", body)
+    message = app.Message(codec.to_records(Envelope("{}", body)), dst_node_id=1, message_type="train")
+    assert codec.from_records(message.content) == Envelope("{}", body)
     assert len(inflatable.get_all_nested_objects(message)) == objects
 
 
@@ -56,13 +56,13 @@ def test_a_small_body_is_one_object_and_a_large_one_is_in_pieces(over: int, obje
 def test_messages_of_every_number_format_survive_to_the_bit(dtype: torch.dtype) -> None:
     value = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     sent = serialization.encode(Message({"layer/A": value}, {"round": 3}))
-    back = serialization.decode(codec.from_records(codec.to_records(Parcel("{}", sent))).body)
+    back = serialization.decode(codec.from_records(codec.to_records(Envelope("{}", sent))).body)
     assert back.tensors["layer/A"].dtype == dtype
     assert torch.equal(back.tensors["layer/A"], value)
 
 
 def test_records_that_are_none_of_ours_are_refused() -> None:
-    small, large = codec.to_records(Parcel("{}", b"abc")), codec.to_records(Parcel("{}", bytes(codec.SMALL + 1)))
+    small, large = codec.to_records(Envelope("{}", b"abc")), codec.to_records(Envelope("{}", bytes(codec.SMALL + 1)))
     header, body = large["fedspan.header"], large["fedspan.body"]
     array = app.Array(np.zeros(3, np.uint8))
     for records in (
@@ -80,11 +80,11 @@ def test_records_that_are_none_of_ours_are_refused() -> None:
             codec.from_records(records)
 
 
-def answer_of(kind: type[PhaseAnswer]) -> Callable[[Parcel], PhaseAnswer]:
-    return lambda parcel: read_header(kind, parcel)
+def answer_of(kind: type[PhaseReply]) -> Callable[[Envelope], PhaseReply]:
+    return lambda envelope: read_header(kind, envelope)
 
 
-def fuzzed(seeds: list[str], count: int, openers: Sequence[Callable[[Parcel], Any]]) -> None:
+def fuzzed(seeds: list[str], count: int, openers: Sequence[Callable[[Envelope], Any]]) -> None:
     """Headers with pieces changed, dropped, doubled: a ValueError or a value, and nothing else."""
     rng = random.Random(0)
     alphabet = '{}[]":,0123456789eE.-+truefalsnNaIinity\\u\x00é'
@@ -96,13 +96,13 @@ def fuzzed(seeds: list[str], count: int, openers: Sequence[Callable[[Parcel], An
                 del text[min(at, len(text) - 1)]
             else:
                 text.insert(at, rng.choice(alphabet))
-        parcel = Parcel("".join(text), bytes(rng.randrange(256) for _ in range(rng.randrange(40))))
+        envelope = Envelope("".join(text), bytes(rng.randrange(256) for _ in range(rng.randrange(40))))
         for opened in openers:
             try:
-                made = opened(parcel)
+                made = opened(envelope)
             except ValueError:
                 continue
-            assert made.parcel()
+            assert made.envelope()
 
 
 def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() -> None:
@@ -128,7 +128,7 @@ def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() 
     large = app.ArrayRecord({"body": app.Array(dtype="uint8", shape=(3,), stype="fedspan.bytes", data=b"abc")})
     for _ in range(40_000):
         text = rng.choice(headers)
-        good = codec.to_records(Parcel(text, b"abc"))
+        good = codec.to_records(Envelope(text, b"abc"))
         if rng.random() < 0.5:  # as if it were large
             good = app.RecordDict({"fedspan.header": app.ConfigRecord({"header": text}), "fedspan.body": large})
         records = app.RecordDict({name: good[name] for name in good if rng.random() < 0.8})
@@ -145,11 +145,11 @@ def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() 
 
 
 def test_a_hundred_thousand_headers_with_mistakes_raise_nothing_but_a_value_error() -> None:
-    fuzzed(seeds(), 100_000, (open_order, open_answer))
+    fuzzed(seeds(), 100_000, (decode_order, decode_reply))
 
 
 def test_nor_do_those_of_secure_aggregation() -> None:
-    fuzzed(phases(), 20_000, (open_phase, *map(answer_of, (KeysAnswer, SharesAnswer, UnmaskAnswer))))
+    fuzzed(phases(), 20_000, (decode_phase, *map(answer_of, (KeysReply, SharesReply, UnmaskReply))))
 
 
 def seeds() -> list[str]:
@@ -157,14 +157,14 @@ def seeds() -> list[str]:
     order += '{"id":"a","rank":2,"scaling":2.0,"examples":5,"weight":5.0,"held":null},"best":null}'
     answer = '{"format":1,"task":"train","round":2,"attempt":0,"id":"a","parts":[{"loss":1.5,"examples":5.0}],'
     answer += '"scores":{"test":{"accuracy":0.5,"examples":2.0}},"failed":null,"lost":false}'
-    assert open_order(Parcel(order)).client is not None
-    assert open_answer(Parcel(answer)).parts
+    assert decode_order(Envelope(order)).client is not None
+    assert decode_reply(Envelope(answer)).parts
     masking = Masking(session=7, peers=("a", "b"), clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64)
-    masked = replace(open_order(Parcel(order)), secure=masking)
-    assert open_order(masked.parcel()) == masked
-    invitation = Invitation(run="r", version="1", config="{}").parcel().header
-    introduction = Introduction(id="a", version="1").parcel().header
-    return [order, answer, invitation, introduction, "[" * 3000, masked.parcel().header]
+    masked = replace(decode_order(Envelope(order)), secure=masking)
+    assert decode_order(masked.envelope()) == masked
+    invitation = Invitation(run="r", version="1", config="{}").envelope().header
+    introduction = Introduction(id="a", version="1").envelope().header
+    return [order, answer, invitation, introduction, "[" * 3000, masked.envelope().header]
 
 
 def phases() -> list[str]:
@@ -174,18 +174,18 @@ def phases() -> list[str]:
         KeysOrder(**session),
         SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}),
         UnmaskOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
-        KeysAnswer(id="a", session=7, keys=keys),
-        SharesAnswer(id="a", session=7, sealed={"b": bytes(range(96))}),
-        UnmaskAnswer(id="a", session=7, shares={"b": bytes(range(34))}),
+        KeysReply(id="a", session=7, keys=keys),
+        SharesReply(id="a", session=7, sealed={"b": bytes(range(96))}),
+        UnmaskReply(id="a", session=7, shares={"b": bytes(range(34))}),
     ]
     for phase in phases:
-        assert read_header(type(phase), phase.parcel()) == phase
-    return [phase.parcel().header for phase in phases]
+        assert read_header(type(phase), phase.envelope()) == phase
+    return [phase.envelope().header for phase in phases]
 
 
-def _objects(parcel: Parcel) -> tuple[str, dict[str, bytes]]:
+def _objects(envelope: Envelope) -> tuple[str, dict[str, bytes]]:
     """A Flower message's id and objects, as they travel."""
-    message = app.Message(codec.to_records(parcel), dst_node_id=1, message_type="train")
+    message = app.Message(codec.to_records(envelope), dst_node_id=1, message_type="train")
     return message.object_id, {id: one.deflate() for id, one in inflatable.get_all_nested_objects(message).items()}
 
 
@@ -193,7 +193,7 @@ def _objects(parcel: Parcel) -> tuple[str, dict[str, bytes]]:
 def test_a_message_is_as_large_as_its_array_however_little_travelled() -> None:
     """Equal pieces travel once: without care a thousandth would pass for the whole."""
     body = bytes(50 * 2**20)
-    id, contents = _objects(Parcel("{}", body))
+    id, contents = _objects(Envelope("{}", body))
     assert sum(map(len, contents.values())) < 12 * 2**20
     assert objects.whole_bytes(contents) >= len(body)
     with pytest.raises(ValueError, match="more than 20 MiB"):
@@ -208,7 +208,7 @@ def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
 ) -> None:
     monkeypatch.setattr(codec, "SMALL", small)
     draw = random.Random(0)
-    id, good = _objects(Parcel('{"a": 1}', bytes(range(200))))
+    id, good = _objects(Envelope('{"a": 1}', bytes(range(200))))
     names, refused = sorted(good), 0
     for _ in range(10_000):
         contents = dict(good)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedspan.cli import app
-from fedspan.deployment.status import name_run
+from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
@@ -83,7 +83,7 @@ def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
     shown = runner.invoke(app, ["status", "--server", str(server)])
     assert shown.exit_code == 0, shown.output
     assert "round" not in shown.output
-    name_run(server, run, {"north": 11, "south": 12})
+    store_named_run(server, run, {"north": 11, "south": 12})
     shown = runner.invoke(app, ["status", "--server", str(server)])
     assert shown.exit_code == 0, shown.output
     for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
@@ -34,7 +34,7 @@ def lost() -> BaseException:
 @pytest.mark.parametrize("where", ["pull", "confirm", "send", "receive"])
 @pytest.mark.parametrize("error", [gone, lost])
 def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], BaseException]) -> None:
-    stop, answered, sent = Event(), list[Parcel](), list[Any]()
+    stop, answered, sent = Event(), list[Envelope](), list[Any]()
     failing = {where}
 
     def at(place: str) -> None:
@@ -45,7 +45,7 @@ def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], 
     messages: list[tuple[Message, Any]] = []
     contents: dict[str, bytes] = {}
     for header in ("first", "second"):
-        message = Message(to_records(Parcel(header)), dst_node_id=1, message_type="train")
+        message = Message(to_records(Envelope(header)), dst_node_id=1, message_type="train")
         message.metadata.__dict__["_message_id"] = message.object_id
         messages.append((message, get_object_tree(message)))
         contents |= {id: one.deflate() for id, one in get_all_nested_objects(message).items()}
@@ -63,14 +63,14 @@ def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], 
         sent.append(reply)
         return set(), "session"
 
-    def answering(parcel: Parcel) -> Parcel:
-        answered.append(parcel)
-        if parcel.header == "second":
+    def answering(envelope: Envelope) -> Envelope:
+        answered.append(envelope)
+        if envelope.header == "second":
             stop.set()
-        return parcel
+        return envelope
 
     connection = (1, receive, send, None, None, pull, lambda *_: None, lambda *_: at("confirm"))
     supernode._answer(connection, supernode.Link("", None, None, 2**20), answering, stop)
-    taken = [parcel.header for parcel in answered]
+    taken = [envelope.header for envelope in answered]
     assert taken == (["second"] if where in ("pull", "confirm") else ["first", "second"])
     assert len(sent) == (2 if where == "receive" else 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedspan.federation.orders import Orders
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 from transporting import exchanged
 
 transport = pytest.importorskip(
@@ -63,7 +63,7 @@ class Reply:
         return False
 
 
-PARCELS = {id: Parcel(id) for id in "abc"}
+PARCELS = {id: Envelope(id) for id in "abc"}
 NODES = {"a": 1, "b": 2, "c": 3}
 
 
@@ -87,7 +87,7 @@ def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
     back = exchanged(found, PARCELS, 60.0, patient=True)
     assert back["c"] == "its node was not online for 0.5 s"
     assert 0.5 <= time.monotonic() - began < 10
-    assert isinstance(back["a"], Parcel)
+    assert isinstance(back["a"], Envelope)
 
 
 def test_who_comes_back_in_time_is_asked() -> None:
@@ -95,14 +95,14 @@ def test_who_comes_back_in_time_is_asked() -> None:
     found = transport.GridTransport(grid, NODES, patience=30.0)
     back: dict[str, Any] = {}
 
-    def replied(id: str, parcel: Parcel | str) -> bool:
-        back[id] = parcel
+    def replied(id: str, envelope: Envelope | str) -> bool:
+        back[id] = envelope
         grid.online = [1, 2, 3]
         return False
 
     found.exchange(Orders("train", PARCELS, PARCELS.__getitem__), replied, 60.0, patient=True)
     assert set(back) == set(NODES)
-    assert all(isinstance(one, Parcel) for one in back.values())
+    assert all(isinstance(one, Envelope) for one in back.values())
 
 
 def test_who_hangs_is_given_up_at_the_deadline() -> None:

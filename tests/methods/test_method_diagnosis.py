@@ -26,7 +26,7 @@ from fedspan.diagnostics.measures import MEASURES, readings, values_of
 from fedspan.diagnostics.round_diagnosis import STEPS, Barrier, Diagnosis, diagnose_round
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.reproduction.measurement import measured
+from fedspan.reproduction.measurement import measure
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
@@ -160,9 +160,9 @@ def test_rounds_that_are_looked_at_on_the_way(key: str, tiny_folder: Path, tmp_p
     assert rows[3]["diagnostics"]["seconds"] > 0
     assert rows[3]["diagnostics"]["alignment"] == pytest.approx(found.alignment, nan_ok=True)
     if not math.isnan(found.alignment):
-        assert measured(tmp_path / "looked", ["alignment"])["alignment"] == rows[3]["diagnostics"]["alignment"]
+        assert measure(tmp_path / "looked", ["alignment"])["alignment"] == rows[3]["diagnostics"]["alignment"]
         later = fedspan.diagnose(tmp_path / "plain", pairs=0)  # nothing was looked at: one more round
-        assert measured(tmp_path / "plain", ["alignment"])["alignment"] == later.alignment
+        assert measure(tmp_path / "plain", ["alignment"])["alignment"] == later.alignment
     assert [note for note in notes.heard if note.startswith("evaluation.diagnostics took ")]
     assert looked.bytes == plain.bytes
     assert (tmp_path / "plain" / "partition.json").read_bytes() == (tmp_path / "looked" / "partition.json").read_bytes()

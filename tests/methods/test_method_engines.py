@@ -19,7 +19,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
-from fedspan.training.autotuning import Wish
+from fedspan.training.autotuning import StackingRequest
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
@@ -59,7 +59,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def engine_of(prepared: Prepared, at_once: int | None, prefix: PrefixSettings | None = None) -> Engine:
     """The loop, or the batched engine with so many clients at once."""
     parts = (prepared.engine.adapted, prepared.task, prepared.config.training_settings(), prepared.config.seed)
-    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, Wish(at_once, 1), prefix)
+    return LoopEngine(*parts) if at_once is None else BatchedEngine(*parts, StackingRequest(at_once, 1), prefix)
 
 
 def played(prepared: Prepared, engine: Engine) -> Progress:

@@ -23,7 +23,7 @@ from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples
-from fedspan.training.autotuning import Wish
+from fedspan.training.autotuning import StackingRequest
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
@@ -145,7 +145,7 @@ def test_the_engines_agree(key: str, mechanism: str, prepared: Prepared, tiny_fo
     run = tiny.variant(prepared, settings(tiny_folder, key, mechanism, training={"optimizer": "sgd", "lr": 0.1}))
     _, by_loop = played(run.federation)
     parts = (run.engine.adapted, run.task, run.engine.settings, run.engine.seed)
-    tiny.use_engine(run.federation, BatchedEngine(*parts, Wish(3, 1)))
+    tiny.use_engine(run.federation, BatchedEngine(*parts, StackingRequest(3, 1)))
     _, batched = played(run.federation)
     for name, value in by_loop.state.tensors.items():
         other = batched.state.tensors[name]
@@ -163,7 +163,7 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
     from fedspan.core.tensors import norm as norm_of
 
     found: list[tuple[float, float]] = []
-    genuine = host.protected
+    genuine = host.privatize
 
     def watched(privacy: Any, started: Any, client: Any, reply: Any, round: int) -> Any:
         made = genuine(privacy, started, client, reply, round)
@@ -172,7 +172,7 @@ def test_every_local_reply_is_within_the_clip_and_its_noise(
         found.append((norm_of(change), norm_of(raw)))
         return made
 
-    monkeypatch.setattr(host, "protected", watched)
+    monkeypatch.setattr(host, "privatize", watched)
     run = tiny.variant(prepared, settings(tiny_folder, key, "local", noise=1e-9))
     played(run.federation)
     assert found

@@ -10,12 +10,12 @@ import pytest
 from watching import method_config
 
 import tiny
-from fedspan.clients.host import Host, refused
-from fedspan.clients.store import DiskKeeper
+from fedspan.clients.host import Host, refuse
+from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation_exchange import RemoteEvaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.protocol import Parcel, open_order
+from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.federation.serialization import encode_state
 from fedspan.federation.validation import ReplyRules
 from fedspan.methods.registry import METHODS
@@ -24,33 +24,33 @@ from fedspan.training.loop import LoopEngine
 from transporting import Replies, ReplyingTransport
 
 
-class Local(ReplyingTransport):
+class LocalTraining(ReplyingTransport):
     """A transport to hosts in this process; the last client asked answers first."""
 
     def __init__(self, hosts: Mapping[str, Host]) -> None:
         self.hosts = hosts
         self.tasks: list[str] = []
 
-    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
-        for id in sorted(parcels, reverse=True):
-            order = open_order(parcels[id])
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+        for id in sorted(envelopes, reverse=True):
+            order = decode_order(envelopes[id])
             self.tasks.append(order.task)
             try:
                 answer = self.hosts[id].answer(order)
             except FedspanError as error:
-                answer = refused(order, error)
-            yield id, answer.parcel()
+                answer = refuse(order, error)
+            yield id, answer.envelope()
 
 
 def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     """The same federation with its clients behind a transport."""
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
-    keeper = DiskKeeper(folder)
+    keeper = DiskClientStore(folder)
     hosts = {
         id: Host(here.method, loop, {id: member}, here.examples, keeper, 32) for id, member in here.members.items()
     }
-    transport = Local(hosts)
+    transport = LocalTraining(hosts)
     return Federation(here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules))
 
 

@@ -147,7 +147,7 @@ class Watched(Wrapper):
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalTraining:
     """One job that a client trained."""
 
     client: str
@@ -160,14 +160,14 @@ class WatchedEngine(LoopEngine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.trained: list[Local] = []
+        self.trained: list[LocalTraining] = []
         self.written: list[str] = []
 
     def train(self, job: Job, *args: Any, client: str, **options: Any) -> Trained:
         before = snapshot((job, options))
         trained = super().train(job, *args, client=client, **options)
         self.written += [f"train{path}" for path in differences(before, flat((job, options)))]
-        self.trained.append(Local(client, job, trained))
+        self.trained.append(LocalTraining(client, job, trained))
         return trained
 
 
@@ -178,7 +178,7 @@ class Round:
     before: Progress
     result: RoundResult
     calls: tuple[Call, ...]
-    trained: tuple[Local, ...]
+    trained: tuple[LocalTraining, ...]
 
     @property
     def after(self) -> Progress:

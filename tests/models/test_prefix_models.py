@@ -88,9 +88,9 @@ def test_hidden_states_that_are_fed_give_the_same_logits(kind: str, first: int) 
         wanted = model(**batch).logits
         with prefix.recorded() as recording:
             model(**batch)
-        with prefix.fed(recording.hidden):
+        with prefix.feed(recording.hidden):
             assert torch.equal(model(**batch).logits, wanted)
-        with prefix.fed(recording.hidden.flip(2)):
+        with prefix.feed(recording.hidden.flip(2)):
             assert not torch.allclose(model(**batch).logits, wanted, rtol=1e-2)
     assert own == [vars(module).get("forward") for module in model.modules()]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fedspan.clients.data import changeable
+from fedspan.clients.data import overlay
 from fedspan.clients.store import store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
@@ -53,7 +53,7 @@ def go_on(run: RunFolder, stop: int) -> None:
                 best = round, score
             moments = OptimizerState({"exp_avg": {"l/A": torch.ones(3) * round}}, {"l/A": round})
             positions = {run.metrics.name: metrics.commit(), run.ledger.name: ledger.commit()}
-            memories, kept = changeable(progress.memories), changeable(progress.optimizers)
+            memories, kept = overlay(progress.memories), overlay(progress.optimizers)
             memories["a"], memories[f"c{round % 5}"] = memory_of(round), memory_of(round)
             kept["b"] = (moments, 0)
             progress = store(run.clients, Progress(state_of(round), memories, {"a": round}, kept))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from test_checkpoint import plain
 
-from fedspan.clients.data import changeable
+from fedspan.clients.data import overlay
 from fedspan.clients.store import MEMORY, MOMENTS, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.federation.serialization import Writer, encode_state
-from fedspan.files import Damaged
+from fedspan.files import DamagedFileError
 from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
 
@@ -41,7 +41,7 @@ def moments(value: float) -> tuple[OptimizerState, int]:
 def played(progress: Progress, *cohort: str) -> Progress:
     """The progress after a round in which these clients kept the round's number."""
     round = progress.state.round + 1
-    memories, optimizers = changeable(progress.memories), changeable(progress.optimizers)
+    memories, optimizers = overlay(progress.memories), overlay(progress.optimizers)
     for id in cohort:
         memories[id] = memory(round)
         optimizers[f"{id}/train"] = moments(round)
@@ -89,7 +89,7 @@ def test_nothing_is_changed_in_place(run: RunFolder) -> None:
     """A round that comes to no end leaves what is on the disk, and what was read of it, as it was."""
     first = committed(run, played(START, "a", "b"))
     begun = played(first, "a", "z")
-    again = changeable(begun.memories)
+    again = overlay(begun.memories)
     again["b"] = memory(9)
     assert list(begun.memories) == ["a", "b", "z"]
     assert len(begun.memories) == 3
@@ -152,7 +152,7 @@ def test_every_damaged_byte_is_noticed(run: RunFolder) -> None:
                 damaged = bytearray(whole)
                 damaged[position] ^= bit
                 path.write_bytes(damaged)
-                with pytest.raises(Damaged, match=path.name):
+                with pytest.raises(DamagedFileError, match=path.name):
                     read()
         path.write_bytes(whole)
         read()

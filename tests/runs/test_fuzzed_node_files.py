@@ -13,12 +13,12 @@ import torch
 import yaml
 
 from fedspan import __version__
-from fedspan.clients.store import DiskKeeper, Kept, Lost
+from fedspan.clients.store import ClientState, DiskClientStore, LostStateError
 from fedspan.config.node import load_node
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.values import OptimizerState
 from fedspan.deployment.handshake import Invitation
-from fedspan.deployment.node import kept_invitation, last_serial
+from fedspan.deployment.node import last_serial, load_invitation
 from fedspan.errors import FedspanError
 
 NODE = {
@@ -85,7 +85,7 @@ def fuzz(path: Path, good: bytes, read: Callable[[Path], object], count: int, se
 
 def test_invitations(place: Path) -> None:
     good = Invitation(run="r", version=__version__, config='{"federation": {"rounds": 3}}')
-    fuzz(place / "invitation.json", good.model_dump_json().encode(), kept_invitation, 31_000, 1)
+    fuzz(place / "invitation.json", good.model_dump_json().encode(), load_invitation, 31_000, 1)
 
 
 def test_serials(place: Path) -> None:
@@ -97,17 +97,17 @@ def test_node_files(place: Path) -> None:
 
 
 def test_what_a_client_keeps(place: Path) -> None:
-    keeper = DiskKeeper(place)
+    keeper = DiskClientStore(place)
     moments = OptimizerState({"exp_avg": {"layer/A": torch.ones(2, 3)}}, {"layer/A": 4})
     base = BaseUpdate().add(Increment(0, {"layer": torch.ones(2, 2)}))
-    keeper.store("a", 1, Kept({"layer/B": torch.ones(3, 2)}, {"train": (moments, 0)}, base), frozenset())
+    keeper.store("a", 1, ClientState({"layer/B": torch.ones(3, 2)}, {"train": (moments, 0)}, base), frozenset())
     (path,) = place.rglob("*.safetensors")
     good = path.read_bytes()
 
     def read(_: Path) -> object:
         try:
             return keeper.load("a", 1)
-        except Lost as error:
+        except LostStateError as error:
             raise error from None
 
     fuzz(path, good, read, 8_000, 4)

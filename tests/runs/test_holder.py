@@ -14,10 +14,10 @@ import tiny
 from fedspan import __version__
 from fedspan.config.node import NodeConfig, load_node
 from fedspan.deployment.handshake import Introduction, Invitation, base_digest, server_config
-from fedspan.deployment.node import Holder
+from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Answer, Order, Parcel, open_answer, open_order, read_header
-from fedspan.runs.remote import connected, members_of, prepare_server
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply, read_header
+from fedspan.runs.remote import connect, prepare_server, server_clients
 from fedspan.runs.setup import Prepared
 from transporting import ReplyingTransport
 
@@ -42,24 +42,24 @@ def invitation(config: dict[str, Any], **changes: Any) -> Invitation:
     return Invitation(**{"run": "run", "version": __version__, "config": json.dumps(config), **changes})
 
 
-def introduced(holder: Holder, config: dict[str, Any], **changes: Any) -> Introduction:
-    return read_header(Introduction, holder.answer(invitation(config, **changes).parcel()))
+def introduced(holder: NodeService, config: dict[str, Any], **changes: Any) -> Introduction:
+    return read_header(Introduction, holder.answer(invitation(config, **changes).envelope()))
 
 
 class Direct(ReplyingTransport):
     """A transport to one holder."""
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, holder: NodeService) -> None:
         self.holder = holder
-        self.sent: list[Parcel] = []
+        self.sent: list[Envelope] = []
 
-    def replies(self, parcels: Any, seconds: float, *, patient: bool = False) -> Any:
-        for id, parcel in parcels.items():
-            self.sent.append(parcel)
-            yield id, self.holder.answer(parcel)
+    def replies(self, envelopes: Any, seconds: float, *, patient: bool = False) -> Any:
+        for id, envelope in envelopes.items():
+            self.sent.append(envelope)
+            yield id, self.holder.answer(envelope)
 
 
-def served(tiny_folder: Path, holder: Holder, **changes: Any) -> tuple[Prepared, Direct]:
+def served(tiny_folder: Path, holder: NodeService, **changes: Any) -> tuple[Prepared, Direct]:
     """A server's run with one node."""
     given = values(tiny_folder, **changes)
     prepared = prepare_server(server_config(given))
@@ -67,13 +67,13 @@ def served(tiny_folder: Path, holder: Holder, **changes: Any) -> tuple[Prepared,
     assert told.refused is None
     assert told.base == base_digest(prepared.model)
     transport = Direct(holder)
-    members = members_of(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
+    members = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
     rules = prepared.config.federation.reply_rules()
-    return connected(prepared, transport, rules, members=members, run="run"), transport
+    return connect(prepared, transport, rules, members=members, run="run"), transport
 
 
 def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, tmp_path: Path) -> None:
-    run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), method={"name": "fedsa-lora"})
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), method={"name": "fedsa-lora"})
     first = run.federation.run_round(run.federation.begin())
     assert not first.failures
     validation, test = run.evaluator.clients(first.progress)
@@ -82,32 +82,32 @@ def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, 
     assert set(test.by_client) == {CLIENT}
     (sent,) = run.federation.beside().transfers
     assert (sent.purpose, sent.client, sent.bytes) == ("evaluate", CLIENT, len(transport.sent[-1].body))
-    transport.holder = Holder(node(tiny_folder, tmp_path))  # whose process was killed
+    transport.holder = NodeService(node(tiny_folder, tmp_path))  # whose process was killed
     second = run.federation.run_round(first.progress)
     assert not second.failures
     assert second.progress.held == {CLIENT: 1}
     assert run.federation.conclude(second.progress) == ()
     assert [one.purpose for one in run.federation.beside().transfers] == ["export"]
     assert list(tmp_path.glob("*/adapter/adapter_model.safetensors"))
-    assert str(tiny_folder) not in "".join(parcel.header for parcel in transport.sent)
+    assert str(tiny_folder) not in "".join(envelope.header for envelope in transport.sent)
 
 
 def test_what_was_sent_before_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = Holder(node(tiny_folder, tmp_path))
+    holder = NodeService(node(tiny_folder, tmp_path))
     run, transport = served(tiny_folder, holder)
     run.federation.run_round(run.federation.begin())
-    (parcel,) = transport.sent
-    for one in (holder, Holder(node(tiny_folder, tmp_path))):
-        answer = open_answer(one.answer(parcel))
+    (envelope,) = transport.sent
+    for one in (holder, NodeService(node(tiny_folder, tmp_path))):
+        answer = decode_reply(one.answer(envelope))
         assert answer.failed is not None
         assert "was here before" in answer.failed
-    older = replace(open_order(parcel), serial=open_order(parcel).serial - 1)
-    assert "was here before" in (open_answer(holder.answer(older.parcel())).failed or "")
+    older = replace(decode_order(envelope), serial=decode_order(envelope).serial - 1)
+    assert "was here before" in (decode_reply(holder.answer(older.envelope())).failed or "")
 
 
 def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     order = Order("train", 0, 0, 0.1, CLIENT, None, b"", run="another", serial=1)
-    answer = open_answer(Holder(node(tiny_folder, tmp_path)).answer(order.parcel()))
+    answer = decode_reply(NodeService(node(tiny_folder, tmp_path)).answer(order.envelope()))
     assert "invited" in (answer.failed or "")
     assert not list(tmp_path.iterdir())
 
@@ -126,7 +126,7 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
 def test_limits_and_labels_are_the_node_s_to_keep(
     limits: dict[str, Any], config: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    told = introduced(Holder(node(tiny_folder, tmp_path, limits=limits)), {**values(tiny_folder), **config})
+    told = introduced(NodeService(node(tiny_folder, tmp_path, limits=limits)), {**values(tiny_folder), **config})
     assert told.refused is not None
     assert why in told.refused
     assert "corpus.csv" not in told.refused  # neither paths nor data go out
@@ -136,24 +136,24 @@ def test_limits_and_labels_are_the_node_s_to_keep(
 
 
 def test_another_version_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    told = introduced(Holder(node(tiny_folder, tmp_path)), values(tiny_folder), version="0.0.1")
+    told = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder), version="0.0.1")
     assert "version: '0.0.1'" in (told.refused or "")
 
 
 def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = Holder(node(tiny_folder, tmp_path, limits={"message_mib": 1}))
+    holder = NodeService(node(tiny_folder, tmp_path, limits={"message_mib": 1}))
     run, transport = served(tiny_folder, holder)
     run.federation.run_round(run.federation.begin())
-    order = replace(open_order(transport.sent[0]), serial=2**52, body=bytes(2**20 + 1))
-    answer: Answer = open_answer(holder.answer(order.parcel()))
+    order = replace(decode_order(transport.sent[0]), serial=2**52, body=bytes(2**20 + 1))
+    answer: Reply = decode_reply(holder.answer(order.envelope()))
     assert "at most 1048576 bytes" in (answer.failed or "")
 
 
 def test_a_parcel_of_no_kind_is_none(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = Holder(node(tiny_folder, tmp_path))
+    holder = NodeService(node(tiny_folder, tmp_path))
     for header in ("", "{}", "[]", '{"task": "begin"}', "\x00"):
         with pytest.raises(ValueError, match="header"):
-            holder.answer(Parcel(header))
+            holder.answer(Envelope(header))
 
 
 def test_a_server_s_config_names_no_data(tiny_folder: Path) -> None:

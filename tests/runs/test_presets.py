@@ -11,7 +11,7 @@ from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve_model
 from fedspan.planning import plan
-from fedspan.planning.compute import Compute, Local
+from fedspan.planning.compute import Compute, LocalTraining
 from fedspan.reproduction.cells import cells_of, row_folders, settings_table
 from fedspan.reproduction.presets import SCALES, architectures, list_presets, merged, preset_of, read_preset
 from fedspan.reproduction.rehearsal import dry_run
@@ -64,7 +64,7 @@ def test_what_stands_for_a_paper_s_cell_is_said() -> None:
 
 @pytest.mark.parametrize(("id", "scale"), SIZES)
 def test_a_dry_run_needs_neither_weights_nor_data(id: str, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Local(Compute(None, 0, 0, 0, None, None, None, None), 0, 0)
+    nothing = LocalTraining(Compute(None, 0, 0, 0, None, None, None, None), 0, 0)
     monkeypatch.setattr(plan, "local_training", lambda *_: nothing)
     found = dry_run(id, scale=scale)
     preset = preset_of(id)

@@ -17,12 +17,12 @@ import fedspan
 import tiny
 from fedspan.config import parse_config
 from fedspan.deployment.handshake import server_config
-from fedspan.deployment.node import Holder
+from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import open_answer, open_order
+from fedspan.federation.protocol import decode_order, decode_reply
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.privacy_budget import Book
-from fedspan.training.accounting import Charge, Mechanism, Spend, epsilon_of
+from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, epsilon_of
 
 DP_SGD = {"mechanism": "dp-sgd", "epsilon": 3.0}
 
@@ -145,7 +145,7 @@ def test_a_deployment_s_noise_is_secret(tiny_folder: Path) -> None:
 
 def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Path, tmp_path: Path) -> None:
     changes = {"privacy": {**DP_SGD, "randomness": "secret"}}
-    run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), **changes)
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), **changes)
     result = run.federation.run_round(run.federation.begin())
     assert not result.failures
     (charge,) = result.charges
@@ -155,7 +155,7 @@ def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Pa
     assert result.loss != result.loss  # NaN: not told
     book = json.loads((tmp_path / "privacy.json").read_text())
     assert book == {"": [[charge.mechanism.rate, charge.mechanism.noise, charge.count]]}
-    transport.holder = Holder(node(tiny_folder, tmp_path))
+    transport.holder = NodeService(node(tiny_folder, tmp_path))
     assert not run.federation.run_round(result.progress).failures
     assert json.loads((tmp_path / "privacy.json").read_text())[""][0][2] == 2 * charge.count
 
@@ -163,12 +163,12 @@ def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Pa
 def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> None:
     """A server that calls them many would be sent less noise."""
     changes = {"privacy": {**DP_SGD, "randomness": "secret"}}
-    run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), **changes)
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), **changes)
     honest = run.federation.run_round(run.federation.begin()).charges[0].mechanism.noise
-    order = open_order(transport.sent[0])
+    order = decode_order(transport.sent[0])
     assert order.client is not None
     lie = replace(order, client=replace(order.client, examples=10**6), serial=order.serial + 10**9)
-    assert open_answer(transport.holder.answer(lie.parcel())).failed is None
+    assert decode_reply(transport.holder.answer(lie.envelope())).failed is None
     ((_, noise, _),) = json.loads((tmp_path / "privacy.json").read_text())[""]
     assert noise == honest
 
@@ -177,11 +177,11 @@ def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> No
 def test_a_round_that_is_played_again_tells_nothing_new(mechanism: str, tiny_folder: Path, tmp_path: Path) -> None:
     """The same order gets the same bits, before and after a restart: so a failed round is not paid for twice."""
     privacy = {"mechanism": mechanism, "epsilon": 3.0, "randomness": "secret"}
-    run, transport = served(tiny_folder, Holder(node(tiny_folder, tmp_path)), privacy=privacy)
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), privacy=privacy)
     before = run.federation.begin()
     first = run.federation.run_round(before)
     assert not first.failures
-    transport.holder = Holder(node(tiny_folder, tmp_path))
+    transport.holder = NodeService(node(tiny_folder, tmp_path))
     again = run.federation.run_round(before)
     assert not again.failures
     for name, tensor in first.progress.state.tensors.items():
@@ -198,19 +198,19 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
         if privacy is not None:
             given = {**given, "privacy": {**privacy, "randomness": "secret"}}
             given["federation"] = {**given["federation"], "weights": "uniform"}
-        told = introduced(Holder(node(tiny_folder, tmp_path, **limit)), given)
+        told = introduced(NodeService(node(tiny_folder, tmp_path, **limit)), given)
         assert why in (told.refused or "")
         assert "limits.epsilon" in (told.refused or "")
     seeded = {**values(tiny_folder), "privacy": {**DP_SGD, "randomness": "seed"}}
-    assert "privacy.randomness: seed" in (introduced(Holder(node(tiny_folder, tmp_path)), seeded).refused or "")
+    assert "privacy.randomness: seed" in (introduced(NodeService(node(tiny_folder, tmp_path)), seeded).refused or "")
     secret = {"privacy": {**DP_SGD, "randomness": "secret"}}
-    run, _ = served(tiny_folder, Holder(node(tiny_folder, tmp_path, **limit)), **secret)
+    run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, **limit)), **secret)
     progress = run.federation.begin()
     progress = run.federation.run_round(progress).progress
     with pytest.raises(FedspanError, match=r"limits\.epsilon") as stopped:
         run.federation.run_round(progress)
     assert stopped.value.field == "good replies"
-    (spent,) = [Spend(1e-5, "rdp")]
+    (spent,) = [PrivacySpend(1e-5, "rdp")]
     spent.restore(json.loads((tmp_path / "privacy.json").read_text()))
     assert 2.0 < spent.worst() <= 2.7
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import tiny
-from fedspan.federation.protocol import Parcel, open_order
+from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines, read_totals
-from fedspan.runs.remote import answer_as, connected, nodes_folder
+from fedspan.runs.remote import nodes_folder, reply_as
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 from transporting import Replies, ReplyingTransport
@@ -36,19 +36,19 @@ class Here(ReplyingTransport):
     def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:
         self.run, self.ids, self.tasks = str(run), ids, tasks
 
-    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
-        for id, parcel in parcels.items():
-            if id == BAD and open_order(parcel).task in self.tasks:
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+        for id, envelope in envelopes.items():
+            if id == BAD and decode_order(envelope).task in self.tasks:
                 yield id, "no reply within 5 s"
             else:
-                yield id, answer_as(self.run, torch.get_num_threads(), self.ids.index(id), parcel)
+                yield id, reply_as(self.run, torch.get_num_threads(), self.ids.index(id), envelope)
 
 
 def host(*tasks: str) -> session.Host:
     def connect(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = Here(place.path.resolve(), list(prepared.federation.members), tasks)
         rules = prepared.config.federation.reply_rules()
-        return played(connected(prepared, transport, rules, nodes=nodes_folder(place.path)))
+        return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
     return connect
 

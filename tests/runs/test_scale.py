@@ -15,7 +15,7 @@ from test_checkpoint import plain
 
 import fedspan
 import tiny
-from fedspan.clients.data import OnDemand
+from fedspan.clients.data import LazyMapping
 from fedspan.clients.store import store
 from fedspan.core.values import Client
 from fedspan.data import PartitionConfig
@@ -23,7 +23,7 @@ from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Member
+from fedspan.federation.progress import ClientData
 from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
@@ -48,14 +48,14 @@ def large(prepared: Prepared, folder: Path, asked: list[str]) -> Federation:
     made = tiny.variant(prepared, tiny.config(folder, method={"name": "fedsa-lora", "r": 2}, **changes))
     one = next(iter(made.federation.members.values())).client
 
-    def member(at: int) -> Member:
+    def member(at: int) -> ClientData:
         asked.append(f"client-{at:05}")
         rows = np.array([at, at + 1]) % len(made.train)
-        return Member(Client(asked[-1], one.rank, one.scaling, 2, 2.0), rows, rows[:1], rows[1:])
+        return ClientData(Client(asked[-1], one.rank, one.scaling, 2, 2.0), rows, rows[:1], rows[1:])
 
     ids = (f"client-{at:05}" for at in range(CLIENTS))
     old = made.federation
-    return simulate(old.method, old.engine, OnDemand(ids, member), old.examples, old.settings)
+    return simulate(old.method, old.engine, LazyMapping(ids, member), old.examples, old.settings)
 
 
 def test_rounds_and_checkpoints_touch_the_cohort_alone(

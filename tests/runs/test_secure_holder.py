@@ -17,11 +17,11 @@ import tiny
 from fedspan import __version__
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import Introduction, Invitation, server_config
-from fedspan.deployment.node import Holder
+from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Order, Parcel, open_answer, read_header
-from fedspan.federation.secagg.messages import KeysAnswer, UnmaskAnswer, open_asked
-from fedspan.runs.remote import connected, members_of, prepare_server
+from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
+from fedspan.federation.secagg.messages import KeysReply, UnmaskReply, decode_request
+from fedspan.runs.remote import connect, prepare_server, server_clients
 from fedspan.runs.setup import Prepared
 from transporting import Replies, ReplyingTransport
 
@@ -44,18 +44,18 @@ def node(id: str, tiny_folder: Path, folder: Path, **limits: Any) -> NodeConfig:
 class Direct(ReplyingTransport):
     """A transport to holders, each a new one for every parcel, as if its process had been killed in between."""
 
-    def __init__(self, make: Callable[[str], Holder], lost: Callable[[Any], bool]) -> None:
+    def __init__(self, make: Callable[[str], NodeService], lost: Callable[[Any], bool]) -> None:
         self.make, self.lost = make, lost
-        self.sent: list[Parcel] = []
-        self.came: list[Parcel] = []
+        self.sent: list[Envelope] = []
+        self.came: list[Envelope] = []
 
-    def replies(self, parcels: Mapping[str, Parcel], seconds: float, *, patient: bool = False) -> Replies:
-        for id, parcel in parcels.items():
-            self.sent.append(parcel)
-            if self.lost(open_asked(parcel)):
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+        for id, envelope in envelopes.items():
+            self.sent.append(envelope)
+            if self.lost(decode_request(envelope)):
                 yield id, "its node is not online"
                 continue
-            self.came.append(self.make(id).answer(parcel))
+            self.came.append(self.make(id).answer(envelope))
             yield id, self.came[-1]
 
 
@@ -65,16 +65,18 @@ def served(
     given = values(tiny_folder, secure={})
     prepared = prepare_server(server_config(given))
 
-    def make(id: str) -> Holder:
-        return Holder(node(id, tiny_folder, folder, **limits))
+    def make(id: str) -> NodeService:
+        return NodeService(node(id, tiny_folder, folder, **limits))
 
-    invitation = Invitation(run="run", version=__version__, config=json.dumps(given)).parcel()
+    invitation = Invitation(run="run", version=__version__, config=json.dumps(given)).envelope()
     told = {id: read_header(Introduction, make(id).answer(invitation)) for id in CLINICS}
     assert [one.refused for one in told.values()] == [None] * 3
-    members = members_of(prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()})
+    members = server_clients(
+        prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()}
+    )
     transport = Direct(make, lost)
     rules = prepared.config.federation.reply_rules()
-    return connected(prepared, transport, rules, members=members, run="run"), transport
+    return connect(prepared, transport, rules, members=members, run="run"), transport
 
 
 def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
@@ -97,24 +99,24 @@ def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, t
 def test_every_parcel_that_comes_again_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path)
     run.federation.run_round(run.federation.begin())
-    for parcel in transport.sent:
-        asked = open_asked(parcel)
-        back = transport.make(asked.to).answer(parcel)
-        kind = KeysAnswer if asked.task == "keys" else UnmaskAnswer if asked.task == "unmask" else None
+    for envelope in transport.sent:
+        asked = decode_request(envelope)
+        back = transport.make(asked.to).answer(envelope)
+        kind = KeysReply if asked.task == "keys" else UnmaskReply if asked.task == "unmask" else None
         if isinstance(asked, Order):
-            assert "was here before" in (open_answer(back).failed or "")
+            assert "was here before" in (decode_reply(back).failed or "")
         elif kind is not None:
             assert "was here before" in (read_header(kind, back).failed or "")
         newer = asked.serial + 10**9 + len(transport.came)
         if not isinstance(asked, Order):  # newer by its serial: the session still knows
-            again = transport.make(asked.to).answer(asked.model_copy(update={"serial": newer}).parcel())
+            again = transport.make(asked.to).answer(asked.model_copy(update={"serial": newer}).envelope())
             assert '"failed":"message.session' in again.header
 
 
 def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = Holder(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
+    holder = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
     invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
-    told = read_header(Introduction, holder.answer(invitation.parcel()))
+    told = read_header(Introduction, holder.answer(invitation.envelope()))
     assert "limits.secure_only: None; a run with federation.secure" in (told.refused or "")
     assert not list(tmp_path.rglob("invitation.json"))
 
@@ -122,8 +124,8 @@ def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_f
 def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path, secure_only=True)
     run.federation.run_round(run.federation.begin())
-    order = next(asked for asked in map(open_asked, transport.sent) if isinstance(asked, Order))
-    answer = open_answer(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).parcel()))
+    order = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, Order))
+    answer = decode_reply(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).envelope()))
     assert "in this run replies are sent under masks" in (answer.failed or "")
     assert not answer.body
 
@@ -143,7 +145,7 @@ def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_fol
         run.federation.run_round(begin)
     answers = [one for one in transport.came if '"task":"unmask"' in one.header]
     assert len(answers) == 2
-    assert all(not read_header(UnmaskAnswer, one).shares for one in answers)
+    assert all(not read_header(UnmaskReply, one).shares for one in answers)
 
 
 def test_the_default_is_three() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedspan.deployment.status import name_run, named_run, standing
+from fedspan.deployment.status import load_named_run, read_status, store_named_run
 from fedspan.errors import FedspanError
 
 
@@ -26,7 +26,7 @@ def rows(run: Path, *made: dict[str, object]) -> None:
 
 
 def test_a_run_that_has_begun(run: Path) -> None:
-    found = standing(run)
+    found = read_status(run)
     assert (found.state, found.round, found.rounds, found.finished) == ("stopped", 0, 7, None)
 
 
@@ -36,7 +36,7 @@ def test_a_run_at_work_and_what_failed_in_it(run: Path) -> None:
     (run / "run.lock").write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
     (run / "checkpoints" / "round-00002").mkdir(parents=True)
     os.utime(run / "checkpoints" / "round-00002", (1000, 1000))
-    found = standing(run)
+    found = read_status(run)
     assert (found.state, found.round, found.finished) == ("at work", 2, 1000)
     assert found.failures == {"a": {"count": 2, "round": 2, "reason": "no reply within 5 s"}}
     assert found.late == {"c": 1}
@@ -44,25 +44,25 @@ def test_a_run_at_work_and_what_failed_in_it(run: Path) -> None:
 
 def test_a_run_whose_process_is_gone(run: Path) -> None:
     (run / "run.lock").write_text(f"999999999\n{socket.gethostname()}\n")
-    assert standing(run).state == "stopped"
+    assert read_status(run).state == "stopped"
     (run / "run.lock").write_text("1\nanother-machine\n")
-    assert standing(run).state == "at work"
+    assert read_status(run).state == "at work"
     (run / "report.json").write_text("{}")
-    assert standing(run).state == "finished"
+    assert read_status(run).state == "finished"
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="no run was begun here"):
-        standing(tmp_path)
+        read_status(tmp_path)
 
 
 def test_a_server_knows_its_newest_run(tmp_path: Path) -> None:
-    assert named_run(tmp_path) is None
-    name_run(tmp_path, tmp_path / "first", {"a": 1})
-    name_run(tmp_path, tmp_path / "second", {"a": 2**63})
-    found = named_run(tmp_path)
+    assert load_named_run(tmp_path) is None
+    store_named_run(tmp_path, tmp_path / "first", {"a": 1})
+    store_named_run(tmp_path, tmp_path / "second", {"a": 2**63})
+    found = load_named_run(tmp_path)
     assert found is not None
     assert (found.folder, found.nodes) == (tmp_path / "second", {"a": str(2**63)})
     for content in ("", "[]", '{"run": 3}', "[" * 10_000):
         (tmp_path / "run.json").write_text(content)
-        assert named_run(tmp_path) is None
+        assert load_named_run(tmp_path) is None

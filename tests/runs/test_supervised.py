@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedspan.deployment.supervisor import Supervised
-from fedspan.federation.protocol import Order, open_answer
+from fedspan.deployment.supervisor import Supervisor
+from fedspan.federation.protocol import Order, decode_reply
 
-ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).parcel()
+ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).envelope()
 
 
 @pytest.fixture
@@ -25,27 +25,27 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def supervised(path: Path) -> Iterator[Supervised]:
-    made = Supervised(path, 120)
+def supervised(path: Path) -> Iterator[Supervisor]:
+    made = Supervisor(path, 120)
     yield made
     made.close()
 
 
 def test_an_order_that_takes_too_long_is_given_up_and_its_process_killed(path: Path) -> None:
-    made = Supervised(path, 5.0)
-    assert "invited" in (open_answer(made.answer(ORDER)).failed or "")
+    made = Supervisor(path, 5.0)
+    assert "invited" in (decode_reply(made.answer(ORDER)).failed or "")
     process = made._process
     assert process is not None
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    assert "limits.round_seconds" in (open_answer(made.answer(ORDER)).failed or "")
+    assert "limits.round_seconds" in (decode_reply(made.answer(ORDER)).failed or "")
     assert made._process is None
     assert not process.is_alive()
-    assert "invited" in (open_answer(made.answer(ORDER)).failed or "")
+    assert "invited" in (decode_reply(made.answer(ORDER)).failed or "")
     made.close()
 
 
-def test_a_process_that_dies_is_told_of_and_replaced(supervised: Supervised) -> None:
+def test_a_process_that_dies_is_told_of_and_replaced(supervised: Supervisor) -> None:
     def kill() -> None:
         process = supervised._process
         assert process is not None
@@ -54,10 +54,10 @@ def test_a_process_that_dies_is_told_of_and_replaced(supervised: Supervised) -> 
 
     timer = threading.Timer(0.5, kill)
     timer.start()
-    assert "its process ended" in (open_answer(supervised.answer(ORDER)).failed or "")
+    assert "its process ended" in (decode_reply(supervised.answer(ORDER)).failed or "")
     timer.join()
-    assert "invited" in (open_answer(supervised.answer(ORDER)).failed or "")
+    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
     process = supervised._process
     assert process is not None
-    assert "invited" in (open_answer(supervised.answer(ORDER)).failed or "")
+    assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
     assert supervised._process is process

@@ -15,7 +15,7 @@ from fedspan.core.method import Method
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Job, OptimizerState, Spec, Trained
 from fedspan.federation import federation as product
-from fedspan.federation.progress import Member
+from fedspan.federation.progress import ClientData
 from fedspan.federation.settings import RoundSettings
 from fedspan.methods.fedavg import FedAvg
 from fedspan.methods.fedgalore import FedGaLore
@@ -84,7 +84,7 @@ def _product(toy: Federation) -> product.Federation:
     """The same clients, model and engine under the product's rounds."""
     nothing = np.array([], dtype=np.int64)
     members = [
-        Member(replace(party.client, held=None), toy.problem.indices[id], nothing, nothing)
+        ClientData(replace(party.client, held=None), toy.problem.indices[id], nothing, nothing)
         for id, party in toy.parties.items()
     ]
     engine = LoopEngine(toy.problem.adapted(), toy.problem.task, toy.training, seed=7)

@@ -16,7 +16,7 @@ from fedspan.cli.methods import Json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedspan.deployment.status import Standing
+    from fedspan.deployment.status import RunStatus
     from fedspan.transports.flower.server import Node
 
 __all__ = ["status"]
@@ -42,17 +42,17 @@ def status(
 
     require()
     from fedspan.cli.formatting import console
-    from fedspan.deployment.status import named_run, standing
+    from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
     from fedspan.transports.flower import server as servers
 
-    named = named_run(folder)
+    named = load_named_run(folder)
     place = run or (None if named is None else named.folder)
     nodes = servers.nodes(servers.link_of(folder))
     known = {node: client for client, node in ({} if named is None else named.nodes).items()}
-    found: Standing | None = None
+    found: RunStatus | None = None
     try:
-        found = None if place is None else standing(place)
+        found = None if place is None else read_status(place)
     except FedspanError:
         if run is not None:  # that of the server may have been deleted since
             raise
@@ -67,7 +67,7 @@ def status(
         _show_run(out, place, found)
 
 
-def _show_nodes(out: Console, nodes: list[Node], known: dict[str, str], found: Standing | None) -> None:
+def _show_nodes(out: Console, nodes: list[Node], known: dict[str, str], found: RunStatus | None) -> None:
     from rich.text import Text
 
     from fedspan.cli.formatting import plain_table
@@ -109,7 +109,7 @@ def _ago(moment: float) -> str:
     return f"{shown} ({duration(max(0.0, time.time() - moment))} ago)"
 
 
-def _show_run(out: Console, place: Path, found: Standing) -> None:
+def _show_run(out: Console, place: Path, found: RunStatus) -> None:
     from rich.text import Text
 
     of = "" if found.rounds is None else f" of {found.rounds}"

@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["Changes", "OnDemand", "changeable"]
+__all__ = ["LazyMapping", "OverlayMapping", "overlay"]
 
 V = TypeVar("V")
 
 
-class OnDemand(Mapping[str, V], Generic[V]):
+class LazyMapping(Mapping[str, V], Generic[V]):
     """Values by id, in the order of the ids, none of them kept.
 
     Args:
@@ -46,7 +46,7 @@ class OnDemand(Mapping[str, V], Generic[V]):
         return len(self._ids)
 
 
-class Changes(Mapping[str, V], Generic[V]):
+class OverlayMapping(Mapping[str, V], Generic[V]):
     """A mapping with changes to another one, which stays as it is.
 
     Args:
@@ -75,8 +75,8 @@ class Changes(Mapping[str, V], Generic[V]):
         return len(self.below) + sum(key not in self.below for key in self.changes)
 
 
-def changeable(values: Mapping[str, V]) -> dict[str, V] | Changes[V]:
+def overlay(values: Mapping[str, V]) -> dict[str, V] | OverlayMapping[V]:
     """The same values, to be changed without a trace in the given ones; nothing that lies on a disk is read."""
-    if isinstance(values, Changes):
-        return Changes(values.below, dict(values.changes))
-    return dict(values) if isinstance(values, dict) else Changes(values, {})
+    if isinstance(values, OverlayMapping):
+        return OverlayMapping(values.below, dict(values.changes))
+    return dict(values) if isinstance(values, dict) else OverlayMapping(values, {})

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedspan.clients.data import Changes, changeable
-from fedspan.clients.store import Keeper, Kept, Lost
+from fedspan.clients.data import OverlayMapping, overlay
+from fedspan.clients.store import ClientState, ClientStore, LostStateError
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.privacy import order_charges, protected, training_noise
-from fedspan.federation.progress import Member, kept_moments
-from fedspan.federation.protocol import Answer, Order, Parcel, Part, ScoredPart, Scores
-from fedspan.federation.secagg.messages import Phase, refused_phase
+from fedspan.federation.privacy import order_charges, privatize, training_noise
+from fedspan.federation.progress import ClientData, stored_moments
+from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
+from fedspan.federation.secagg.messages import Phase, refuse_phase
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
@@ -38,7 +38,7 @@ from fedspan.training.jobs import Assignment
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["Host", "declined", "refused", "told"]
+__all__ = ["Host", "describe_error", "refuse", "refuse_any"]
 
 
 _SERVER_S = frozenset(
@@ -67,17 +67,17 @@ class _Training:
 
     order: Order
     client: Client
-    member: Member
-    kept: Kept
+    member: ClientData
+    kept: ClientState
     job: Job
     noise: float
     memory: Memory
-    moments: dict[str, tuple[OptimizerState, int]] | Changes[tuple[OptimizerState, int]]
+    moments: dict[str, tuple[OptimizerState, int]] | OverlayMapping[tuple[OptimizerState, int]]
     parts: list[Part] = field(default_factory=list)
 
     def assignment(self, job: Job, keep: bool) -> Assignment:
         """A job as an engine takes it."""
-        moments = kept_moments(job, self.moments.get(job.phase), keep)
+        moments = stored_moments(job, self.moments.get(job.phase), keep)
         return Assignment(self.order.to, self.order.round, job, self.member.train, self.order.lr, moments, self.noise)
 
 
@@ -103,9 +103,9 @@ class Host:
         self,
         method: Method,
         engine: Engine,
-        members: Mapping[str, Member],
+        members: Mapping[str, ClientData],
         examples: Examples,
-        store: Keeper,
+        store: ClientStore,
         batch_size: int,
         export: Callable[[Job, BaseUpdate, int], None] | None = None,
         secure: Mapping[str, SecureClient] | None = None,
@@ -125,7 +125,7 @@ class Host:
         self._shared = base
         self.engine.adapted.set_base(base)
 
-    def reply(self, asked: Order | Phase) -> Parcel:
+    def reply(self, asked: Order | Phase) -> Envelope:
         """Carry out an order of any kind.
 
         Raises:
@@ -133,14 +133,14 @@ class Host:
             ValueError: As ``answer`` and ``SecureClient.answer``.
         """
         if isinstance(asked, Order):
-            return self.answer(asked).parcel()
-        return self._secure_client(asked.to, asked.task).answer(asked).parcel()
+            return self.answer(asked).envelope()
+        return self._secure_client(asked.to, asked.task).answer(asked).envelope()
 
-    def answer(self, order: Order) -> Answer:
+    def answer(self, order: Order) -> Reply:
         """Carry out an order.
 
         Raises:
-            FedspanError: If the loss stops being finite, or (``Lost``) what the client stored is not there.
+            FedspanError: If the loss stops being finite, or (``LostStateError``) what the client stored is not there.
             ValueError: If the order is not to a client of this host.
         """
         self._member(order)
@@ -148,11 +148,11 @@ class Host:
             return self._evaluated(order)
         if order.task == "export":
             return self._exported(order)
-        answers: list[Answer] = []
+        answers: list[Reply] = []
         self.train({order.to: order}, answers.append)
         return answers[0]
 
-    def train(self, orders: Mapping[str, Order], on_answer: Callable[[Answer], None]) -> None:
+    def train(self, orders: Mapping[str, Order], on_answer: Callable[[Reply], None]) -> None:
         """Train for several clients, as many at once as the engine can.
 
         Args:
@@ -187,14 +187,14 @@ class Host:
         if sizes:  # a Poisson sample may be empty
             self.engine.train_all(self.examples, sizes, opened, finished)
 
-    def _member(self, order: Order) -> Member:
+    def _member(self, order: Order) -> ClientData:
         if order.to not in self.members:
             here = ", ".join(map(repr, list(self.members)[:3]))
             raise ValueError(f"an order to {order.to!r}; this is {here}")
         return self.members[order.to]
 
-    def _kept(self, id: str, held: int | None) -> Kept:
-        return Kept() if held is None else self.store.load(id, held)
+    def _kept(self, id: str, held: int | None) -> ClientState:
+        return ClientState() if held is None else self.store.load(id, held)
 
     def _message(self, order: Order) -> Message:
         """The message of an order; one that several clients are sent is decoded once."""
@@ -203,7 +203,7 @@ class Host:
         message = self._decoded[1]
         return replace(message, tensors=dict(message.tensors))
 
-    def _start(self, order: Order, message: Message) -> tuple[Job, Kept]:
+    def _start(self, order: Order, message: Message) -> tuple[Job, ClientState]:
         """The job of an order, and what the client stored, with the base that the model has now."""
         kept = self._kept(order.to, None if order.client is None else order.client.held)
         if self._shared is None:
@@ -222,17 +222,17 @@ class Host:
         message = self._message(order)
         job, kept = self._start(order, message)
         noise = training_noise(settings, self.method, message, _known(client, member), kept.memory)
-        return _Training(order, client, member, kept, job, noise, kept.memory, changeable(kept.moments))
+        return _Training(order, client, member, kept, job, noise, kept.memory, overlay(kept.moments))
 
-    def _close(self, one: _Training, reply: Message) -> Answer:
+    def _close(self, one: _Training, reply: Message) -> Reply:
         order, privacy = one.order, self.engine.settings.privacy
-        reply = protected(privacy, one.job.tensors, one.client, reply, order.round)
+        reply = privatize(privacy, one.job.tensors, one.client, reply, order.round)
         if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
             one.parts.clear()  # a loss is computed from the raw data
         needed = frozenset(round for round in (one.client.held, order.best) if round is not None)
-        self.store.store(order.to, order.round, Kept(one.memory, one.moments, one.kept.base), needed)
+        self.store.store(order.to, order.round, ClientState(one.memory, one.moments, one.kept.base), needed)
         body = self._body(order, reply, one.job)
-        return Answer("train", order.round, order.attempt, order.to, tuple(one.parts), body=body)
+        return Reply("train", order.round, order.attempt, order.to, tuple(one.parts), body=body)
 
     def _secure_client(self, id: str, what: object) -> SecureClient:
         if self.secure is None:
@@ -273,14 +273,14 @@ class Host:
         memory = self._kept(client.id, client.held).memory
         return order_charges(settings.privacy, settings, self.method, self._message(order), client, memory)
 
-    def _exported(self, order: Order) -> Answer:
+    def _exported(self, order: Order) -> Reply:
         if self.export is None:
             raise FedspanError("export", order.to, "a client that keeps its own adapter")
         job, kept = self._start(order, self._message(order))
         self.export(job, kept.base, order.round)
-        return Answer("export", order.round, order.attempt, order.to)
+        return Reply("export", order.round, order.attempt, order.to)
 
-    def _evaluated(self, order: Order) -> Answer:
+    def _evaluated(self, order: Order) -> Reply:
         member = self._member(order)
         job, _ = self._start(order, self._message(order))
         scores: dict[ScoredPart, Scores] = {}
@@ -294,27 +294,34 @@ class Host:
             measured = self.engine.task.metrics(predictions, self.examples, indices.tolist())
             scores[name] = {key: value for key, value in measured.items() if math.isfinite(value)}
             scores[name]["examples"] = float(len(indices))
-        return Answer("evaluate", order.round, order.attempt, order.to, scores=scores)
+        return Reply("evaluate", order.round, order.attempt, order.to, scores=scores)
 
 
-def _known(client: Client, member: Member) -> Client:
+def _known(client: Client, member: ClientData) -> Client:
     """A client with the number of examples that it has, whatever a server says of it: less noise would follow."""
     return replace(client, examples=len(member.train))
 
 
-def refused(order: Order, error: Exception) -> Answer:
+def refuse(order: Order, error: Exception) -> Reply:
     """The answer of a client that could not do what it was asked."""
-    return Answer(order.task, order.round, order.attempt, order.to, failed=told(error), lost=isinstance(error, Lost))
+    return Reply(
+        order.task,
+        order.round,
+        order.attempt,
+        order.to,
+        failed=describe_error(error),
+        lost=isinstance(error, LostStateError),
+    )
 
 
-def declined(asked: Order | Phase, error: Exception) -> Parcel:
-    """``refused``, of whatever was asked."""
+def refuse_any(asked: Order | Phase, error: Exception) -> Envelope:
+    """``refuse``, of whatever was asked."""
     if isinstance(asked, Order):
-        return refused(asked, error).parcel()
-    return refused_phase(asked, told(error)).parcel()
+        return refuse(asked, error).envelope()
+    return refuse_phase(asked, describe_error(error)).envelope()
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What a server is told of an error on a client.
 
     Errors may quote data and paths. Those about what the server itself sent go out whole; of the others, the field, the

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from fedspan.core.values import Job, Trained
 from fedspan.training.jobs import Assignment
 
-__all__ = ["Local", "TrainingRecord"]
+__all__ = ["ClientTraining", "TrainingRecord"]
 
 
 @dataclass(frozen=True)
-class Local:
+class ClientTraining:
     """One client's training.
 
     Args:
@@ -29,8 +29,8 @@ class TrainingRecord:
     """Takes the jobs of a round (``Federation.play``'s ``on_trained``)."""
 
     def __init__(self) -> None:
-        self.by_client: dict[str, Local] = {}
+        self.by_client: dict[str, ClientTraining] = {}
 
     def __call__(self, work: Assignment, trained: Trained) -> None:
         before = self.by_client.get(work.client)
-        self.by_client[work.client] = Local(before.first if before else work.job, work.job, trained)
+        self.by_client[work.client] = ClientTraining(before.first if before else work.job, work.job, trained)

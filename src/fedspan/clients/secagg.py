@@ -25,25 +25,25 @@ from fedspan.crypto.masks import add_mask
 from fedspan.crypto.ring import Integers, Ring
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import change_of, clipped
+from fedspan.federation.changes import change_of, clip_change
 from fedspan.federation.protocol import Count, Masking, Name, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
     BinaryPart,
-    KeysAnswer,
     KeysOrder,
+    KeysReply,
     Phase,
-    PhaseAnswer,
+    PhaseReply,
     PublicKeys,
-    SharesAnswer,
     SharesOrder,
-    UnmaskAnswer,
+    SharesReply,
     UnmaskOrder,
+    UnmaskReply,
     context_of,
 )
-from fedspan.federation.secagg.sums import begun_with, flattened, layout_of
+from fedspan.federation.secagg.sums import flatten, initial_values, layout_of
 
-__all__ = ["MemoryVault", "SecureClient", "Session", "Vault"]
+__all__ = ["MemorySessionStore", "SecureClient", "Session", "SessionStore"]
 
 
 class Session(BinaryPart):
@@ -68,7 +68,7 @@ class Session(BinaryPart):
     present: tuple[Name, ...] = ()
 
 
-class Vault(Protocol):
+class SessionStore(Protocol):
     """Where clients' sessions are."""
 
     def load(self, client: str) -> Session | None:
@@ -84,18 +84,18 @@ class Vault(Protocol):
         ...
 
 
-class MemoryVault:
+class MemorySessionStore:
     """Sessions in this process."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
     def load(self, client: str) -> Session | None:
-        """``Vault.load``."""
+        """``SessionStore.load``."""
         return self._sessions.get(client)
 
     def store(self, client: str, session: Session) -> None:
-        """``Vault.store``."""
+        """``SessionStore.store``."""
         self._sessions[client] = session
 
 
@@ -108,10 +108,10 @@ class SecureClient:
         least: clients without whom it hides in no sum: of its neighbourhood, itself among them, so many must be there.
     """
 
-    def __init__(self, id: str, vault: Vault, least: int = 2) -> None:
+    def __init__(self, id: str, vault: SessionStore, least: int = 2) -> None:
         self.id, self.vault, self.least = id, vault, least
 
-    def answer(self, order: Phase) -> PhaseAnswer:
+    def answer(self, order: Phase) -> PhaseReply:
         """Do what a phase asks.
 
         Raises:
@@ -137,15 +137,15 @@ class SecureClient:
             raise FedspanError("message.session", session.phase, f"{after}: phases come in their order, each once")
         return session
 
-    def _keys(self, order: KeysOrder) -> KeysAnswer:
+    def _keys(self, order: KeysOrder) -> KeysReply:
         last = self.vault.load(self.id)
         if last is not None and order.session <= last.number:
             raise FedspanError("message.session", order.session, f"more than {last.number}: sessions are new ones")
         session = Session(run=order.run, number=order.session, phase="keys", secret=new_secret())
         self.vault.store(self.id, session)
-        return KeysAnswer(id=self.id, session=order.session, keys=_public(_keys_of(session)))
+        return KeysReply(id=self.id, session=order.session, keys=_public(_keys_of(session)))
 
-    def _shares(self, order: SharesOrder) -> SharesAnswer:
+    def _shares(self, order: SharesOrder) -> SharesReply:
         session = self._session(order.run, order.session, "keys")
         keys, peers = _keys_of(session), order.peers
         if peers.get(self.id) != _public(keys):
@@ -166,7 +166,7 @@ class SecureClient:
             id: seal(keys.sealing, peers[id].sealing, self.id, id, context, own + masking)
             for id, (own, masking) in zip(ids, shared, strict=True)
         }
-        return SharesAnswer(id=self.id, session=order.session, sealed=sealed)
+        return SharesReply(id=self.id, session=order.session, sealed=sealed)
 
     def require(self, order: Order, masking: Masking) -> None:
         """Check that a reply to an order can be masked as it says; before anything is trained for it.
@@ -217,16 +217,16 @@ class SecureClient:
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         if contribution.weight is not None or contribution.stack:
             raise FedspanError("reply", self.id, "a contribution that sums, with the client's own weight")
-        origin = begun_with(contribution.sum, started)
+        origin = initial_values(contribution.sum, started)
         if layout_of(origin) != masking.layout:
             raise FedspanError("reply", self.id, "tensors with the names and shapes of all other clients'")
         try:
             change = change_of(contribution, origin)
         except ValueError as error:
             raise FedspanError("reply", self.id, f"numbers that can be summed; {error}") from error
-        return flattened(clipped(change, masking.clip)) * (client.weight / masking.top)
+        return flatten(clip_change(change, masking.clip)) * (client.weight / masking.top)
 
-    def _unmask(self, order: UnmaskOrder) -> UnmaskAnswer:
+    def _unmask(self, order: UnmaskOrder) -> UnmaskReply:
         session = self._session(order.run, order.session, "masked")
         stayed, gone = set(order.survivors), set(order.dropped)
         if stayed & gone or (stayed | gone) != set(session.present):
@@ -238,7 +238,7 @@ class SecureClient:
         self.vault.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
         shares = self._opened(session, order.sealed)
         given = {id: pair[:SHARE] if id in stayed else pair[SHARE:] for id, pair in shares.items()}
-        return UnmaskAnswer(id=self.id, session=order.session, shares=given)
+        return UnmaskReply(id=self.id, session=order.session, shares=given)
 
     def _opened(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
         """Both shares of every peer; of one that sealed something else, none: the others' will do."""

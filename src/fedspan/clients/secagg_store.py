@@ -14,21 +14,21 @@ from fedspan.clients.secagg import Session
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, read_bytes, write_atomic
 
-__all__ = ["DiskVault"]
+__all__ = ["DiskSessionStore"]
 
 
-class DiskVault:
+class DiskSessionStore:
     """Sessions on a disk.
 
     Args:
-        folder: of one run, as ``DiskKeeper``'s; made when something is stored.
+        folder: of one run, as ``DiskClientStore``'s; made when something is stored.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, client: str) -> Session | None:
-        """``Vault.load``.
+        """``SessionStore.load``.
 
         Raises:
             FedspanError: if the file is damaged: what was answered already is not known then.
@@ -43,7 +43,7 @@ class DiskVault:
             raise FedspanError(str(path), "damaged", expected) from error
 
     def store(self, client: str, session: Session) -> None:
-        """``Vault.store``."""
+        """``SessionStore.store``."""
         path = self._of(client)
         with disk_errors(self.folder, "free some space; the round can be played again"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -6,8 +6,8 @@ renamed before the checkpoint that names it, and never changed after, except tha
 deleted. A checkpoint names the round of every client's file, so its size is that of its cohort; a file is read when a
 client is needed, and nothing stays in memory.
 
-A data owner's node stores its client alone (``DiskKeeper``): ``<folder>/<digest of the client's id>/round-00005/`` has
-one file, written atomically.
+A data owner's node stores its client alone (``DiskClientStore``): ``<folder>/<digest of the client's id>/round-00005/``
+has one file, written atomically.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from fedspan.clients.data import Changes
+from fedspan.clients.data import OverlayMapping
 from fedspan.core.base import BaseUpdate
 from fedspan.core.method import Memory
 from fedspan.core.tensors import Tensors
@@ -28,7 +28,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.federation.serialization import Reader, Writer, expect
 from fedspan.files import (
-    Damaged,
+    DamagedFileError,
     disk_errors,
     fsync_folder,
     read_whole,
@@ -42,11 +42,11 @@ from fedspan.files import (
 __all__ = [
     "MEMORY",
     "MOMENTS",
-    "DiskKeeper",
-    "Keeper",
-    "Kept",
+    "ClientState",
+    "ClientStore",
+    "DiskClientStore",
     "Kind",
-    "Lost",
+    "LostStateError",
     "Stored",
     "Version",
     "discard",
@@ -92,7 +92,7 @@ def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int
 
 
 @dataclass(frozen=True)
-class Kept:
+class ClientState:
     """What a client keeps between rounds.
 
     Args:
@@ -106,17 +106,17 @@ class Kept:
     base: BaseUpdate = BaseUpdate()
 
 
-class Lost(FedspanError):
+class LostStateError(FedspanError):
     """What a client kept is not there any more, or damaged."""
 
     def __init__(self, client: str, round: int, why: str) -> None:
         super().__init__("client memory", client, f"what it kept of round {round + 1} ({why}); it is sent everything")
 
 
-class Keeper(Protocol):
+class ClientStore(Protocol):
     """Where clients' versions are."""
 
-    def load(self, client: str, round: int) -> Kept:
+    def load(self, client: str, round: int) -> ClientState:
         """What a client kept after its training in a round.
 
         Raises:
@@ -124,7 +124,7 @@ class Keeper(Protocol):
         """
         ...
 
-    def store(self, client: str, round: int, kept: Kept, needed: frozenset[int]) -> None:
+    def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
         """Keep a version; all others but those of the rounds that are needed may go.
 
         Raises:
@@ -182,7 +182,7 @@ class Kind(Generic[V]):
                 raise ValueError(f"is of {reader.structure['of']!r} in round {reader.structure['round']}")
             return self.read(reader, expect(reader.structure, "value", dict))
         except ValueError as error:
-            raise Damaged(path, str(error)) from error
+            raise DamagedFileError(path, str(error)) from error
 
 
 def _memory(reader: Reader, structure: object) -> Tensors:
@@ -262,7 +262,7 @@ def store(folder: Path, progress: Progress) -> Progress:
 
 def _changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
     """What is in the folder already, by round, and what is not."""
-    below, changes = (values.below, values.changes) if isinstance(values, Changes) else (values, {})
+    below, changes = (values.below, values.changes) if isinstance(values, OverlayMapping) else (values, {})
     if isinstance(below, Stored) and below.clients == clients:
         return below.rounds, changes
     return {}, values
@@ -311,24 +311,24 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
             round_folder.rmdir()
 
 
-def _structure(writer: Writer, kept: Kept) -> Mapping[str, object]:
+def _structure(writer: Writer, kept: ClientState) -> Mapping[str, object]:
     moments = {phase: moments_structure(writer, state) for phase, state in kept.moments.items()}
     return {"memory": writer.tensors(kept.memory), "moments": moments, "base": writer.base(kept.base)}
 
 
-def _read(reader: Reader, structure: object) -> Kept:
+def _read(reader: Reader, structure: object) -> ClientState:
     moments = expect(structure, "moments", dict)
-    return Kept(
+    return ClientState(
         memory=reader.tensors(expect(structure, "memory", dict)),
         moments={phase: read_moments(reader, expect(moments, phase, dict)) for phase in moments},
         base=reader.base(expect(structure, "base", dict)),
     )
 
 
-_KEPT: Kind[Kept] = Kind("kept", _structure, _read)
+_KEPT: Kind[ClientState] = Kind("kept", _structure, _read)
 
 
-class DiskKeeper:
+class DiskClientStore:
     """Clients' versions on a disk.
 
     Args:
@@ -338,15 +338,15 @@ class DiskKeeper:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, client: str, round: int) -> Kept:
-        """``Keeper.load``."""
+    def load(self, client: str, round: int) -> ClientState:
+        """``ClientStore.load``."""
         try:
             return _KEPT.load(self._of(client), client, round)
-        except Damaged as error:
-            raise Lost(client, round, str(error.value)) from error
+        except DamagedFileError as error:
+            raise LostStateError(client, round, str(error.value)) from error
 
-    def store(self, client: str, round: int, kept: Kept, needed: frozenset[int]) -> None:
-        """``Keeper.store``."""
+    def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
+        """``ClientStore.store``."""
         own = self._of(client)
         target = _KEPT.path(own, client, round)
         with disk_errors(self.folder, "free some space; the last accepted round is intact"):

@@ -13,15 +13,15 @@ from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, base_digest, server_config
-from fedspan.deployment.status import name_run
-from fedspan.deployment.supervisor import Supervised
+from fedspan.deployment.status import store_named_run
+from fedspan.deployment.supervisor import Supervisor
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Parcel, read_header
+from fedspan.federation.protocol import Envelope, read_header
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.remote import connected, members_of, prepare_server
+from fedspan.runs.remote import connect, prepare_server, server_clients
 from fedspan.runs.results import is_run, read_report
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
@@ -58,7 +58,7 @@ def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None)
             raise FedspanError(field, None, "a file, or --insecure for a try without TLS and keys")
     keys = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
-    worker = Supervised(Path(path), node.limits.round_seconds)
+    worker = Supervisor(Path(path), node.limits.round_seconds)
     try:
         link = Link(node.server, authority, keys, node.limits.message_bytes, node.poll_seconds)
         serve(link, worker.answer, stop or Event())
@@ -91,7 +91,7 @@ def submit(
         FedspanError: for anything that the user can put right.
     """
     require()
-    from fedspan.transports.flower.attached import attached
+    from fedspan.transports.flower.attached import attach
     from fedspan.transports.flower.server import known_names
 
     parsed: RunConfig | None = None
@@ -105,16 +105,16 @@ def submit(
 
     def host(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         run = _name(place)
-        with attached(link, prepared.config.federation.message_mib << 20) as grid:
+        with attach(link, prepared.config.federation.message_mib << 20) as grid:
             nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), known_names(link))
             from fedspan.transports.flower.transport import GridTransport
 
             with disk_errors(link.folder):
-                name_run(link.folder, place.path, nodes)
-            members = members_of(prepared.config, prepared.engine.adapted.spec, examples)
+                store_named_run(link.folder, place.path, nodes)
+            members = server_clients(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
             transport = GridTransport(grid, nodes, prepared.config.federation.patience)
-            return played(connected(prepared, transport, rules, members=members, run=run))
+            return played(connect(prepared, transport, rules, members=members, run=run))
 
     return session.run(
         parsed,
@@ -151,12 +151,12 @@ def _met(
     config = prepared.config
     sent = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
     sent["data"] = {key: value for key, value in sent["data"].items() if value != NOWHERE}
-    parcel = Invitation(run=run, version=__version__, config=json.dumps(sent)).parcel()
+    envelope = Invitation(run=run, version=__version__, config=json.dumps(sent)).envelope()
     base = base_digest(prepared.model)
     nodes: dict[str, int] = {}
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
-    for node, back in invite(grid, parcel, wait):
+    for node, back in invite(grid, envelope, wait):
         told, why = _introduced(back, base, nodes, names.get(str(node)))
         if told is not None and why is None:
             nodes[told.id], examples[told.id] = node, told.examples
@@ -171,7 +171,7 @@ def _met(
 
 
 def _introduced(
-    back: Parcel | str, base: str, known: Mapping[str, int], name: str | None
+    back: Envelope | str, base: str, known: Mapping[str, int], name: str | None
 ) -> tuple[Introduction | None, str | None]:
     """A node's answer to an invitation, and why it can't take part, if it can't."""
     if isinstance(back, str):

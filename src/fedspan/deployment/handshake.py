@@ -16,7 +16,7 @@ from pydantic import Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Count, HeaderPart, Name, Parcel
+from fedspan.federation.protocol import Count, Envelope, HeaderPart, Name
 from fedspan.runs.model_setup import RunModel
 from fedspan.runs.task_setup import PROBLEMS
 
@@ -43,9 +43,9 @@ class Invitation(HeaderPart):
     version: Name
     config: str
 
-    def parcel(self) -> Parcel:
+    def envelope(self) -> Envelope:
         """As it travels."""
-        return Parcel(self.model_dump_json())
+        return Envelope(self.model_dump_json())
 
     def values(self) -> dict[str, Any]:
         """The config's plain values.
@@ -77,9 +77,9 @@ class Introduction(HeaderPart):
     base: Annotated[str, Field(max_length=64)] = ""
     refused: Annotated[str, Field(max_length=4096)] | None = None
 
-    def parcel(self) -> Parcel:
+    def envelope(self) -> Envelope:
         """As it travels."""
-        return Parcel(self.model_dump_json())
+        return Envelope(self.model_dump_json())
 
 
 def server_config(values: Mapping[str, Any]) -> RunConfig:

@@ -10,30 +10,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedspan import __version__
-from fedspan.clients.host import Host, declined, told
-from fedspan.clients.store import DiskKeeper
+from fedspan.clients.host import Host, describe_error, refuse_any
+from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.deployment.handshake import Introduction, Invitation, base_digest, node_values
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Order, Parcel, read_header
-from fedspan.federation.secagg.messages import Phase, open_asked
+from fedspan.federation.protocol import Envelope, Order, read_header
+from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import disk_errors, read_bytes, write_atomic
-from fedspan.runs.privacy_budget import Book, has_key, keep_key, kept_key, new_key
+from fedspan.runs.privacy_budget import Book, has_key, load_noise_key, new_key, store_noise_key
 from fedspan.runs.remote import method_for, secure_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
 
-__all__ = ["Holder", "kept_invitation", "last_serial"]
+__all__ = ["NodeService", "last_serial", "load_invitation"]
 
 _INVITATION, _SERIAL = "invitation.json", "serial"
 
 log = logging.getLogger("fedspan.node")
 
 
-class Holder:
+class NodeService:
     """Answers servers for one client.
 
     What a run needs to go on after a restart is in a folder of its own: the invitation, what the client keeps, and the
@@ -49,24 +49,26 @@ class Holder:
         self._book = Book(self.folder, node.limits.delta)
         self._loaded: tuple[str, Host, str] | None = None
 
-    def load(self, parcel: Parcel) -> None:
+    def load(self, envelope: Envelope) -> None:
         """Load the model of the run that a parcel belongs to, if it can be; if not, ``answer`` says why."""
         with suppress(Exception):
-            self._host(open_asked(parcel).run)
+            self._host(decode_request(envelope).run)
 
-    def answer(self, parcel: Parcel) -> Parcel:
+    def answer(self, envelope: Envelope) -> Envelope:
         """Do what a parcel asks, or say why not.
 
         Raises:
             ValueError: if it is none of ours.
         """
         try:
-            asked = open_asked(parcel)
+            asked = decode_request(envelope)
         except ValueError:
-            return self._introduced(read_header(Invitation, parcel)).parcel()
+            return self._introduced(read_header(Invitation, envelope)).envelope()
         try:
-            if len(parcel.body) > self.node.limits.message_bytes:
-                raise FedspanError("message", len(parcel.body), f"at most {self.node.limits.message_bytes} bytes here")
+            if len(envelope.body) > self.node.limits.message_bytes:
+                raise FedspanError(
+                    "message", len(envelope.body), f"at most {self.node.limits.message_bytes} bytes here"
+                )
             self._require_new(asked)
             host = self._host(asked.run)
             self._book.pay(host.charges(asked), self.node.limits.epsilon)
@@ -76,7 +78,7 @@ class Holder:
             log.info("round %d: %s done", asked.round + 1, asked.task)
         except Exception as error:
             log.exception("round %d: %s failed", asked.round + 1, asked.task)
-            answer = declined(asked, error)
+            answer = refuse_any(asked, error)
         return answer
 
     def _introduced(self, invitation: Invitation) -> Introduction:
@@ -86,7 +88,7 @@ class Holder:
             host, base = self._build(invitation)
         except Exception as error:  # whatever it was, the server learns that this node does not take part
             log.exception("the invitation to %s is refused", invitation.run)
-            return own.model_copy(update={"refused": told(error)[:4096]})
+            return own.model_copy(update={"refused": describe_error(error)[:4096]})
         place = self._of(invitation.run)
         with disk_errors(self.folder, "free some space on the node"):
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -135,7 +137,7 @@ class Holder:
         prepared = prepare(config, key=self._key(place, config))
         (member,) = prepared.federation.members.values()
         member = replace(member, client=replace(member.client, id=self.node.id))
-        keeper = DiskKeeper(place / "kept")
+        keeper = DiskClientStore(place / "kept")
         theirs = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
         method = config.wrapped(method_for(theirs, prepared.engine.adapted.spec))
 
@@ -164,15 +166,15 @@ class Holder:
         with disk_errors(self.folder, "free some space on the node"):
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not has_key(place):
-            keep_key(place, key)
-        return kept_key(place, config)
+            store_noise_key(place, key)
+        return load_noise_key(place, config)
 
     def _host(self, run: str) -> Host:
         if self._loaded is None or self._loaded[0] != run:
             place = self._of(run) / _INVITATION
             if not place.is_file():
                 raise FedspanError("run", run, "one that this node was invited to")
-            invitation = kept_invitation(place)
+            invitation = load_invitation(place)
             self._require_allowed(invitation)
             host, base = self._build(invitation)
             self._loaded = (run, host, base)
@@ -213,7 +215,7 @@ def last_serial(place: Path) -> int:
     return found
 
 
-def kept_invitation(place: Path) -> Invitation:
+def load_invitation(place: Path) -> Invitation:
     """The invitation to a run, from its file.
 
     Raises:

@@ -18,7 +18,7 @@ from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
 
-__all__ = ["NamedRun", "Standing", "name_run", "named_run", "standing"]
+__all__ = ["NamedRun", "RunStatus", "load_named_run", "read_status", "store_named_run"]
 
 _NAMED = "run.json"
 """In a server's folder: its newest run."""
@@ -38,7 +38,7 @@ class NamedRun:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """How far a run is.
 
     Args:
@@ -58,7 +58,7 @@ class Standing:
     late: Mapping[str, int]
 
 
-def name_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
+def store_named_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
     """Write down which run a server plays, for whoever asks how it stands.
 
     Args:
@@ -70,7 +70,7 @@ def name_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
     write_atomic(server / _NAMED, json.dumps(content).encode())
 
 
-def named_run(server: Path) -> NamedRun | None:
+def load_named_run(server: Path) -> NamedRun | None:
     """The newest run of a server; None if there was none, or nobody can say."""
     try:
         found = from_json(read_bytes(server / _NAMED))
@@ -83,7 +83,7 @@ def named_run(server: Path) -> NamedRun | None:
             return None
 
 
-def standing(folder: Path) -> Standing:
+def read_status(folder: Path) -> RunStatus:
     """Where the run in a folder stands.
 
     Raises:
@@ -101,7 +101,7 @@ def standing(folder: Path) -> Standing:
             late[str(client)] = late.get(str(client), 0) + 1
     round = number if isinstance(number, int) else len(rows)
     state = "finished" if place.report.is_file() else "at work" if _alive(place.lock) else "stopped"
-    return Standing(state, round, _rounds(place), _finished(place, round), failures_by_client(rows), late)
+    return RunStatus(state, round, _rounds(place), _finished(place, round), failures_by_client(rows), late)
 
 
 def _rounds(place: RunFolder) -> int | None:

@@ -9,13 +9,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from fedspan.clients.host import declined
+from fedspan.clients.host import refuse_any
 from fedspan.config.node import load_node
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Parcel
-from fedspan.federation.secagg.messages import open_asked
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.secagg.messages import decode_request
 
-__all__ = ["Supervised"]
+__all__ = ["Supervisor"]
 
 _LOADING = 3600.0
 """Seconds that an invitation, and the loading of a run's model, may take: it may have to be fetched."""
@@ -23,7 +23,7 @@ _LOADING = 3600.0
 log = logging.getLogger("fedspan.node")
 
 
-class Supervised:
+class Supervisor:
     """Answers parcels by a holder in another process, which is started when needed and killed when it takes too long.
 
     Args:
@@ -38,15 +38,15 @@ class Supervised:
         self._process: SpawnProcess | None = None
         self._ours: Connection | None = None
 
-    def answer(self, parcel: Parcel) -> Parcel:
-        """``Holder.answer``."""
+    def answer(self, envelope: Envelope) -> Envelope:
+        """``NodeService.answer``."""
         try:
-            order = open_asked(parcel)
+            order = decode_request(envelope)
         except ValueError:
             order = None
         line = self._line()
-        line.send_bytes(parcel.header.encode())
-        line.send_bytes(parcel.body)
+        line.send_bytes(envelope.header.encode())
+        line.send_bytes(envelope.body)
         limit = self.seconds if order is not None and order.run == self._loaded else _LOADING
         try:
             if line.poll(limit):
@@ -54,7 +54,7 @@ class Supervised:
                 self._loaded = None if order is None else order.run
                 limit = _LOADING if order is None else self.seconds
                 if line.poll(limit):
-                    return Parcel(line.recv_bytes().decode(), line.recv_bytes())
+                    return Envelope(line.recv_bytes().decode(), line.recv_bytes())
             error = FedspanError("limits.round_seconds", limit, "more: the order took longer and was given up")
         except (EOFError, OSError):
             error = FedspanError("node", "its process ended", "a node with enough memory; see its log")
@@ -62,7 +62,7 @@ class Supervised:
         self.close()
         if order is None:
             raise error
-        return declined(order, error)
+        return refuse_any(order, error)
 
     def close(self) -> None:
         """Kill the process, if there is one."""
@@ -89,20 +89,20 @@ def _hold(path: str, line: Connection) -> None:
     """The other process: bytes in, bytes out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that supervises
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    from fedspan.deployment.node import Holder  # torch, Transformers
+    from fedspan.deployment.node import NodeService  # torch, Transformers
 
-    holder = Holder(load_node(path))
+    holder = NodeService(load_node(path))
     while True:
         try:
-            parcel = Parcel(line.recv_bytes().decode(), line.recv_bytes())
+            envelope = Envelope(line.recv_bytes().decode(), line.recv_bytes())
         except EOFError:
             return
-        holder.load(parcel)
+        holder.load(envelope)
         line.send_bytes(b"loaded")
         try:
-            back = holder.answer(parcel)
+            back = holder.answer(envelope)
         except ValueError:  # of no kind that we know: nothing is said of it but that
             log.exception("a message that is none of ours")
-            back = Parcel("{}")
+            back = Envelope("{}")
         line.send_bytes(back.header.encode())
         line.send_bytes(back.body)

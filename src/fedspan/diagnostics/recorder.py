@@ -13,10 +13,10 @@ from fedspan.diagnostics.updates import alignment
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 
-__all__ = ["Looks"]
+__all__ = ["DiagnosticsRecorder"]
 
 
-class Looks:
+class DiagnosticsRecorder:
     """Plays a federation's rounds, and looks at some.
 
     Args:

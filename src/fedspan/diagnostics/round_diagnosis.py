@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.clients.recording import Local, TrainingRecord
+from fedspan.clients.recording import ClientTraining, TrainingRecord
 from fedspan.core.base import BaseUpdate, Delta, materialise
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, dense_change
@@ -177,17 +177,17 @@ def layers_of(
     return _look(federation, record, before, result).layers()
 
 
-def _look(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _Look:
+def _look(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _RoundModels:
     weights = {id: federation.members[id].client.weight for id in result.cohort}
     engine = federation.engine
     engine.adapted.set_base(result.progress.state.base)
     end = None
     if not federation.method.declared().personal:
         end = federation.method.start(federation.method.sync(result.progress.state, None), None, {})
-    return _Look(engine, record.by_client, before.state.base, result.progress.state.base, weights, end)
+    return _RoundModels(engine, record.by_client, before.state.base, result.progress.state.base, weights, end)
 
 
-class _Look:
+class _RoundModels:
     """Weights of a round's models, layer by layer.
 
     Args:
@@ -202,7 +202,7 @@ class _Look:
     def __init__(
         self,
         engine: Engine,
-        found: Mapping[str, Local],
+        found: Mapping[str, ClientTraining],
         before: BaseUpdate,
         after: BaseUpdate,
         weights: Mapping[str, float],
@@ -306,5 +306,5 @@ class _Look:
         ]
         return sum(gaps) / len(gaps) if gaps else None
 
-    def _found(self) -> list[tuple[str, Local]]:
+    def _found(self) -> list[tuple[str, ClientTraining]]:
         return sorted(self.found.items())

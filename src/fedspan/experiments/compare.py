@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedspan.experiments.comparison import CompareReport, compared, heldout_score, plan_comparison
-from fedspan.experiments.execution import ConfigLike, begin, command_line, plain_values, play_step, read_settings
+from fedspan.experiments.execution import ConfigLike, begin, command_line, plain_values, read_settings, run_step
 from fedspan.experiments.series import Watcher
 from fedspan.experiments.tables import write_tables
 from fedspan.training.prefix_rows import shared_prefixes
@@ -90,7 +90,7 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Compar
     begin(folder, COMPARE, settings, plan.steps)
     watcher.series_started(plan.steps)
     with shared_prefixes():
-        reports = {step.name: play_step(step, folder, watcher, heldout_score) for step in plan.steps}
+        reports = {step.name: run_step(step, folder, watcher, heldout_score) for step in plan.steps}
     report = compared(plan, reports, str(folder))
     title = f"Comparison of {', '.join(plan.methods)}"
     names = [step.name for step in plan.steps]

@@ -20,7 +20,7 @@ from fedspan.runs.results import is_run, read_config
 from fedspan.runs.session import RunReport
 from fedspan.training.prefix_rows import next_run
 
-__all__ = ["ConfigLike", "begin", "command_line", "plain_values", "play_step", "read_settings"]
+__all__ = ["ConfigLike", "begin", "command_line", "plain_values", "read_settings", "run_step"]
 
 _SHORT = 1.0  # seconds; what runs so quickly is too small to matter, and collecting takes a third of one
 
@@ -115,7 +115,7 @@ def begin(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[
         write_atomic(path, text.encode())
 
 
-def play_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
+def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
     """Play one run of a series, go on with it, or read it if it is finished, here or in ``reusing.finished_runs``.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import yaml
 
 from fedspan.errors import FedspanError
-from fedspan.experiments.execution import ConfigLike, begin, command_line, plain_values, play_step, read_settings
+from fedspan.experiments.execution import ConfigLike, begin, command_line, plain_values, read_settings, run_step
 from fedspan.experiments.search import Sweep, SweepReport, plan_sweep, trials_of, validation_score
 from fedspan.experiments.series import Step, Watcher
 from fedspan.experiments.tables import write_tables
@@ -122,7 +122,7 @@ def _played(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, RunR
             continue
         if step.name not in failures:
             try:
-                reports[step.name] = _validated(step, play_step(step, folder, watcher, validation_score))
+                reports[step.name] = _validated(step, run_step(step, folder, watcher, validation_score))
                 continue
             except FedspanError as error:
                 if error.field != "training.lr":  # the one complaint of training itself: it diverges

@@ -14,9 +14,9 @@ from torch import Tensor
 from fedspan.core.method import Method
 from fedspan.core.tensors import Tensors, norm
 from fedspan.core.values import Client, Contribution, Message
-from fedspan.federation.validation import untrained
+from fedspan.federation.validation import untrained_reply
 
-__all__ = ["change_of", "clipped", "origin_of", "restored"]
+__all__ = ["apply_change", "change_of", "clip_change", "origin_of"]
 
 
 def origin_of(method: Method, sent: Message, client: Client) -> Tensors:
@@ -30,7 +30,7 @@ def origin_of(method: Method, sent: Message, client: Client) -> Tensors:
     Raises:
         ValueError: if the method keeps replies apart.
     """
-    contribution = method.contribute(untrained(method, sent, client), client)
+    contribution = method.contribute(untrained_reply(method, sent, client), client)
     if contribution.stack:
         raise ValueError("replies that are kept apart have no sum")
     return contribution.sum
@@ -61,12 +61,12 @@ def change_of(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[
     return made
 
 
-def restored(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of which something is the change, in their own number formats."""
     return {name: (start.double() + change[name]).to(start.dtype) for name, start in origin.items()}
 
 
-def clipped(change: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
+def clip_change(change: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """A change, scaled down as a whole so that its norm is at most ``limit``."""
     found = norm(change)
     return {name: value * (limit / found) if found > limit else value for name, value in change.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Member, Progress
+from fedspan.federation.progress import ClientData, Progress
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
@@ -64,7 +64,7 @@ def _drawn(federation: Federation, count: int | None) -> tuple[str, ...]:
     return tuple(sorted(ids[at] for at in torch.randperm(len(ids), generator=rng)[:count].tolist()))
 
 
-def _judged(member: Member) -> tuple[np.ndarray, np.ndarray]:
+def _judged(member: ClientData) -> tuple[np.ndarray, np.ndarray]:
     return member.validation, member.test
 
 

@@ -12,10 +12,10 @@ from fedspan.core.values import Job
 from fedspan.federation import serialization
 from fedspan.federation.evaluation import ClientScores, Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.orders import Asking, Orders, opened
+from fedspan.federation.orders import OrderEncoder, Orders, open_reply
 from fedspan.federation.outcomes import Failure, Transfer
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Parcel, Scores
+from fedspan.federation.protocol import Envelope, Scores
 
 __all__ = ["RemoteEvaluator"]
 
@@ -60,20 +60,20 @@ class RemoteEvaluator(Evaluator):
     def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """``Evaluator.clients``; those that do not answer are left out, and named (``Federation.beside``)."""
         federation = self.federation
-        method, state, asking = federation.method, progress.state, Asking(federation.run)
+        method, state, asking = federation.method, progress.state, OrderEncoder(federation.run)
         personal = method.declared().personal
         found: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
 
-        def order(id: str) -> Parcel:
+        def order(id: str) -> Envelope:
             client = federation.client(id, progress) if personal else None
             message = method.sync(state, client)
             made = asking.order("evaluate", state.round, id, client, message)
             federation.note(Transfer(id, "down", len(made.body), serialization.payload_size(message), "evaluate"))
-            return made.parcel()
+            return made.envelope()
 
-        def replied(id: str, back: Parcel | str) -> bool:
+        def replied(id: str, back: Envelope | str) -> bool:
             try:
-                answer = opened(back)
+                answer = open_reply(back)
                 if (answer.task, answer.id, answer.round) != ("evaluate", id, state.round):
                     raise ValueError(f"an answer of {answer.id!r} ({answer.task}) to round {answer.round + 1}")
             except ValueError as error:

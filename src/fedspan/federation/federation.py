@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from fedspan.core.method import Method
 from fedspan.core.values import Client
-from fedspan.federation.aggregation.aggregation import MakeAggregation, RoundContext
-from fedspan.federation.aggregation.plaintext import PlainAggregation
-from fedspan.federation.orders import Asking, OnTrained, Orders, Transport, opened
-from fedspan.federation.outcomes import Beside, Failure, Transfer
+from fedspan.federation.aggregation.aggregation import AggregationFactory, RoundContext
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
+from fedspan.federation.orders import OnTrained, OrderEncoder, Orders, Transport, open_reply
+from fedspan.federation.outcomes import Failure, OutOfRoundEvents, Transfer
 from fedspan.federation.privacy import expected_charges, poisson_cohort, round_charges
-from fedspan.federation.progress import Member, Progress, RoundResult
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.progress import ClientData, Progress, RoundResult
+from fedspan.federation.protocol import Envelope
 from fedspan.federation.round import OnClient, Round, order_transfer
 from fedspan.federation.sampling import cohort_of
 from fedspan.federation.settings import RoundSettings
@@ -22,7 +22,7 @@ from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
 
-__all__ = ["Federation", "members_by_id"]
+__all__ = ["Federation", "clients_by_id"]
 
 STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)
 """Rules for trusted clients in this process: every reply counts."""
@@ -34,7 +34,7 @@ class Federation:
     Args:
         method: The method, with its wrappers.
         engine: Has the model, for ``init`` and the export; trains too, where the clients are in this process.
-        members: The clients in any order, or by id in the ids' order (``OnDemand``).
+        members: The clients in any order, or by id in the ids' order (``LazyMapping``).
         examples: What the members' indices point into; the server's own, where clients are elsewhere.
         settings: Rounds, cohort, reduction, privacy, seed.
         transport: The way to the clients.
@@ -48,18 +48,18 @@ class Federation:
         self,
         method: Method,
         engine: Engine,
-        members: Sequence[Member] | Mapping[str, Member],
+        members: Sequence[ClientData] | Mapping[str, ClientData],
         examples: Examples,
         settings: RoundSettings,
         transport: Transport,
         rules: ReplyRules | None = None,
-        aggregating: MakeAggregation = PlainAggregation,
+        aggregating: AggregationFactory = PlaintextAggregation,
         run: str = "",
         exporting: bool = False,
     ) -> None:
         self.method = method
         self.engine = engine
-        self.members = members_by_id(members)
+        self.members = clients_by_id(members)
         self.examples = examples
         self.settings = settings
         self.transport, self.rules, self.aggregating = transport, rules or STRICT, aggregating
@@ -157,19 +157,19 @@ class Federation:
         """
         if not self.exporting or not self.method.declared().personal:
             return ()
-        state, asking = progress.state, Asking(self.run)
+        state, asking = progress.state, OrderEncoder(self.run)
         failures: list[Failure] = []
 
-        def order(id: str) -> Parcel:
+        def order(id: str) -> Envelope:
             client = self.client(id, progress)
             message = self.method.sync(state, client)
             made = asking.order("export", state.round, id, client, message)
             self.note(order_transfer(id, made.body, message, "export"))
-            return made.parcel()
+            return made.envelope()
 
-        def replied(id: str, back: Parcel | str) -> bool:
+        def replied(id: str, back: Envelope | str) -> bool:
             try:
-                opened(back)
+                open_reply(back)
             except ValueError as error:
                 failures.append(Failure(id, 0, str(error), "export"))
             return False
@@ -184,15 +184,15 @@ class Federation:
         else:
             self._failures.append(happened)
 
-    def beside(self) -> Beside:
+    def beside(self) -> OutOfRoundEvents:
         """What happened beside the rounds since this was last called."""
-        taken = Beside(tuple(self._transfers), tuple(self._failures))
+        taken = OutOfRoundEvents(tuple(self._transfers), tuple(self._failures))
         self._transfers.clear()
         self._failures.clear()
         return taken
 
 
-def members_by_id(members: Sequence[Member] | Mapping[str, Member]) -> Mapping[str, Member]:
+def clients_by_id(members: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:
     """Clients by id, in the ids' order; a mapping has that order already."""
     if isinstance(members, Mapping):
         return members

@@ -10,19 +10,29 @@ from fedspan.core.method import Memory
 from fedspan.core.values import Client, Message, OptimizerState, Trained
 from fedspan.federation import serialization
 from fedspan.federation.progress import Progress
-from fedspan.federation.protocol import Answer, Asked, Order, Parcel, open_answer
+from fedspan.federation.protocol import Envelope, Order, OrderKind, Reply, decode_reply
 from fedspan.training.jobs import Assignment
 
-__all__ = ["Asking", "Forgot", "OnReply", "OnTrained", "Orders", "Transport", "opened", "serial", "the_very_same"]
+__all__ = [
+    "ClientLostState",
+    "OnReply",
+    "OnTrained",
+    "OrderEncoder",
+    "Orders",
+    "Transport",
+    "open_reply",
+    "serial",
+    "share_tensors",
+]
 
-OnReply = Callable[[str, Parcel | str], bool]
+OnReply = Callable[[str, Envelope | str], bool]
 """Takes a client's id and its reply, or the reason why there is none; returns whether enough replies are there."""
 
 OnTrained = Callable[[Assignment, Trained], None]
 """Takes every job that a client in this process has trained."""
 
 
-class Orders(Mapping[str, Parcel]):
+class Orders(Mapping[str, Envelope]):
     """The orders of one exchange by client id, each made when it is taken: a cohort's are never in memory at once.
 
     Args:
@@ -31,11 +41,11 @@ class Orders(Mapping[str, Parcel]):
         make: Makes the order of a client.
     """
 
-    def __init__(self, task: str, ids: Iterable[str], make: Callable[[str], Parcel]) -> None:
+    def __init__(self, task: str, ids: Iterable[str], make: Callable[[str], Envelope]) -> None:
         self.task, self._make = task, make
         self._ids = dict.fromkeys(ids)
 
-    def __getitem__(self, id: str) -> Parcel:
+    def __getitem__(self, id: str) -> Envelope:
         if id not in self._ids:
             raise KeyError(id)
         return self._make(id)
@@ -87,13 +97,13 @@ def serial() -> int:
     return time.time_ns() // 1000
 
 
-def the_very_same(one: Message, other: Message) -> bool:
+def share_tensors(one: Message, other: Message) -> bool:
     """Whether two messages hold the same tensor objects, so that one encoding serves both."""
     same = one.base is other.base and one.scalars == other.scalars and one.tensors.keys() == other.tensors.keys()
     return same and all(value is other.tensors[name] for name, value in one.tensors.items())
 
 
-class Asking:
+class OrderEncoder:
     """Makes the orders of one exchange; messages in a row that share their tensors are encoded once.
 
     Args:
@@ -104,28 +114,29 @@ class Asking:
         self.run = run
         self._last: tuple[Message, bytes] | None = None
 
-    def order(self, task: Asked, round: int, to: str, client: Client | None, message: Message) -> Order:
+    def order(self, task: OrderKind, round: int, to: str, client: Client | None, message: Message) -> Order:
         """An order to a client, with a greater serial than all before it."""
-        if self._last is None or not the_very_same(message, self._last[0]):
+        if self._last is None or not share_tensors(message, self._last[0]):
             self._last = (message, serialization.encode(message))
         return Order(task, round, 0, 0.0, to, client, self._last[1], run=self.run, serial=serial())
 
 
-class Forgot(ValueError):
+class ClientLostState(ValueError):
     """A client that lost what it had stored."""
 
 
-def opened(back: Parcel | str) -> Answer:
+def open_reply(back: Envelope | str) -> Reply:
     """The answer in a reply.
 
     Raises:
-        ValueError: If the reply is not an answer, or reports a failure; ``Forgot`` if the client lost its store.
+        ValueError: If the reply cannot be decoded or reports a failure; ``ClientLostState`` if the client lost its
+            store.
     """
     if isinstance(back, str):
         raise ValueError(back)
-    answer = open_answer(back)
+    answer = decode_reply(back)
     if answer.lost:
-        raise Forgot(answer.failed or "it lost what it kept")
+        raise ClientLostState(answer.failed or "it lost what it kept")
     if answer.failed is not None:
         raise ValueError(answer.failed)
     return answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Beside", "Direction", "Failure", "Purpose", "TooFew", "Transfer"]
+__all__ = ["Direction", "Failure", "OutOfRoundEvents", "Purpose", "TooFew", "Transfer"]
 
 Direction = Literal["down", "up"]
 Purpose = Literal["train", "evaluate", "export"]
@@ -52,7 +52,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OutOfRoundEvents:
     """What happened between server and clients beside the rounds.
 
     Args:

@@ -28,10 +28,10 @@ from fedspan.core.noise import digest_of, gaussian
 from fedspan.core.tensors import Tensors, generator
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import change_of, clipped, restored
+from fedspan.federation.changes import apply_change, change_of, clip_change
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import untrained_jobs
-from fedspan.training.accounting import Charge, Mechanism, calibrated
+from fedspan.training.accounting import Charge, Mechanism, calibrate_noise
 from fedspan.training.poisson import noise_for, release_of
 from fedspan.training.settings import Privacy, TrainingSettings
 
@@ -40,7 +40,7 @@ __all__ = [
     "order_charges",
     "poisson_cohort",
     "private_mean",
-    "protected",
+    "privatize",
     "round_charges",
     "sampling_rate",
     "training_noise",
@@ -81,8 +81,8 @@ def client_noise(privacy: Privacy, rate: float) -> float:
         return privacy.noise
     assert privacy.epsilon is not None  # the config has one of the two
     if privacy.mechanism == "local":
-        return 2 * calibrated(1.0, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
-    return calibrated(rate, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
+        return 2 * calibrate_noise(1.0, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
+    return calibrate_noise(rate, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
 
 
 def round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
@@ -147,7 +147,7 @@ def training_noise(
     return noise_for(privacy, training, untrained_jobs(method, sent, client, memory)[0], client.examples)
 
 
-def protected(privacy: Privacy | None, started: Tensors, client: Client, reply: Message, round: int) -> Message:
+def privatize(privacy: Privacy | None, started: Tensors, client: Client, reply: Message, round: int) -> Message:
     """A reply as it may leave the client: with ``local``, clipped and noisy, else as it is.
 
     Args:
@@ -168,11 +168,11 @@ def protected(privacy: Privacy | None, started: Tensors, client: Client, reply: 
         raise FedspanError("privacy.mechanism", "local", expected)
     origin = {name: started[name].to("cpu", value.dtype) for name, value in reply.tensors.items()}
     try:
-        change = clipped(change_of(Contribution(sum=reply.tensors), origin), privacy.clip)
+        change = clip_change(change_of(Contribution(sum=reply.tensors), origin), privacy.clip)
     except ValueError as error:
         raise FedspanError("reply", client.id, f"numbers that noise can hide; {error}") from error
     noisy = _noisy(change, privacy, client_noise(privacy, 1.0), "local", round, client.id)
-    return replace(reply, tensors=restored(noisy, origin))
+    return replace(reply, tensors=apply_change(noisy, origin))
 
 
 def private_mean(
@@ -189,7 +189,7 @@ def private_mean(
         round: number.
     """
     noisy = _noisy(total, privacy, client_noise(privacy, rate), "central", round)
-    return restored({name: value / expected for name, value in noisy.items()}, origin)
+    return apply_change({name: value / expected for name, value in noisy.items()}, origin)
 
 
 def _noisy(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:

@@ -12,11 +12,11 @@ from fedspan.core.values import Client, Job, OptimizerState, ServerState
 from fedspan.federation.outcomes import Failure, Transfer
 from fedspan.training.accounting import Charge
 
-__all__ = ["Member", "Progress", "RoundResult", "kept_moments"]
+__all__ = ["ClientData", "Progress", "RoundResult", "stored_moments"]
 
 
 @dataclass(frozen=True)
-class Member:
+class ClientData:
     """A client: what is known of it, and where its examples are.
 
     Args:
@@ -74,6 +74,6 @@ class RoundResult:
     late: tuple[str, ...] = ()
 
 
-def kept_moments(job: Job, kept: tuple[OptimizerState, int] | None, wanted: bool) -> OptimizerState | None:
+def stored_moments(job: Job, kept: tuple[OptimizerState, int] | None, wanted: bool) -> OptimizerState | None:
     """The stored moments that a job continues with; None if there are none, or they are of another generation."""
     return None if kept is None or not wanted or kept[1] != job.generation else kept[0]

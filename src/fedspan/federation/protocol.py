@@ -16,20 +16,20 @@ from fedspan.core.values import Client
 
 __all__ = [
     "FORMAT",
-    "Answer",
-    "Asked",
     "ClientFacts",
     "Count",
+    "Envelope",
     "HeaderPart",
     "Masking",
     "Name",
     "Order",
-    "Parcel",
+    "OrderKind",
     "Part",
+    "Reply",
     "ScoredPart",
     "Scores",
-    "open_answer",
-    "open_order",
+    "decode_order",
+    "decode_reply",
     "read_header",
 ]
 
@@ -39,7 +39,7 @@ FORMAT = 1
 _HEADER = 1 << 20
 """Bytes of a header, at most."""
 
-Asked = Literal["train", "evaluate", "export"]
+OrderKind = Literal["train", "evaluate", "export"]
 """What a server may ask of a client."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -47,7 +47,7 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Envelope:
     """What travels.
 
     Args:
@@ -126,7 +126,7 @@ ScoredPart = Literal["validation", "test"]
 
 class _OrderHeader(HeaderPart):
     format: Literal[1] = FORMAT
-    task: Asked
+    task: OrderKind
     run: Annotated[str, Field(max_length=256)] = ""
     serial: Count = 0
     round: Count
@@ -138,9 +138,9 @@ class _OrderHeader(HeaderPart):
     secure: Masking | None = None
 
 
-class _AnswerHeader(HeaderPart):
+class _ReplyHeader(HeaderPart):
     format: Literal[1] = FORMAT
-    task: Asked
+    task: OrderKind
     round: Count
     attempt: Count
     id: Name
@@ -168,7 +168,7 @@ class Order:
         body: the message, encoded.
     """
 
-    task: Asked
+    task: OrderKind
     round: int
     attempt: int
     lr: float
@@ -180,7 +180,7 @@ class Order:
     serial: int = 0
     secure: Masking | None = None
 
-    def parcel(self) -> Parcel:
+    def envelope(self) -> Envelope:
         """As it travels."""
         facts = None if self.client is None else ClientFacts.of(self.client)
         header = _OrderHeader(
@@ -195,11 +195,11 @@ class Order:
             serial=self.serial,
             secure=self.secure,
         )
-        return Parcel(header.model_dump_json(), self.body)
+        return Envelope(header.model_dump_json(), self.body)
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """What a client replies.
 
     Args:
@@ -214,7 +214,7 @@ class Answer:
         body: the message, encoded; empty after an evaluation.
     """
 
-    task: Asked
+    task: OrderKind
     round: int
     attempt: int
     id: str
@@ -224,9 +224,9 @@ class Answer:
     lost: bool = False
     body: bytes = b""
 
-    def parcel(self) -> Parcel:
+    def envelope(self) -> Envelope:
         """As it travels."""
-        header = _AnswerHeader(
+        header = _ReplyHeader(
             task=self.task,
             round=self.round,
             attempt=self.attempt,
@@ -236,31 +236,41 @@ class Answer:
             failed=None if self.failed is None else self.failed[:4096],
             lost=self.lost,
         )
-        return Parcel(header.model_dump_json(), self.body)
+        return Envelope(header.model_dump_json(), self.body)
 
 
-def open_order(parcel: Parcel) -> Order:
+def decode_order(envelope: Envelope) -> Order:
     """The order in a parcel; its body is looked into when it is asked for.
 
     Raises:
         ValueError: if the header is none; nothing else, whatever came.
     """
-    header = read_header(_OrderHeader, parcel)
+    header = read_header(_OrderHeader, envelope)
     client = None if header.client is None else header.client.client()
     best, run, serial, secure = header.best, header.run, header.serial, header.secure
     return Order(
-        header.task, header.round, header.attempt, header.lr, header.to, client, parcel.body, best, run, serial, secure
+        header.task,
+        header.round,
+        header.attempt,
+        header.lr,
+        header.to,
+        client,
+        envelope.body,
+        best,
+        run,
+        serial,
+        secure,
     )
 
 
-def open_answer(parcel: Parcel) -> Answer:
+def decode_reply(envelope: Envelope) -> Reply:
     """The answer in a parcel.
 
     Raises:
         ValueError: if the header is none; nothing else, whatever came.
     """
-    header = read_header(_AnswerHeader, parcel)
-    return Answer(
+    header = read_header(_ReplyHeader, envelope)
+    return Reply(
         header.task,
         header.round,
         header.attempt,
@@ -269,20 +279,20 @@ def open_answer(parcel: Parcel) -> Answer:
         header.scores,
         header.failed,
         header.lost,
-        parcel.body,
+        envelope.body,
     )
 
 
-def read_header(kind: type[H], parcel: Parcel) -> H:
+def read_header(kind: type[H], envelope: Envelope) -> H:
     """A parcel's header as one of a kind.
 
     Raises:
         ValueError: if it is none; nothing else, whatever came.
     """
-    if len(parcel.header) > _HEADER:
-        raise ValueError(f"a header of {len(parcel.header)} characters, of {_HEADER} at most")
+    if len(envelope.header) > _HEADER:
+        raise ValueError(f"a header of {len(envelope.header)} characters, of {_HEADER} at most")
     try:
-        return kind.model_validate_json(parcel.header)
+        return kind.model_validate_json(envelope.header)
     except (ValidationError, ValueError, RecursionError) as error:
         lines = str(error).splitlines()
         raise ValueError(f"not a fedspan header: {'; '.join(line.strip() for line in lines[1:3]) or lines}") from error

@@ -14,12 +14,12 @@ from dataclasses import replace
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.aggregation import MakeAggregation, RoundContext, Tally
-from fedspan.federation.orders import Asking, Forgot, Orders, opened
+from fedspan.federation.aggregation.aggregation import AggregationFactory, RoundContext, Tally
+from fedspan.federation.orders import ClientLostState, OrderEncoder, Orders, open_reply
 from fedspan.federation.outcomes import Failure, Purpose, TooFew, Transfer
 from fedspan.federation.privacy import expected_charges, round_charges
 from fedspan.federation.progress import Progress, RoundResult
-from fedspan.federation.protocol import Masking, Parcel
+from fedspan.federation.protocol import Envelope, Masking
 
 __all__ = ["OnClient", "Round", "order_transfer"]
 
@@ -41,7 +41,7 @@ class Round:
     def __init__(
         self,
         context: RoundContext,
-        aggregating: MakeAggregation,
+        aggregating: AggregationFactory,
         held: Mapping[str, int],
         best: Mapping[str, int],
         on_client: OnClient | None = None,
@@ -79,23 +79,23 @@ class Round:
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
         """Have clients train, and aggregate what they reply."""
         context, state, tally = self.context, self.context.state, self._tally
-        asking, privacy = Asking(context.run), context.settings.privacy
+        asking, privacy = OrderEncoder(context.run), context.settings.privacy
 
-        def order(id: str) -> Parcel:
+        def order(id: str) -> Envelope:
             message = context.method.sync(state, clients[id])
             made = asking.order("train", state.round, id, clients[id], message)
             tally.transfers.append(order_transfer(id, made.body, message))
             if privacy is not None and privacy.mechanism != "central":
                 self._charges += expected_charges(privacy, context.training, context.method, state, clients[id])
-            return replace(made, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).parcel()
+            return replace(made, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
 
-        def on_reply(id: str, back: Parcel | str) -> bool:
+        def on_reply(id: str, back: Envelope | str) -> bool:
             try:
-                answer = opened(back)
+                answer = open_reply(back)
                 enough = self.aggregation.take(clients[id], answer, attempt)
             except ValueError as error:
                 tally.failures.append(Failure(id, attempt, str(error)))
-                if isinstance(error, Forgot):
+                if isinstance(error, ClientLostState):
                     tally.lost.add(id)
                 return False
             if self.on_client is not None:

@@ -16,17 +16,17 @@ import torch
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
 from fedspan.federation import serialization
-from fedspan.federation.protocol import Answer
+from fedspan.federation.protocol import Reply
 
 __all__ = [
     "ReplyRules",
-    "Screened",
+    "ValidatedReply",
     "distance",
-    "require_asked",
-    "screened",
-    "too_far",
-    "untrained",
+    "find_outliers",
+    "require_requested",
     "untrained_jobs",
+    "untrained_reply",
+    "validate_reply",
 ]
 
 _ENOUGH = 3
@@ -60,7 +60,7 @@ class ReplyRules:
         return min(cohort, wanted)
 
 
-def untrained(method: Method, sent: Message, client: Client) -> Message:
+def untrained_reply(method: Method, sent: Message, client: Client) -> Message:
     """The reply to a message of a client that remembers nothing, and whose training moved nothing.
 
     Args:
@@ -103,7 +103,7 @@ def untrained_jobs(
 
 
 @dataclass(frozen=True)
-class Screened:
+class ValidatedReply:
     """A reply that passed on its own.
 
     Args:
@@ -115,7 +115,9 @@ class Screened:
     distance: float
 
 
-def screened(answer: Answer, client: Client, round: int, attempt: int, expected: Message, budget: bool) -> Screened:
+def validate_reply(
+    answer: Reply, client: Client, round: int, attempt: int, expected: Message, budget: bool
+) -> ValidatedReply:
     """A client's reply, checked by itself.
 
     Args:
@@ -129,7 +131,7 @@ def screened(answer: Answer, client: Client, round: int, attempt: int, expected:
     Raises:
         ValueError: what is wrong with it.
     """
-    require_asked(answer, client.id, round, attempt)
+    require_requested(answer, client.id, round, attempt)
     message = serialization.decode(answer.body)
     if message.base is not None:
         raise ValueError("it holds a change of the base, which only the server sends")
@@ -140,10 +142,10 @@ def screened(answer: Answer, client: Client, round: int, attempt: int, expected:
     for name, value in message.scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-    return Screened(message, distance(message, expected))
+    return ValidatedReply(message, distance(message, expected))
 
 
-def require_asked(answer: Answer, id: str, round: int, attempt: int) -> None:
+def require_requested(answer: Reply, id: str, round: int, attempt: int) -> None:
     """Check that a reply is the one that was asked for.
 
     Raises:
@@ -188,7 +190,7 @@ def distance(message: Message, expected: Message) -> float:
     return math.sqrt(total)
 
 
-def too_far(replies: Mapping[str, Screened], factor: float | None) -> dict[str, str]:
+def find_outliers(replies: Mapping[str, ValidatedReply], factor: float | None) -> dict[str, str]:
     """Whose replies are too far from the untrained one, beside the others', with the reason."""
     if factor is None or len(replies) < _ENOUGH:
         return {}

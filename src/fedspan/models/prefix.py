@@ -140,7 +140,7 @@ class FrozenPrefix:
         raise NoPrefix(f"{self._paths[-1]} was not called")
 
     @contextmanager
-    def fed(self, hidden: Tensor) -> Generator[None]:
+    def feed(self, hidden: Tensor) -> Generator[None]:
         """Within this context forward passes skip the prefix.
 
         Args:

@@ -34,7 +34,7 @@ from fedspan.tasks.causal import EncodedPrompts
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.ragged import Ragged
-from fedspan.training.autotuning import Stacking
+from fedspan.training.autotuning import StackingPlan
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
@@ -137,7 +137,7 @@ class _Bench:
     def alone(self) -> float:
         """FLOP/s of one client."""
         if isinstance(self.engine, BatchedEngine):
-            self.engine.stacking = Stacking(1, 1)
+            self.engine.stacking = StackingPlan(1, 1)
         self._seconds(1, 1)
         first = self._seconds(1, 1)
         steps = int(min(_STEPS, max(1, _SECONDS / first)))

@@ -29,7 +29,7 @@ from fedspan.runs.setup import max_length
 from fedspan.tasks.losses import widened
 from fedspan.training.settings import TrainingSettings
 
-__all__ = ["Compute", "Local", "PlannedPasses", "Trains", "local_training"]
+__all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "local_training"]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class PlannedPasses:
         with ExitStack() as contexts:
             if prefix is not None and length is not None:
                 hidden = torch.empty(rows, length, prefix.features, device="meta", dtype=prefix.dtype)
-                contexts.enter_context(prefix.found.fed(hidden))
+                contexts.enter_context(prefix.found.feed(hidden))
             cost = metered(lambda: self._loss(inputs))
         gradients = sum(value.grad.untyped_storage().nbytes() for value in trained if value.grad is not None)
         self._install(Trains({}, False))
@@ -215,7 +215,7 @@ class PlannedPasses:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalTraining:
     """What the clients' training takes.
 
     Args:
@@ -236,7 +236,7 @@ def local_training(
     examples: float | None,
     length: int | None,
     cohorts: Sequence[Sequence[int]],
-) -> Local:
+) -> LocalTraining:
     """What the clients' training takes.
 
     Args:
@@ -270,7 +270,7 @@ def local_training(
         asked, first = [at for cohort in cohorts for at in cohort], round(once * own)
         run = client * len(asked) + (kept := first * len({*asked}))
     compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, kept)
-    return Local(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
+    return LocalTraining(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
 
 
 def _seen(settings: TrainingSettings, examples: float | None) -> float | None:

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.reports.groups import Curve, Group, curve
-from fedspan.reports.run_data import Story
+from fedspan.reports.run_data import RunData
 from fedspan.reports.style import COLOURS, DASHES, MANY, MARKS, PATTERNS, Figure, faint, menu, styled, whole_rounds
 from fedspan.tasks.metrics import METRICS
 
@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 
-def score_of(run: Story) -> dict[int, float]:
+def score_of(run: RunData) -> dict[int, float]:
     """Scores by round."""
     return {int(row["round"]): score for row in run.rows if (score := run.score(row)) is not None}
 
 
-def loss_of(run: Story) -> dict[int, float]:
+def loss_of(run: RunData) -> dict[int, float]:
     """Training losses by round."""
     return {int(row["round"]): float(row["loss"]) for row in run.rows if isinstance(row.get("loss"), int | float)}
 
@@ -160,7 +160,7 @@ def traffic(groups: Sequence[Group]) -> Figure:
     return styled(figure, height=max(240, 60 * len(groups) + 140))
 
 
-def privacy(runs: Sequence[Story]) -> Figure | None:
+def privacy(runs: Sequence[RunData]) -> Figure | None:
     """Epsilon by round, and the budget."""
     figure = go.Figure()
     for at, run in enumerate(runs):

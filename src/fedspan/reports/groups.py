@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedspan.experiments.series import mean, spread
-from fedspan.reports.run_data import Story
+from fedspan.reports.run_data import RunData
 from fedspan.runs.curves import sent_until
 
 __all__ = ["Curve", "Group", "curve", "differences", "grouped"]
@@ -25,7 +25,7 @@ class Group:
     """
 
     label: str
-    runs: tuple[Story, ...]
+    runs: tuple[RunData, ...]
 
     @property
     def scores(self) -> tuple[float | None, ...]:
@@ -64,9 +64,9 @@ class Curve:
     seconds: tuple[float, ...]
 
 
-def grouped(runs: Sequence[Story]) -> tuple[Group, ...]:
+def grouped(runs: Sequence[RunData]) -> tuple[Group, ...]:
     """The groups, in the order of their first runs."""
-    known: dict[str, list[Story]] = {}
+    known: dict[str, list[RunData]] = {}
     for run in runs:
         flat = {path: value for path, value in _flat(run.config.model_dump(mode="json")).items() if path not in _SEEDS}
         known.setdefault(repr(sorted(flat.items())), []).append(run)
@@ -78,7 +78,7 @@ def grouped(runs: Sequence[Story]) -> tuple[Group, ...]:
     return tuple(Group(label, tuple(members)) for label, members in zip(labels, sets, strict=True))
 
 
-def differences(runs: Sequence[Story]) -> dict[str, tuple[Any, ...]]:
+def differences(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
     """Fields in which configurations differ, each with every run's value (None where it has none); seeds are none."""
     flats = [_flat(run.config.model_dump(mode="json")) for run in runs]
     paths = dict.fromkeys(path for flat in flats for path in flat if path not in _SEEDS)
@@ -109,7 +109,7 @@ def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
     )
 
 
-def _label(run: Story, own: Mapping[str, Any]) -> str:
+def _label(run: RunData, own: Mapping[str, Any]) -> str:
     """The method, and what else sets a run apart."""
     rest = [
         f"{path.rpartition('.')[2]}={value}"

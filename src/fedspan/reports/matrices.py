@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
-from fedspan.reports.run_data import Story
+from fedspan.reports.run_data import RunData
 from fedspan.reports.style import MANY, Figure, menu, styled, whole_rounds
 
 __all__ = ["by_round", "division", "participation"]
@@ -36,7 +36,7 @@ def division(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
     return styled(figure, height=min(1200, max(280, 20 * len(rows) + 160)))
 
 
-def participation(run: Story) -> Figure:
+def participation(run: RunData) -> Figure:
     """Who took part in which round, and whose reply did not count."""
     ids = list(dict.fromkeys(id for row in run.rows for id in (*row.get("cohort", ()), *_failed(row))))
     ids.sort()
@@ -75,7 +75,7 @@ def _failed(row: Mapping[str, Any]) -> list[str]:
     return [str(one["client"]) for one in row.get("failures", ()) if isinstance(one, Mapping) and "client" in one]
 
 
-def by_round(run: Story) -> Figure | None:
+def by_round(run: RunData) -> Figure | None:
     """Every diagnostic of a run by round and layer, as metrics.jsonl has them; buttons choose which."""
     looks = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
     layers = list(dict.fromkeys(name for one in looks.values() for name in one))

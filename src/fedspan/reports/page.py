@@ -16,16 +16,16 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.experiments.tables import size
 from fedspan.reports import charts, matrices
 from fedspan.reports.groups import Group, differences
-from fedspan.reports.run_data import Story
+from fedspan.reports.run_data import RunData
 from fedspan.reports.style import Figure
 from fedspan.reports.summary import score_text, sentences
 from fedspan.tasks.metrics import METRICS
 
-__all__ = ["Beside", "page"]
+__all__ = ["OutOfRoundEvents", "page"]
 
 
 @dataclass(frozen=True)
-class Beside:
+class OutOfRoundEvents:
     """What the page shows beside what stands in the runs' folders.
 
     Args:
@@ -57,7 +57,7 @@ class _Page:
         return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(what)}"></div>'
 
 
-def page(groups: Sequence[Group], beside: Beside, title: str, version: str) -> str:
+def page(groups: Sequence[Group], beside: OutOfRoundEvents, title: str, version: str) -> str:
     """The whole page as HTML.
 
     Args:
@@ -134,12 +134,12 @@ def _summary(groups: Sequence[Group]) -> str:
     return _table(("run", "seed", title, "worst client", "best round", "bytes", "rounds' time", "epsilon", ""), rows)
 
 
-def _worst(run: Story, metric: str) -> str:
+def _worst(run: RunData, metric: str) -> str:
     worst: Any = (run.report.scores.get("clients") or {}).get("worst") if run.report is not None else None
     return "-" if not isinstance(worst, Mapping) else f"{score_text(metric, worst.get(metric))} ({worst['client']})"
 
 
-def _epsilon(run: Story) -> str:
+def _epsilon(run: RunData) -> str:
     spent = None if run.report is None else run.report.privacy.get("epsilon")
     return "-" if not isinstance(spent, int | float) else f"{spent:.3g}"
 

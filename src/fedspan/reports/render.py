@@ -17,7 +17,7 @@ from fedspan.diagnostics.updates import singular_values
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.reports.groups import Group, grouped
-from fedspan.reports.run_data import Story, stories
+from fedspan.reports.run_data import RunData, stories
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.task_setup import PROBLEMS
@@ -55,10 +55,10 @@ def report(
         if run.metric != found[0].metric:
             expected = f"runs that are judged by one metric; {found[0].name} by {found[0].metric}, this by {run.metric}"
             raise FedspanError("run folder", run.name, expected)
-    from fedspan.reports.page import Beside, page
+    from fedspan.reports.page import OutOfRoundEvents, page
 
     groups, path = grouped(found), Path(out)
-    beside = Beside(
+    beside = OutOfRoundEvents(
         division=_division(found[0]) if data else None,
         spectra=_spectra(found),
         diagnoses=_diagnoses(groups) if diagnostics else None,
@@ -71,7 +71,7 @@ def report(
     return path
 
 
-def _division(run: Story) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
+def _division(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
     """The label counts of a run's clients; None where its data or its division are not at hand."""
     place = RunFolder(run.folder)
     if not PROBLEMS[run.config.task].classifies or not place.partition.is_file():
@@ -84,7 +84,7 @@ def _division(run: Story) -> tuple[str, Sequence[ClientRow], Sequence[str]] | No
         return None
 
 
-def _spectra(found: Sequence[Story]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
+def _spectra(found: Sequence[RunData]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
     """Whose, and the singular values of the first exported adapter's layers; None where there is none."""
     for run in found:
         for name in run.report.adapters.values() if run.report is not None else ():

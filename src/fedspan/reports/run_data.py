@@ -17,13 +17,13 @@ from fedspan.runs.ledger import Totals, read_lines, read_totals
 from fedspan.runs.report import RunReport
 from fedspan.tasks.metrics import METRICS, METRICS_OF
 
-__all__ = ["Row", "Story", "stories"]
+__all__ = ["Row", "RunData", "stories"]
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Story:
+class RunData:
     """What a run's folder holds.
 
     Args:
@@ -74,7 +74,7 @@ class Story:
         return float(self.rows[-1].get("seconds", math.nan)) if self.rows else math.nan
 
 
-def stories(folders: Sequence[str | Path]) -> tuple[Story, ...]:
+def stories(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
     """The runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it.
 
     Raises:
@@ -109,7 +109,7 @@ def _names(places: Sequence[Path]) -> list[str]:
     return [str(place) for place in places]
 
 
-def _story(name: str, folder: Path) -> Story:
+def _story(name: str, folder: Path) -> RunData:
     place = RunFolder(folder)
     config = parse_config(parse_text(place.config_text(), str(place.config)))
     report = None
@@ -121,4 +121,4 @@ def _story(name: str, folder: Path) -> Story:
         except (TypeError, AttributeError):
             raise FedspanError(str(place.report), "something else", "a run's report, as fedspan writes it") from None
     rows = tuple(cast("Sequence[Row]", list(read_lines(place.metrics))))
-    return Story(name, folder, config, report, rows, read_totals(place.ledger))
+    return RunData(name, folder, config, report, rows, read_totals(place.ledger))

@@ -14,13 +14,13 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
 from fedspan.runs.results import read_report
 
-__all__ = ["MEASURED", "measured"]
+__all__ = ["MEASURED", "measure"]
 
 MEASURED = frozenset({"exact_match", "alignment", "barrier", "state_step"})
 _PAIRS = 3
 
 
-def measured(folder: Path, wanted: Collection[str]) -> dict[str, float | None]:
+def measure(folder: Path, wanted: Collection[str]) -> dict[str, float | None]:
     """Some of ``MEASURED``; None for what has no value.
 
     ``exact_match`` is the report's, on the held-out set, where answers were generated;
@@ -57,10 +57,10 @@ def _looked_at(place: RunFolder) -> list[float]:
 
 
 def _state_step(place: RunFolder) -> float | None:
-    last = checkpoints.load(checkpoints.chosen(place, "last")).state
+    last = checkpoints.load(checkpoints.select_checkpoint(place, "last")).state
     if last.round < 2:
         return None
-    before = checkpoints.load(checkpoints.chosen(place, last.round - 1)).state
+    before = checkpoints.load(checkpoints.select_checkpoint(place, last.round - 1)).state
     one, other = (split_extras(state.tensors)[0] for state in (before, last))
     if set(one) != set(other) or any(one[name].shape != other[name].shape for name in one):
         return None

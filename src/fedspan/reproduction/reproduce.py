@@ -24,7 +24,7 @@ from fedspan.experiments.series import Watcher
 from fedspan.experiments.tables import Table, markdown, megabytes, plus_minus, seconds
 from fedspan.files import disk_errors, write_atomic
 from fedspan.reproduction.cells import DATA, MODEL, Cell, cells_of, row_folders, settings_table
-from fedspan.reproduction.measurement import MEASURED, measured
+from fedspan.reproduction.measurement import MEASURED, measure
 from fedspan.reproduction.presets import Preset, Scale, preset_of, require_scale
 from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, verdict_table
 from fedspan.runs.curves import curve_of
@@ -220,7 +220,7 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
     row = report.rows[0]
     wanted = {claim.measure for claim in preset.claims}
     runs = [RunFolder(folder / "seeds" / f"{key}-seed{seed}") for seed in seeds]
-    looked = [measured(place.path, sorted(wanted & MEASURED)) for place in runs]
+    looked = [measure(place.path, sorted(wanted & MEASURED)) for place in runs]
     return CellScore(
         cell=cell.name,
         method=label,

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedspan.clients.data import OnDemand
+from fedspan.clients.data import LazyMapping
 from fedspan.clients.store import store
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Member
+from fedspan.federation.progress import ClientData
 from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener
@@ -40,7 +40,7 @@ def pooled(prepared: Prepared) -> Prepared:
     parts = [(member.train, member.validation, member.test) for member in members.values()]
     train, validation, test = (np.concatenate(part) for part in zip(*parts, strict=True))
     client = Client("all", method.r, method.scaling(None), len(train), 1.0)
-    member = Member(client, train, validation, test)
+    member = ClientData(client, train, validation, test)
     variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
     federation = variant.federation
     for own, _, _ in parts:  # as each client would alone: the same bits, whether or not the federation did it before
@@ -55,11 +55,11 @@ def alone(prepared: Prepared) -> Prepared:
     members = prepared.federation.members
     ids = tuple(members)
 
-    def same(at: int) -> Member:
+    def same(at: int) -> ClientData:
         member = members[ids[at]]
         return replace(member, client=replace(member.client, rank=method.r, scaling=method.scaling(None)))
 
-    return _variant(prepared, changed, method, OnDemand(ids, same), None)
+    return _variant(prepared, changed, method, LazyMapping(ids, same), None)
 
 
 def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMethod]:
@@ -76,7 +76,7 @@ def _variant(
     prepared: Prepared,
     config: RunConfig,
     method: RegisteredMethod,
-    members: Sequence[Member] | Mapping[str, Member],
+    members: Sequence[ClientData] | Mapping[str, ClientData],
     lr: float | None,
 ) -> Prepared:
     """A baseline on the same model and data: everybody takes part in every round, and keeps the moments."""

@@ -18,10 +18,10 @@ from pathlib import Path
 from fedspan.clients.store import Version, discard, store
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, fsync_folder, read_bytes, remove, sweep, temporary, write_file
-from fedspan.runs.checkpoint_format import Checkpoint, Damaged, load, pack, read_index, read_versions
+from fedspan.runs.checkpoint_format import Checkpoint, DamagedFileError, load, pack, read_index, read_versions
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["Checkpoint", "chosen", "latest", "load", "prune", "resume", "save", "saved", "truncate_logs"]
+__all__ = ["Checkpoint", "latest", "load", "prune", "resume", "save", "saved", "select_checkpoint", "truncate_logs"]
 
 _FOLDER = re.compile(r"round-(\d{5,})$")
 
@@ -42,7 +42,7 @@ def saved(run: RunFolder) -> int:
     return max(_rounds(run), default=0)
 
 
-def chosen(run: RunFolder, round: int | str) -> Path:
+def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     """The folder of a checkpoint that a user names.
 
     Args:
@@ -151,7 +151,7 @@ def latest(run: RunFolder) -> Checkpoint | None:
     newest, *older = sorted(rounds, reverse=True)
     try:
         return load(rounds[newest])
-    except Damaged as error:
+    except DamagedFileError as error:
         way_on = "no older checkpoint is intact; start anew in another folder"
         for round in older:
             with suppress(FedspanError):

@@ -21,10 +21,10 @@ from fedspan.core.values import OptimizerState, Scalar, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.federation.serialization import Reader, decode_state, encode_state, expect
-from fedspan.files import Damaged, from_json, read_whole
+from fedspan.files import DamagedFileError, from_json, read_whole
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["Checkpoint", "Damaged", "load", "pack", "read_index", "read_versions"]
+__all__ = ["Checkpoint", "DamagedFileError", "load", "pack", "read_index", "read_versions"]
 
 FORMAT = 2
 """Version of checkpoint.json; a reader refuses any other but the first."""
@@ -134,11 +134,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = from_json(data)
         digest = expect(index, "sha256", str)
     except ValueError as error:
-        raise Damaged(path, str(error)) from error
+        raise DamagedFileError(path, str(error)) from error
     assert isinstance(index, dict)
     body = {name: value for name, value in index.items() if name != "sha256"}
     if _sealed(body) != data:  # the whole text, so that no byte goes unchecked
-        raise Damaged(path, f"does not have the SHA-256 {digest}")
+        raise DamagedFileError(path, f"does not have the SHA-256 {digest}")
     if body.get("format") not in (1, FORMAT):
         expected = f"this version of fedspan reads formats 1 and {FORMAT}"
         raise FedspanError(str(path), f"format {body.get('format')}", expected)
@@ -187,7 +187,7 @@ def _contents(folder: Path, index: Mapping[str, Any], only: Collection[str] | No
         if only is None or name in only:
             data[name] = read_whole(folder / name)
             if _digest(data[name]) != digest:
-                raise Damaged(folder / name, f"does not have the SHA-256 {digest}")
+                raise DamagedFileError(folder / name, f"does not have the SHA-256 {digest}")
     return data
 
 

@@ -9,7 +9,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.privacy_budget import kept_key
+from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.results import is_run, read_config, read_partition
 from fedspan.runs.session import require_same_run
 from fedspan.runs.setup import prepare
@@ -47,9 +47,9 @@ def diagnose(
         raise FedspanError(
             "run folder", str(folder), "a run on this machine: this one's clients have their data elsewhere"
         )
-    kept = checkpoints.load(checkpoints.chosen(place, round))
+    kept = checkpoints.load(checkpoints.select_checkpoint(place, round))
     require_same_run(place, config, kept)
-    prepared = prepare(config, read_partition(folder), kept_key(place.path, config))
+    prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config))
     return diagnose_round(
         prepared.federation,
         kept.progress,

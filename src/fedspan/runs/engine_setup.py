@@ -9,14 +9,14 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.folder import RunFolder
 from fedspan.tasks.task import Task
-from fedspan.training.autotuning import Stacking, Wish
+from fedspan.training.autotuning import StackingPlan, StackingRequest
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix_caches import PrefixCaches
 from fedspan.training.settings import TrainingSettings
 
-__all__ = ["engine_note", "keep_choice", "make_engine", "recall_choice"]
+__all__ = ["engine_note", "load_stacking_plan", "make_engine", "store_stacking_plan"]
 
 
 def make_engine(
@@ -48,7 +48,7 @@ def make_engine(
         raise FedspanError("engine.compile", True, f"false {why}")
     if chosen.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix)
-    wish = Wish(chosen.clients_at_once, chosen.workers)
+    wish = StackingRequest(chosen.clients_at_once, chosen.workers)
     return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile)
 
 
@@ -58,7 +58,7 @@ def engine_note(engine: Engine) -> str | None:
     return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
 
 
-def recall_choice(place: RunFolder, engine: Engine) -> None:
+def load_stacking_plan(place: RunFolder, engine: Engine) -> None:
     """Let the engine of a run that is resumed do as many clients at once as before: its bits depend on it.
 
     Raises:
@@ -68,12 +68,12 @@ def recall_choice(place: RunFolder, engine: Engine) -> None:
         return
     found = place.read_json(place.engine)
     try:
-        engine.stacking = Stacking(int(found["at_once"]), int(found["workers"]))  # pyright: ignore
+        engine.stacking = StackingPlan(int(found["at_once"]), int(found["workers"]))  # pyright: ignore
     except (TypeError, KeyError, ValueError):
         raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
 
 
-def keep_choice(place: RunFolder, engine: Engine) -> None:
+def store_stacking_plan(place: RunFolder, engine: Engine) -> None:
     """Write down how many clients the engine chose to train at once, if it has and nobody wrote it down yet."""
     if isinstance(engine, BatchedEngine) and engine.stacking is not None and not place.engine.exists():
         place.write_json(place.engine, asdict(engine.stacking))

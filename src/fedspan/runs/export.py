@@ -103,7 +103,7 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
         there = client is None or "global" in report.adapters or client in report.adapters
         if there and round in ("best", report.best_round):
             return adapter_folder(folder, client)
-    kept, config = checkpoints.load(checkpoints.chosen(place, round)), read_config(folder)
+    kept, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_config(folder)
     require_same_run(place, config, kept)
     progress, prepared = kept.progress, prepare(config, read_partition(folder))
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))

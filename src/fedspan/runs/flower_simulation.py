@@ -9,7 +9,7 @@ import torch
 
 from fedspan.federation.orders import Transport
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.remote import answer_as, connected, nodes_folder
+from fedspan.runs.remote import connect, nodes_folder, reply_as
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 
@@ -27,11 +27,11 @@ def flower_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Pr
     threads = torch.get_num_threads()
     actors = min(prepared.config.engine.workers or threads, len(prepared.federation.members))
     cuda = prepared.engine.adapted.device.type == "cuda"
-    answering = partial(answer_as, str(place.path.resolve()), max(1, threads // actors))
+    answering = partial(reply_as, str(place.path.resolve()), max(1, threads // actors))
 
     def serving(transport: Transport) -> RunReport:
         rules = prepared.config.federation.reply_rules()
-        return played(connected(prepared, transport, rules, nodes=nodes_folder(place.path)))
+        return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
     return simulate(
         list(prepared.federation.members), answering, serving, actors=actors, gpus=1 / actors if cuda else 0.0

@@ -13,9 +13,9 @@ from fedspan.config import RunConfig
 from fedspan.core.noise import KEY_BYTES
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
-from fedspan.training.accounting import Charge, Spend, require_opacus
+from fedspan.training.accounting import Charge, PrivacySpend, require_opacus
 
-__all__ = ["Book", "Budget", "has_key", "keep_key", "kept_key", "new_key"]
+__all__ = ["Book", "Budget", "has_key", "load_noise_key", "new_key", "store_noise_key"]
 
 _KEY, _BOOK = "noise.key", "privacy.json"
 
@@ -30,7 +30,7 @@ def new_key(config: RunConfig) -> bytes | None:
     return secrets.token_bytes(KEY_BYTES) if is_secret(config) else None
 
 
-def keep_key(folder: Path, key: bytes | None) -> None:
+def store_noise_key(folder: Path, key: bytes | None) -> None:
     """Write a key into a folder, for its owner alone; nothing for None.
 
     Raises:
@@ -53,7 +53,7 @@ def has_key(folder: Path) -> bool:
     return (folder / _KEY).is_file()
 
 
-def kept_key(folder: Path, config: RunConfig) -> bytes | None:
+def load_noise_key(folder: Path, config: RunConfig) -> bytes | None:
     """The key in a folder; None where it follows from the seed.
 
     Raises:
@@ -80,10 +80,10 @@ class Budget:
 
     def __init__(self, config: RunConfig, kept: str = "{}") -> None:
         self._config = config.privacy
-        self._spend: Spend | None = None
+        self._spend: PrivacySpend | None = None
         if self._config is not None:
             require_opacus()
-            self._spend = Spend(self._config.delta, self._config.accountant)
+            self._spend = PrivacySpend(self._config.delta, self._config.accountant)
             self._spend.restore(json.loads(kept))
 
     def count(self, charges: tuple[Charge, ...]) -> None:
@@ -153,7 +153,7 @@ class Book:
         """
         if not charges:
             return
-        spend = Spend(self.delta, "rdp")
+        spend = PrivacySpend(self.delta, "rdp")
         if self.path.is_file():
             try:
                 spend.restore(from_json(read_bytes(self.path)))  # pyright: ignore[reportArgumentType]

@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedspan.clients.host import Host, declined
-from fedspan.clients.store import DiskKeeper
+from fedspan.clients.host import Host, refuse_any
+from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require
-from fedspan.federation.aggregation.aggregation import MakeAggregation
-from fedspan.federation.aggregation.plaintext import PlainAggregation
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.evaluation_exchange import RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.orders import Transport
-from fedspan.federation.progress import Member
-from fedspan.federation.protocol import Parcel
-from fedspan.federation.secagg.messages import open_asked
+from fedspan.federation.progress import ClientData
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.model_setup import build_model
-from fedspan.runs.privacy_budget import kept_key
+from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.ranks import client_ranks, client_scaling
-from fedspan.runs.session import kept_partition
+from fedspan.runs.session import load_partition
 from fedspan.runs.setup import Prepared, choose_device, max_length, prepare, require_private_model
 from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.transports.in_process import simulate
@@ -40,7 +40,7 @@ from fedspan.transports.in_process import simulate
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["answer_as", "connected", "members_of", "method_for", "nodes_folder", "prepare_server", "secure_client"]
+__all__ = ["connect", "method_for", "nodes_folder", "prepare_server", "reply_as", "secure_client", "server_clients"]
 
 
 def nodes_folder(run: Path) -> Path:
@@ -58,7 +58,7 @@ class Nothing:
 
 
 def prepare_server(config: RunConfig, key: bytes | None = None) -> Prepared:
-    """Build the server's half of a deployment: everything but data and clients (``connected`` brings those).
+    """Build the server's half of a deployment: everything but data and clients (``connect`` brings those).
 
     Args:
         config: of ``meeting.server_config``.
@@ -87,7 +87,7 @@ def method_for(config: RunConfig, spec: Spec) -> RegisteredMethod:
     return config.build_method(replace(spec, clients=config.partition.clients))
 
 
-def members_of(config: RunConfig, spec: Spec, examples: Mapping[str, int]) -> dict[str, Member]:
+def server_clients(config: RunConfig, spec: Spec, examples: Mapping[str, int]) -> dict[str, ClientData]:
     """What a server knows of its clients.
 
     Args:
@@ -98,20 +98,20 @@ def members_of(config: RunConfig, spec: Spec, examples: Mapping[str, int]) -> di
     method, nobody = method_for(config, spec), np.zeros(0, np.int64)
     ids = sorted(examples)
     ranks = client_ranks(config, method, ids)
-    members: dict[str, Member] = {}
+    members: dict[str, ClientData] = {}
     for id in ids:
         weight = 1.0 if config.federation.weights == "uniform" else float(examples[id])
         client = Client(id, ranks[id], client_scaling(config, method, ranks[id]), examples[id], weight)
-        members[id] = Member(client, nobody, nobody, nobody)
+        members[id] = ClientData(client, nobody, nobody, nobody)
     return members
 
 
-def connected(
+def connect(
     prepared: Prepared,
     transport: Transport,
     rules: ReplyRules,
     *,
-    members: Mapping[str, Member] | None = None,
+    members: Mapping[str, ClientData] | None = None,
     nodes: Path | None = None,
     run: str = "",
 ) -> Prepared:
@@ -142,7 +142,7 @@ def connected(
         run,
         exporting=nodes is None,
     )
-    keeper = None if nodes is None else DiskKeeper(nodes)
+    keeper = None if nodes is None else DiskClientStore(nodes)
 
     def memory(client: str, round: int) -> Memory:
         assert keeper is not None
@@ -154,11 +154,11 @@ def connected(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
-def _aggregating(config: RunConfig) -> MakeAggregation:
+def _aggregating(config: RunConfig) -> AggregationFactory:
     """The kind of aggregation that a config asks for."""
     secure = config.federation.secure_settings()
     if secure is None:
-        return PlainAggregation
+        return PlaintextAggregation
     require()
     from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
 
@@ -181,34 +181,34 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> S
         return None
     require()
     from fedspan.clients.secagg import SecureClient  # needs fedspan[secagg]
-    from fedspan.clients.secagg_store import DiskVault
+    from fedspan.clients.secagg_store import DiskSessionStore
 
-    return SecureClient(id, DiskVault(folder), least)
+    return SecureClient(id, DiskSessionStore(folder), least)
 
 
-def answer_as(run: str, threads: int, number: int, parcel: Parcel) -> Parcel:
+def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelope:
     """Answer as a client of a simulated run; the process that is asked first loads model and data, and keeps them.
 
     Args:
         run: the run's folder.
         threads: of this process.
         number: the client's place among the ids.
-        parcel: the server's order.
+        envelope: the server's order.
     """
-    asked = open_asked(parcel)
+    asked = decode_request(envelope)
     try:
         host = _host(run)
         torch.set_num_threads(threads)  # not those that the config gives the whole run
         return host.reply(asked)
     except Exception as error:  # whatever it was, the server is told that there is no reply
-        return declined(asked, error)
+        return refuse_any(asked, error)
 
 
 @lru_cache(maxsize=1)
 def _host(run: str) -> Host:
     place = RunFolder(run)
     config = parse_config(parse_text(place.config_text(), str(place.config)))
-    prepared = prepare(config, kept_partition(place), kept_key(place.path, config))
+    prepared = prepare(config, load_partition(place), load_noise_key(place.path, config))
     federation, folder = prepared.federation, nodes_folder(place.path)
     secure: Mapping[str, SecureClient] | None = None
     if config.federation.secure is not None:
@@ -219,7 +219,7 @@ def _host(run: str) -> Host:
         prepared.engine,
         federation.members,
         prepared.train,
-        DiskKeeper(folder),
+        DiskClientStore(folder),
         config.evaluation.batch_size,
         secure=secure,
     )

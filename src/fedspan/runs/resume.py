@@ -9,7 +9,7 @@ from fedspan.files import read_bytes
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["kept_partition", "require_same_run"]
+__all__ = ["load_partition", "require_same_run"]
 
 
 def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
@@ -23,7 +23,7 @@ def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | Non
         raise FedspanError("config", str(place.config), expected)
 
 
-def kept_partition(place: RunFolder) -> Partition | None:
+def load_partition(place: RunFolder) -> Partition | None:
     """The partition that a run was begun with, if that is written down."""
     if not place.partition.exists():
         return None

@@ -14,7 +14,7 @@ import yaml
 from fedspan.clients.store import store
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
-from fedspan.diagnostics.recorder import Looks
+from fedspan.diagnostics.recorder import DiagnosticsRecorder
 from fedspan.errors import FedspanError
 from fedspan.federation.outcomes import Transfer
 from fedspan.federation.progress import Progress, RoundResult
@@ -23,20 +23,20 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.checkpoint import Checkpoint
-from fedspan.runs.engine_setup import engine_note, keep_choice, recall_choice
+from fedspan.runs.engine_setup import engine_note, load_stacking_plan, store_stacking_plan
 from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
 from fedspan.runs.model_card import write_cards
-from fedspan.runs.privacy_budget import Budget, keep_key, kept_key, new_key
+from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
 from fedspan.runs.report import RunReport
-from fedspan.runs.resume import kept_partition, require_same_run
+from fedspan.runs.resume import load_partition, require_same_run
 from fedspan.runs.scores import final_scores, round_score, sample_predictions
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
 
-__all__ = ["Host", "RunReport", "kept_partition", "require_same_run", "run", "write_adapters"]
+__all__ = ["Host", "RunReport", "load_partition", "require_same_run", "run", "write_adapters"]
 
 
 Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
@@ -92,7 +92,7 @@ def run(
     key = new_key(config)
     prepared = build(config, None, key)  # before the folder is made: a mistake in the config leaves nothing behind
     with RunFolder.create(folder, text) as place:
-        keep_key(place.path, key)
+        store_noise_key(place.path, key)
         record_environment(place, config.seed, command)
         return _play(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
 
@@ -110,7 +110,7 @@ def _play(
     kept = checkpoints.resume(place)
     if prepared is None:
         require_same_run(place, config, kept)
-        prepared = build(config, kept_partition(place), kept_key(place.path, config))
+        prepared = build(config, load_partition(place), load_noise_key(place.path, config))
     if prepared.partition is not None and not place.partition.exists():
         with disk_errors(place.path):
             write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
@@ -134,7 +134,7 @@ class _Session:
         self.seconds = 0.0
         self.best: tuple[int, float] | None = None
         self.budget = Budget(prepared.config)
-        self.looks = Looks(prepared.federation, prepared.config.evaluation.diagnostics)
+        self.looks = DiagnosticsRecorder(prepared.federation, prepared.config.evaluation.diagnostics)
 
     def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
         """All rounds that are still to be played."""
@@ -148,7 +148,7 @@ class _Session:
             if self.best is not None:
                 federation.remember(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
-        recall_choice(self.place, engine)
+        load_stacking_plan(self.place, engine)
         self.listener.started(self.prepared, progress.state.round, resumed)
         first = progress.state.round + 1
         if not progress.state.round and self.budget.limited:
@@ -160,7 +160,7 @@ class _Session:
                 self.listener.client_finished(number, client, loss)
 
             result, seen = self.looks.run_round(progress, told)
-            keep_choice(self.place, engine)
+            store_stacking_plan(self.place, engine)
             for note in (engine_note(engine), federation.remark()):
                 if number == first and note is not None:
                     self.listener.noted(note)

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import torch
 
-from fedspan.clients.data import OnDemand
+from fedspan.clients.data import LazyMapping
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
@@ -17,7 +17,7 @@ from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import Member
+from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import RunModel, build_model
@@ -173,17 +173,17 @@ def max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> 
     return int(min(limits))
 
 
-def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> OnDemand[Member]:
+def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> LazyMapping[ClientData]:
     ids = parts.parts.ids
     cohort = config.federation.clients_per_round
     if cohort is not None and cohort > len(ids):
         raise FedspanError("federation.clients_per_round", cohort, f"at most the {len(ids)} clients there are")
     ranks = np.fromiter(client_ranks(config, method, ids).values(), np.int64, len(ids))
 
-    def member(at: int) -> Member:
+    def member(at: int) -> ClientData:
         part, rank = parts.parts[at], int(ranks[at])
         weight = 1.0 if config.federation.weights == "uniform" else float(len(part.train))
         client = Client(part.id, rank, client_scaling(config, method, rank), len(part.train), weight)
-        return Member(client, part.train, part.validation, part.test)
+        return ClientData(client, part.train, part.validation, part.test)
 
-    return OnDemand(ids, member)
+    return LazyMapping(ids, member)

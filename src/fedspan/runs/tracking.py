@@ -19,7 +19,7 @@ from fedspan.errors import FedspanError, nearest
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
 
-__all__ = ["TRACKERS", "Tracked", "numbers", "require_trackers"]
+__all__ = ["TRACKERS", "TrackingListener", "numbers", "require_trackers"]
 
 _PROJECT = "fedspan"
 _MADE: Mapping[str, Callable[[Path], Any]] = {
@@ -45,7 +45,7 @@ def require_trackers(names: Sequence[str]) -> None:
             raise FedspanError("track", name, f"pip install {name} first")
 
 
-class Tracked(Listener):
+class TrackingListener(Listener):
     """Hands numbers to trackers, and everything to another listener.
 
     Args:

@@ -58,9 +58,9 @@ def _tracked(listener: Listener | None, track: Sequence[str], folder: str | Path
     if not track:
         yield listener
         return
-    from fedspan.runs.tracking import Tracked
+    from fedspan.runs.tracking import TrackingListener
 
-    tracked = Tracked(listener or Listener(), track, Path(folder))
+    tracked = TrackingListener(listener or Listener(), track, Path(folder))
     try:
         yield tracked
     finally:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fedspan.errors import FedspanError
 
-__all__ = ["Accounting", "Charge", "Mechanism", "Spend", "calibrated", "epsilon_of", "require_opacus"]
+__all__ = ["Accounting", "Charge", "Mechanism", "PrivacySpend", "calibrate_noise", "epsilon_of", "require_opacus"]
 
 Accounting = Literal["rdp", "prv"]
 
@@ -56,7 +56,7 @@ class Charge:
     count: int
 
 
-class Spend:
+class PrivacySpend:
     """All releases so far, by payer.
 
     Args:
@@ -174,7 +174,7 @@ def _renyi(mechanism: Mechanism, orders: tuple[float, ...]) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def calibrated(rate: float, count: int, epsilon: float, delta: float, accounting: Accounting) -> float:
+def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accounting: Accounting) -> float:
     """The noise with which so many releases cost at most an epsilon; no more than a hundredth of it is left over.
 
     Args:

@@ -20,12 +20,12 @@ import torch
 
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples
-from fedspan.training.client_slot import Seat
-from fedspan.training.grouping import chosen
+from fedspan.training.client_slot import ClientSlot
+from fedspan.training.grouping import select_group
 from fedspan.training.jobs import Assignment
 from fedspan.training.worker import Worker
 
-__all__ = ["DEFAULT", "Stacking", "Wish", "cache_file", "choose"]
+__all__ = ["DEFAULT", "StackingPlan", "StackingRequest", "cache_file", "tune"]
 
 _WORTH, _TOKENS = 200, 10_000  # batches and tokens of a round below both of which measuring takes more than it saves
 _PASSES, _SECONDS = 4, 0.3  # of one measurement, at most
@@ -35,7 +35,7 @@ _MOST = 64  # clients in a pass
 
 
 @dataclass(frozen=True)
-class Stacking:
+class StackingPlan:
     """How many clients train at the same time.
 
     Args:
@@ -48,25 +48,25 @@ class Stacking:
 
 
 @dataclass(frozen=True)
-class Wish:
+class StackingRequest:
     """What the user has set; None: measured."""
 
     at_once: int | None = None
     workers: int | None = None
 
 
-DEFAULT = Stacking(4, 2)
+DEFAULT = StackingPlan(4, 2)
 """Where there is too little to train for measuring to pay; one worker where torch has one thread, or on a GPU."""
 
 
-def choose(
-    wish: Wish,
+def tune(
+    wish: StackingRequest,
     workers: Callable[[int], Sequence[Worker]],
     together: Callable[[Sequence[Callable[[], None]]], None],
     works: Sequence[Assignment],
     clients: int,
     examples: Examples,
-) -> Stacking:
+) -> StackingPlan:
     """How many clients at once, for a round that begins with these jobs.
 
     Args:
@@ -78,7 +78,7 @@ def choose(
         examples: what the jobs' indices point into.
     """
     if wish.at_once is not None and wish.workers is not None:
-        return Stacking(wish.at_once, wish.workers)
+        return StackingPlan(wish.at_once, wish.workers)
     first, works = workers(1)[0], [work for work in works if len(work.indices)]
     probe = first.seat(works[0], examples) if works else None
     threads = torch.get_num_threads() if first.adapted.device.type == "cpu" else 1
@@ -86,12 +86,12 @@ def choose(
     few = probe is None or (len(probe.batches) * clients < _WORTH and tokens < _TOKENS)
     if probe is None or few or first.why_not is not None:
         # Alone they still can train side by side.
-        return Stacking(wish.at_once or DEFAULT.at_once, wish.workers or min(DEFAULT.workers, threads))
+        return StackingPlan(wish.at_once or DEFAULT.at_once, wish.workers or min(DEFAULT.workers, threads))
     key = _key(wish, first, probe, clients, examples)
     if known := _read().get(key):
-        return Stacking(**known)
+        return StackingPlan(**known)
 
-    def seconds(stacking: Stacking) -> float:
+    def seconds(stacking: StackingPlan) -> float:
         team = workers(stacking.workers)
         return _seconds_a_token(team, together, works, stacking.at_once, examples)
 
@@ -100,11 +100,13 @@ def choose(
     return found
 
 
-def _search(wish: Wish, clients: int, threads: int, seconds: Callable[[Stacking], float]) -> Stacking:
-    best = Stacking(wish.at_once or min(4, clients), wish.workers or 1)
+def _search(
+    wish: StackingRequest, clients: int, threads: int, seconds: Callable[[StackingPlan], float]
+) -> StackingPlan:
+    best = StackingPlan(wish.at_once or min(4, clients), wish.workers or 1)
     least = seconds(best)
     if wish.workers is None and threads > 1 and clients > 1:
-        other = Stacking(best.at_once, threads)
+        other = StackingPlan(best.at_once, threads)
         if (taken := seconds(other)) < _GAIN * least:
             best, least = other, taken
     if wish.at_once is not None:
@@ -114,7 +116,7 @@ def _search(wish: Wish, clients: int, threads: int, seconds: Callable[[Stacking]
     for sizes in (more, (2, 1)):
         start, failed = best, 0
         for size in sizes:
-            other = Stacking(size, best.workers)
+            other = StackingPlan(size, best.workers)
             if size > share or failed == _PATIENCE:
                 break
             if (taken := seconds(other)) > _GAIN * least:
@@ -125,7 +127,7 @@ def _search(wish: Wish, clients: int, threads: int, seconds: Callable[[Stacking]
             break
     if wish.workers is None and threads > 1 and clients > 1:  # small passes say little of how large ones share a CPU
         workers = 1 if best.workers > 1 else threads
-        other = Stacking(min(best.at_once, -(-clients // workers)), workers)
+        other = StackingPlan(min(best.at_once, -(-clients // workers)), workers)
         if seconds(other) < _GAIN * least:
             best = other
     return best
@@ -143,13 +145,13 @@ def _seconds_a_token(
     The same passes are made three times; the faster of the last two counts: libraries prepare for every new shape.
     """
     tokens = [0] * len(team)
-    made: list[list[list[tuple[Seat, int]]]] = [[] for _ in team]
+    made: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]
 
     def first(number: int) -> None:
         worker, seats = team[number], seated[number]
         until = time.perf_counter() + _SECONDS
         while len(made[number]) < _PASSES and (not made[number] or time.perf_counter() < until):
-            group = chosen(seats, at_once, not worker.loop.padding.possible)
+            group = select_group(seats, at_once, not worker.loop.padding.possible)
             tokens[number] += sum(int(examples.lengths[seat.batch].sum()) for seat in group)
             made[number].append([(seat, seat.taken) for seat in group])
             worker.advance(group, examples)
@@ -175,14 +177,16 @@ def _seconds_a_token(
         return float("inf")
 
 
-def _seats(worker: Worker, works: Sequence[Assignment], number: int, at_once: int, examples: Examples) -> list[Seat]:
+def _seats(
+    worker: Worker, works: Sequence[Assignment], number: int, at_once: int, examples: Examples
+) -> list[ClientSlot]:
     """More jobs than fit into a pass, as in training; the same ones again where there are too few."""
-    chosen = [works[(number + at) % len(works)] for at in range(2 * at_once)]
-    seats = [worker.seat(work, examples) for work in chosen]
+    repeated = [works[(number + at) % len(works)] for at in range(2 * at_once)]
+    seats = [worker.seat(work, examples) for work in repeated]
     return [seat for seat in seats if seat is not None]
 
 
-def _key(wish: Wish, worker: Worker, seat: Seat, clients: int, examples: Examples) -> str:
+def _key(wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, examples: Examples) -> str:
     """All that the choice depends on: machine, model, jobs."""
     model = worker.adapted.model
     parts = {
@@ -216,7 +220,7 @@ def _read() -> dict[str, dict[str, int]]:
         return {}
 
 
-def _write(key: str, found: Stacking) -> None:
+def _write(key: str, found: StackingPlan) -> None:
     place = cache_file()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

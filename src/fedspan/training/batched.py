@@ -18,7 +18,7 @@ from torch import Tensor
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.autotuning import Stacking, Wish, choose
+from fedspan.training.autotuning import StackingPlan, StackingRequest, tune
 from fedspan.training.batching import evaluation_batches
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
@@ -52,14 +52,14 @@ class BatchedEngine:
         task: Task,
         settings: TrainingSettings,
         seed: int,
-        wish: Wish | None = None,
+        wish: StackingRequest | None = None,
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = True,
         compiled: bool = False,
     ) -> None:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
-        self.wish = wish or Wish()
-        self.stacking: Stacking | None = None
+        self.wish = wish or StackingRequest()
+        self.stacking: StackingPlan | None = None
         """How many clients at once; known from the first round on, or set beforehand."""
         self.compiled = compiled
         loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled)
@@ -87,7 +87,7 @@ class BatchedEngine:
         if self.stacking is None:
             early = {client: opened(client) for client in list(sizes)[:_TRIED]}
         stacking = self.settle(list(early.values()), len(sizes), examples)
-        shares = divided(sizes, min(stacking.workers, len(sizes)))
+        shares = balance(sizes, min(stacking.workers, len(sizes)))
         workers = self._ready(len(shares))
         calls = [
             lambda worker=worker, share=share: worker.run(
@@ -95,12 +95,12 @@ class BatchedEngine:
             )
             for worker, share in zip(workers, shares, strict=True)
         ]
-        together(calls)
+        run_parallel(calls)
 
-    def settle(self, works: Sequence[Assignment], clients: int, examples: Examples) -> Stacking:
+    def settle(self, works: Sequence[Assignment], clients: int, examples: Examples) -> StackingPlan:
         """How many clients at once: chosen by the first jobs of a round of so many clients, if it is not known yet."""
         if self.stacking is None:
-            self.stacking = choose(self.wish, self._ready, together, works, clients, examples)
+            self.stacking = tune(self.wish, self._ready, run_parallel, works, clients, examples)
         return self.stacking
 
     @property
@@ -124,7 +124,7 @@ class BatchedEngine:
             own = batches[number :: len(workers)]
             rows.update(workers[number].loop.rows(job, examples, own, thorough=thorough))
 
-        together([lambda number=number: predicted(number) for number in range(len(workers))])
+        run_parallel([lambda number=number: predicted(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])
 
     @property
@@ -146,7 +146,7 @@ class BatchedEngine:
         return workers
 
 
-def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+def balance(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
     """Clients in parts of about the same work: the largest first, each to the part that has least."""
     shares: list[list[str]] = [[] for _ in range(parts)]
     loads = [0] * parts
@@ -157,7 +157,7 @@ def divided(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
     return shares
 
 
-def together(calls: Sequence[Callable[[], None]]) -> None:
+def run_parallel(calls: Sequence[Callable[[], None]]) -> None:
     """Make calls at the same time, torch's threads divided among them; the first error is raised in the end."""
     if len(calls) == 1:
         calls[0]()

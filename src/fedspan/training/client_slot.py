@@ -14,14 +14,14 @@ from fedspan.core.values import OptimizerState, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import job_batches
 from fedspan.training.jobs import Assignment, not_finite, spec_of
-from fedspan.training.optimizers import joined_state
+from fedspan.training.optimizers import join_states
 from fedspan.training.settings import TrainingSettings
 from fedspan.training.stacked_optimizer import Layout
 
-__all__ = ["Seat"]
+__all__ = ["ClientSlot"]
 
 
-class Seat:
+class ClientSlot:
     """A client's tensors, moments and place in its batches.
 
     Args:
@@ -56,7 +56,7 @@ class Seat:
             if name not in layout.names
         }
         self._names = tuple(_ordered(job.tensors))
-        state = joined_state(work.kept, job.optimizer_state) or OptimizerState()
+        state = join_states(work.kept, job.optimizer_state) or OptimizerState()
         self._initial = state
         wanted = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
         kinds = wanted if self.spec.name == "adamw" or self.spec.momentum else ()

@@ -68,7 +68,7 @@ class PrivateTraining:
         trainer.ready(examples, work.indices)
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
-        optimizer = trainer.optimizer_of(work, live)
+        optimizer = trainer.make_optimizer(work, live)
         noisy = NoisySum(self.privacy, work, {name: live[name] for name in optimizer.names})
         expected = expected_batch(settings, len(work.indices))
         loss_sum, decay, seen, steps = 0.0, 1.0, 0, 0
@@ -85,7 +85,7 @@ class PrivateTraining:
                 noisy.add({name: self._masked(job, name, value) for name, value in gradients.items()})
             trainer.apply(job, live, optimizer, noisy.taken(steps, expected), clipping=False)
             steps += 1
-            decay *= trainer.decayed(work, live)
+            decay *= trainer.decay_frozen(work, live)
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},
@@ -126,8 +126,8 @@ class PrivateTraining:
         rows = indices.tolist()
         batch = trainer.task.batch(examples, rows, trainer.adapted.device)
         held = self.stacked.holding(work.job.parametrization, {**others, **leaves}, count, count)
-        whole = trainer.padding.removed(batch, count, np.ones(count, dtype=bool))
-        with held, whole, trainer.prefixes.fed(examples, rows):
+        whole = trainer.padding.remove_padding(batch, count, np.ones(count, dtype=bool))
+        with held, whole, trainer.prefixes.feed(examples, rows):
             losses = trainer.task.losses(trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device))
             losses.sum().backward()
         found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
@@ -141,7 +141,7 @@ class PrivateTraining:
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         for index in indices.tolist():
             batch = trainer.task.batch(examples, [index], trainer.adapted.device)
-            with trainer.padding.removed(batch), trainer.prefixes.fed(examples, [index]):
+            with trainer.padding.remove_padding(batch), trainer.prefixes.feed(examples, [index]):
                 loss = trainer.task.loss(trainer.adapted.model, batch)
             own = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
             losses.append(loss.detach())

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import generator
-from fedspan.training.client_slot import Seat
+from fedspan.training.client_slot import ClientSlot
 
-__all__ = ["chosen", "disturbed", "stacked_others"]
+__all__ = ["perturb", "select_group", "stack_frozen"]
 
 _LIKE = 1.2
 """Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
 
 
-def chosen(seats: Sequence[Seat], at_once: int, padded: bool = True) -> list[Seat]:
+def select_group(seats: Sequence[ClientSlot], at_once: int, padded: bool = True) -> list[ClientSlot]:
     """The clients of the next pass: that with the most batches left, and those whose next batches are most like its.
 
     Args:
@@ -35,7 +35,7 @@ def chosen(seats: Sequence[Seat], at_once: int, padded: bool = True) -> list[Sea
     return [seat for seat in seats if id(seat) in kept]
 
 
-def stacked_others(group: Sequence[Seat]) -> dict[str, Tensor]:
+def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
     """What does not train, (C, ...) each; tensors that all clients share are not copied."""
     made: dict[str, Tensor] = {}
     for name, first in group[0].others.items():
@@ -45,7 +45,7 @@ def stacked_others(group: Sequence[Seat]) -> dict[str, Tensor]:
     return made
 
 
-def disturbed(seat: Seat) -> dict[str, Tensor]:
+def perturb(seat: ClientSlot) -> dict[str, Tensor]:
     """A client's tensors, with those that train moved a little: where B is 0, nothing could be told apart."""
     rng = generator(0, "verify", seat.work.client)
     tensors = {name: value.clone() for name, value in seat.tensors().items()}

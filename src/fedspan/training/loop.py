@@ -77,7 +77,7 @@ class LoopEngine(Trainer):
         self.ready(examples, indices)
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
-        optimizer = self.optimizer_of(work, live)
+        optimizer = self.make_optimizer(work, live)
         gradients_sum: dict[str, Tensor] = {}
         probing = job.steps == 0
         loss_sum = examples_seen = 0.0
@@ -88,7 +88,7 @@ class LoopEngine(Trainer):
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
             self.set_dropout(work, micro)
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
-            with self.padding.removed(batch), self.prefixes.fed(examples, batch_indices.tolist()):
+            with self.padding.remove_padding(batch), self.prefixes.feed(examples, batch_indices.tolist()):
                 loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):
@@ -101,11 +101,11 @@ class LoopEngine(Trainer):
                 continue
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-            decay *= self.decayed(work, live)
+            decay *= self.decay_frozen(work, live)
         if probing or micro % settings.accumulate:  # the last, incomplete group of an epoch still counts
             self._step(job, live, optimizer, gradients_sum, probing)
             steps += 1
-            decay *= self.decayed(work, live)
+            decay *= self.decay_frozen(work, live)
         adapted.set_dropout(None)
         return Trained(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in live.items()},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedspan.core.values import Group, OptimizerSpec, OptimizerState
 
-__all__ = ["LocalOptimizer", "clip", "joined_state"]
+__all__ = ["LocalOptimizer", "clip", "join_states"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class LocalOptimizer:
         )
 
 
-def joined_state(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
+def join_states(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
     """Moments kept of earlier rounds under those that the job itself hands over."""
     if kept is None or own is None:
         return own or kept

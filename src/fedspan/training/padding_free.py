@@ -70,7 +70,7 @@ class Padding:
         """Whether batches can go without padding, as far as is known."""
         return self._own is not None and self._state.why_not is None
 
-    def removed(
+    def remove_padding(
         self, batch: Mapping[str, Tensor], clients: int = 1, counted: np.ndarray | None = None
     ) -> AbstractContextManager[None]:
         """Within this context forward passes of a batch go without padding, if that pays.

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job
-from fedspan.training.accounting import Mechanism, calibrated, require_opacus
+from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
 from fedspan.training.jobs import Assignment
 from fedspan.training.settings import Privacy, TrainingSettings
 
@@ -48,7 +48,7 @@ def noise_for(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job],
     if not steps:
         return 0.0
     rate = expected_batch(settings, count) / count
-    return calibrated(rate, steps, privacy.epsilon, privacy.delta, privacy.accounting)
+    return calibrate_noise(rate, steps, privacy.epsilon, privacy.delta, privacy.accounting)
 
 
 def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> tuple[Mechanism, int]:

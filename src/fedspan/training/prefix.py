@@ -191,7 +191,7 @@ class PrefixCache:
         hidden = self.hidden(sample.tolist())
         with evaluating(self.adapted.model):
             wanted = self._logits(batch, sample)
-            with self.prefix.fed(hidden):
+            with self.prefix.feed(hidden):
                 found = self._logits(batch, sample)
         apart = _apart(found, wanted)
         if not apart <= _tolerance(hidden.dtype):

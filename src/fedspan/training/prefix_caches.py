@@ -75,7 +75,7 @@ class PrefixCaches:
         if cache is not None and self.settings is not None:
             cache.ensure(indices, self.settings.batch_size)
 
-    def fed(self, examples: Examples, indices: Sequence[int]) -> AbstractContextManager[None]:
+    def feed(self, examples: Examples, indices: Sequence[int]) -> AbstractContextManager[None]:
         """Within this context forward passes of a batch of examples skip the prefix, if there is one.
 
         Args:
@@ -83,4 +83,4 @@ class PrefixCaches:
             indices: that it was asked for.
         """
         cache = self._own.get(id(examples))  # none is made here: in mid-job the model is not to be changed
-        return nullcontext() if cache is None else cache.prefix.fed(cache.hidden(indices))
+        return nullcontext() if cache is None else cache.prefix.feed(cache.hidden(indices))

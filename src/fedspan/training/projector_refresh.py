@@ -115,7 +115,7 @@ def _from_gradients(
     adapted.set_dropout(None)
     with adapted.captured_gradients(take):
         batch = trainer.task.batch(examples, batch_indices.tolist(), adapted.device)
-        with trainer.prefixes.fed(examples, batch_indices.tolist()):
+        with trainer.prefixes.feed(examples, batch_indices.tolist()):
             loss = trainer.task.loss(adapted.model, batch)
         loss.backward()
     for tensor in live.values():

@@ -16,7 +16,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import evaluation_batches
 from fedspan.training.jobs import Assignment, spec_of
-from fedspan.training.optimizers import LocalOptimizer, clip, joined_state
+from fedspan.training.optimizers import LocalOptimizer, clip, join_states
 from fedspan.training.padding_free import Padding
 from fedspan.training.prefix_caches import PrefixCaches
 from fedspan.training.settings import PrefixSettings, TrainingSettings
@@ -63,15 +63,15 @@ class Trainer:
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, indices)
 
-    def optimizer_of(self, work: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
+    def make_optimizer(self, work: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
         """The optimizer of a job whose tensors are installed."""
         job = work.job
         return LocalOptimizer(
-            spec_of(work, self.settings), job.trainable, live, joined_state(work.kept, job.optimizer_state), job.masks
+            spec_of(work, self.settings), job.trainable, live, join_states(work.kept, job.optimizer_state), job.masks
         )
 
     @torch.no_grad()
-    def decayed(self, work: Assignment, live: Mapping[str, Tensor]) -> float:
+    def decay_frozen(self, work: Assignment, live: Mapping[str, Tensor]) -> float:
         """Decoupled decay of what does not train, where the job asks for it: the frozen base and finished segments."""
         job, spec = work.job, spec_of(work, self.settings)
         if not job.decay_base or job.steps == 0:
@@ -140,7 +140,7 @@ class Trainer:
         rows: dict[int, Tensor] = {}
         for indices in batches:
             batch = self.task.batch(examples, indices.tolist(), adapted.device)
-            with nullcontext() if thorough else self.prefixes.fed(examples, indices.tolist()):
+            with nullcontext() if thorough else self.prefixes.feed(examples, indices.tolist()):
                 predictions = self.task.predict(adapted.model, batch, thorough=thorough).float().cpu()
             rows.update(zip(indices.tolist(), predictions, strict=True))
         return rows

@@ -16,8 +16,8 @@ from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
-from fedspan.training.client_slot import Seat
-from fedspan.training.grouping import chosen, disturbed, stacked_others
+from fedspan.training.client_slot import ClientSlot
+from fedspan.training.grouping import perturb, select_group, stack_frozen
 from fedspan.training.jobs import Assignment, spec_of
 from fedspan.training.loop import LoopEngine
 from fedspan.training.projector_refresh import refresh_due, refresh_projectors
@@ -60,7 +60,7 @@ class Worker:
 
     def run(self, examples: Examples, clients: Sequence[str], at_once: int, opened: Opened, finished: Finished) -> None:
         """Train clients, ``at_once`` of them in a pass where that can be."""
-        waiting, seats = list(reversed(clients)), list[Seat]()
+        waiting, seats = list(reversed(clients)), list[ClientSlot]()
         self._known.clear()
         self._mode = None
         while waiting or seats:
@@ -68,7 +68,7 @@ class Worker:
                 self._admit(opened(waiting.pop()), examples, at_once, seats, finished)
             if not seats:
                 continue
-            group = chosen(seats, at_once, not self.loop.padding.possible)
+            group = select_group(seats, at_once, not self.loop.padding.possible)
             try:
                 self.advance(group, examples)
             except Unstackable as error:
@@ -86,7 +86,9 @@ class Worker:
                 else:
                     self._renew(seat, examples)
 
-    def _admit(self, work: Assignment, examples: Examples, at_once: int, seats: list[Seat], finished: Finished) -> None:
+    def _admit(
+        self, work: Assignment, examples: Examples, at_once: int, seats: list[ClientSlot], finished: Finished
+    ) -> None:
         seat = None if at_once == 1 or self.why_not is not None else self.seat(work, examples)
         if seat is None:
             self._alone(work, examples, finished, at_once, seats)
@@ -100,7 +102,7 @@ class Worker:
         examples: Examples,
         finished: Finished,
         at_once: int = 1,
-        seats: list[Seat] | None = None,
+        seats: list[ClientSlot] | None = None,
     ) -> None:
         """Train a job as the loop engine does; the client's next one may be stacked again."""
         self._mode = None
@@ -108,7 +110,7 @@ class Worker:
         if following is not None:
             self._admit(following, examples, at_once, [] if seats is None else seats, finished)
 
-    def seat(self, work: Assignment, examples: Examples) -> Seat | None:
+    def seat(self, work: Assignment, examples: Examples) -> ClientSlot | None:
         """A place for a job among others; None where it must train alone."""
         spec = spec_of(work, self.settings)
         layout = Layout.of(work.job, spec)
@@ -123,7 +125,7 @@ class Worker:
             return None
         self.loop.ready(examples, work.indices)
         self._mode = None
-        seat = Seat(work, layout, self.settings, self.seed, examples, self.adapted.device)
+        seat = ClientSlot(work, layout, self.settings, self.seed, examples, self.adapted.device)
         for name, value in seat.others.items():
             if name in work.job.buffers:
                 continue
@@ -133,11 +135,11 @@ class Worker:
         self._sort(seat)
         return seat
 
-    def _sort(self, seat: Seat) -> None:
+    def _sort(self, seat: ClientSlot) -> None:
         """Give a client its kind: those of one kind can share a pass."""
         seat.kind = self._kinds.setdefault(seat.key(), len(self._kinds))
 
-    def _renew(self, seat: Seat, examples: Examples) -> None:
+    def _renew(self, seat: ClientSlot, examples: Examples) -> None:
         """Renew a client's projectors where its next batch is one before which that is due."""
         job = seat.work.job
         first = seat.taken % self.settings.accumulate == 0
@@ -150,11 +152,11 @@ class Worker:
         seat.absorb(live)
         self._sort(seat)
 
-    def advance(self, group: Sequence[Seat], examples: Examples) -> None:
+    def advance(self, group: Sequence[ClientSlot], examples: Examples) -> None:
         """One batch of each of several clients of one kind, and the optimizer steps that it completes."""
         losses, gradients = self._gradients(group, examples)
         gathering = group[0].probing or self.settings.accumulate > 1
-        ready: list[Seat] = []
+        ready: list[ClientSlot] = []
         for loss, gradient, seat in zip(losses, gradients, group, strict=True):
             seat.count(loss)
             if gathering:
@@ -166,7 +168,7 @@ class Worker:
         if ready:
             self._step(ready, gradients)
 
-    def _gradients(self, group: Sequence[Seat], examples: Examples) -> tuple[Tensor, Tensor]:
+    def _gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
         """Losses (C,) and gradients (C, P) of the clients' next batches."""
         job, layout, device = group[0].work.job, group[0].layout, self.adapted.device
         clients, size = len(group), max(len(seat.batch) for seat in group)
@@ -181,15 +183,15 @@ class Worker:
             self._mode = job.buffers
         values = torch.stack([seat.values for seat in group])
         leaves = {name: view.detach().requires_grad_() for name, view in layout.views(values).items()}
-        others = stacked_others(group)
+        others = stack_frozen(group)
         batch = self.task.batch(examples, rows, device)
         counted = members.sum(0).numpy() > 0
         self._verify(group, batch, size, counted)
         self._set_dropout(group, batch, size)
         held = self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size)
         padding, compiled = self.loop.padding, self.compiled
-        quick = padding.removed(batch, clients, counted) if compiled is None else compiled.within()
-        with held, quick, self.loop.prefixes.fed(examples, rows):
+        quick = padding.remove_padding(batch, clients, counted) if compiled is None else compiled.within()
+        with held, quick, self.loop.prefixes.feed(examples, rows):
             losses = self.task.losses(self.adapted.model, batch, members.to(device))
             shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
             (losses * shares).sum().backward()
@@ -199,7 +201,7 @@ class Worker:
                 seat.others[name].copy_(others[name][number])
         return losses.detach(), layout.joined(found, clients, values)
 
-    def _step(self, group: Sequence[Seat], gradients: Tensor) -> None:
+    def _step(self, group: Sequence[ClientSlot], gradients: Tensor) -> None:
         layout, settings = group[0].layout, self.settings
         for number, seat in enumerate(group):
             if seat.work.job.want_gradient or seat.probing:
@@ -236,7 +238,7 @@ class Worker:
             for kind, moment in moments.items():
                 seat.moments[kind].copy_(moment[number])
 
-    def _penalty(self, seat: Seat) -> Tensor:
+    def _penalty(self, seat: ClientSlot) -> Tensor:
         """The gradient of a client's penalties, (P,)."""
         if not seat.work.job.penalties:
             return torch.zeros_like(seat.values)
@@ -246,7 +248,7 @@ class Worker:
             found = torch.autograd.grad(torch.stack(terms).sum(), list(own.values()), allow_unused=True)
         return seat.layout.joined(found, 1, seat.values)[0]
 
-    def _set_dropout(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int) -> None:
+    def _set_dropout(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int) -> None:
         rate = self.settings.dropout
         if not rate:
             return
@@ -269,7 +271,7 @@ class Worker:
         self.adapted.set_dropout(dropout)
 
     @torch.no_grad()
-    def _verify(self, group: Sequence[Seat], batch: Mapping[str, Tensor], size: int, counted: np.ndarray) -> None:
+    def _verify(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int, counted: np.ndarray) -> None:
         """Before clients first share a pass: that each gets what it would get alone, to rounding.
 
         Raises:
@@ -278,11 +280,11 @@ class Worker:
         if len(group) == 1 or group[0].kind in self._verified:
             return
         job, first, second = group[0].work.job, group[0], group[1]
-        tensors = [disturbed(seat) for seat in (first, second)]
+        tensors = [perturb(seat) for seat in (first, second)]
         both = {name: value[: 2 * size] for name, value in batch.items()}
         together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
         held = self.stacked.holding(job.parametrization, together, 2, 2 * size)
-        with held, self.loop.padding.removed(both, 2, counted[: 2 * size]):
+        with held, self.loop.padding.remove_padding(both, 2, counted[: 2 * size]):
             found = self.task.predict(self.adapted.model, both)
         for number, own in enumerate(tensors):
             rows = slice(number * size, (number + 1) * size)

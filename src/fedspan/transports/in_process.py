@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fedspan.clients.data import Changes, changeable
-from fedspan.clients.host import Host, declined
-from fedspan.clients.store import Kept
+from fedspan.clients.data import OverlayMapping, overlay
+from fedspan.clients.host import Host, refuse_any
+from fedspan.clients.store import ClientState
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import OptimizerState, ServerState
-from fedspan.federation.aggregation.aggregation import MakeAggregation
-from fedspan.federation.aggregation.plaintext import PlainAggregation
-from fedspan.federation.federation import Federation, members_by_id
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
+from fedspan.federation.federation import Federation, clients_by_id
 from fedspan.federation.orders import OnReply, OnTrained, Orders, Transport
-from fedspan.federation.progress import Member, Progress
-from fedspan.federation.protocol import Answer, Order, open_order
-from fedspan.federation.secagg.messages import open_phase
+from fedspan.federation.progress import ClientData, Progress
+from fedspan.federation.protocol import Order, Reply, decode_order
+from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
@@ -32,17 +32,17 @@ class ProgressStore:
     """
 
     def __init__(self, progress: Progress) -> None:
-        self.memories = changeable(progress.memories)
-        self.optimizers = changeable(progress.optimizers)
+        self.memories = overlay(progress.memories)
+        self.optimizers = overlay(progress.optimizers)
 
-    def load(self, client: str, round: int) -> Kept:
-        """``Keeper.load``; a progress has one version of each client, the accepted one."""
-        return Kept(self.memories.get(client, {}), _Phases(self.optimizers, client))
+    def load(self, client: str, round: int) -> ClientState:
+        """``ClientStore.load``; a progress has one version of each client, the accepted one."""
+        return ClientState(self.memories.get(client, {}), _Phases(self.optimizers, client))
 
-    def store(self, client: str, round: int, kept: Kept, needed: frozenset[int]) -> None:
-        """``Keeper.store``; what the phases of this round did not change stays where it is."""
+    def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
+        """``ClientStore.store``; what the phases of this round did not change stays where it is."""
         self.memories[client] = kept.memory
-        changed = kept.moments.changes if isinstance(kept.moments, Changes) else kept.moments
+        changed = kept.moments.changes if isinstance(kept.moments, OverlayMapping) else kept.moments
         for phase, moments in changed.items():
             self.optimizers[f"{client}/{phase}"] = moments
 
@@ -63,14 +63,14 @@ class _Phases(Mapping[str, tuple[OptimizerState, int]]):
         return sum(1 for _ in self)
 
 
-class _Opened(Mapping[str, Order]):
+class _LazyOrders(Mapping[str, Order]):
     """Orders to train, opened as they are taken."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
 
     def __getitem__(self, id: str) -> Order:
-        return open_order(self._orders[id])
+        return decode_order(self._orders[id])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._orders)
@@ -107,19 +107,19 @@ class InProcess(Transport):
         """``Transport.exchange``."""
         enough = False
 
-        def answered(answer: Answer) -> None:
+        def answered(answer: Reply) -> None:
             nonlocal enough
-            enough = enough or on_reply(answer.id, answer.parcel())
+            enough = enough or on_reply(answer.id, answer.envelope())
 
         if orders.task == "train":
-            self.host.train(_Opened(orders), answered)
+            self.host.train(_LazyOrders(orders), answered)
             return
         for id in orders:
-            phase = open_phase(orders[id])
+            phase = decode_phase(orders[id])
             try:
                 back = self.host.reply(phase)
             except Exception as error:
-                back = declined(phase, error)
+                back = refuse_any(phase, error)
             if on_reply(id, back):
                 return
 
@@ -127,24 +127,24 @@ class InProcess(Transport):
 def simulate(
     method: Method,
     engine: Engine,
-    members: Sequence[Member] | Mapping[str, Member],
+    members: Sequence[ClientData] | Mapping[str, ClientData],
     examples: Examples,
     settings: RoundSettings,
     rules: ReplyRules | None = None,
-    aggregating: MakeAggregation = PlainAggregation,
+    aggregating: AggregationFactory = PlaintextAggregation,
 ) -> Federation:
     """A federation whose clients are all in this process, on one host.
 
     Args:
         method: The method, with its wrappers.
         engine: Trains the clients, and has the model.
-        members: The clients in any order, or by id in the ids' order (``OnDemand``).
+        members: The clients in any order, or by id in the ids' order (``LazyMapping``).
         examples: What the members' indices point into.
         settings: Rounds, cohort, reduction, privacy, seed.
         rules: When a round stands; None: every selected client has to reply.
         aggregating: Makes the aggregation of a round.
     """
-    clients = members_by_id(members)
+    clients = clients_by_id(members)
     store = ProgressStore(Progress(ServerState()))
     host = Host(method, engine, clients, examples, store, batch_size=1, reveals_losses=True)
     return Federation(method, engine, clients, examples, settings, InProcess(host), rules, aggregating)

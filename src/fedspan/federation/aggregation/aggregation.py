@@ -10,13 +10,13 @@ from fedspan.core.method import Method
 from fedspan.core.values import Client, Reduced, ServerState
 from fedspan.federation.orders import Transport
 from fedspan.federation.outcomes import Failure, Transfer
-from fedspan.federation.progress import Member
-from fedspan.federation.protocol import Answer, Masking
+from fedspan.federation.progress import ClientData
+from fedspan.federation.protocol import Masking, Reply
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.training.settings import TrainingSettings
 
-__all__ = ["Aggregation", "MakeAggregation", "RoundContext", "Tally"]
+__all__ = ["Aggregation", "AggregationFactory", "RoundContext", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RoundContext:
     method: Method
     settings: RoundSettings
     training: TrainingSettings
-    members: Mapping[str, Member]
+    members: Mapping[str, ClientData]
     state: ServerState
     ids: tuple[str, ...]
     drawn: tuple[str, ...]
@@ -76,7 +76,7 @@ class Aggregation(Protocol):
 
     quorum: int
     """Replies that the round needs."""
-    answers: dict[str, Answer]
+    answers: dict[str, Reply]
     """The answers that count, without their bodies, by client."""
 
     def missing(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Aggregation(Protocol):
         """
         ...
 
-    def take(self, client: Client, answer: Answer, attempt: int) -> bool:
+    def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """Take a reply.
 
         Returns:
@@ -129,5 +129,5 @@ class Aggregation(Protocol):
         ...
 
 
-MakeAggregation = Callable[[RoundContext, Tally], Aggregation]
+AggregationFactory = Callable[[RoundContext, Tally], Aggregation]
 """Makes the aggregation of a round."""

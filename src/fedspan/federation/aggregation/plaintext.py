@@ -13,13 +13,19 @@ from fedspan.federation.aggregation.reducers import reducer_for
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.changes import origin_of
 from fedspan.federation.outcomes import Failure, TooFew, Transfer
-from fedspan.federation.protocol import Answer, Masking
-from fedspan.federation.validation import Screened, require_asked, screened, too_far, untrained
+from fedspan.federation.protocol import Masking, Reply
+from fedspan.federation.validation import (
+    ValidatedReply,
+    find_outliers,
+    require_requested,
+    untrained_reply,
+    validate_reply,
+)
 
-__all__ = ["PlainAggregation"]
+__all__ = ["PlaintextAggregation"]
 
 
-class PlainAggregation:
+class PlaintextAggregation:
     """Replies that the server sees one by one.
 
     Where a rule compares replies with each other, all of them are held until the attempt ends; else each is folded into
@@ -33,8 +39,8 @@ class PlainAggregation:
     def __init__(self, context: RoundContext, tally: Tally) -> None:
         self.context, self.tally = context, tally
         self.quorum = context.rules.quorum(context.wanted)
-        self.answers: dict[str, Answer] = {}
-        self._held: dict[str, Screened] = {}
+        self.answers: dict[str, Reply] = {}
+        self._held: dict[str, ValidatedReply] = {}
         self._expected: dict[tuple[int, float], Message] = {}
         clients = [replace(context.members[id].client, held=None) for id in context.ids]
         self._reducer: Reducer = reducer_for(
@@ -49,11 +55,11 @@ class PlainAggregation:
         """``Aggregation.open``."""
         return dict.fromkeys(clients)
 
-    def take(self, client: Client, answer: Answer, attempt: int) -> bool:
+    def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """``Aggregation.take``."""
         context = self.context
         if not context.rules.validate:
-            require_asked(answer, client.id, context.state.round, attempt)
+            require_requested(answer, client.id, context.state.round, attempt)
             message = serialization.decode(answer.body)
             self._reducer.add(client.id, context.method.contribute(message, client))
             self._count(client.id, answer, message)
@@ -61,14 +67,14 @@ class PlainAggregation:
         key = (client.rank, client.scaling)
         if key not in self._expected:
             fresh = replace(client, held=None)
-            self._expected[key] = untrained(context.method, context.method.sync(context.state, fresh), fresh)
+            self._expected[key] = untrained_reply(context.method, context.method.sync(context.state, fresh), fresh)
         budget = context.method.declared().budgets
-        reply = screened(answer, client, context.state.round, attempt, self._expected[key], budget)
+        reply = validate_reply(answer, client, context.state.round, attempt, self._expected[key], budget)
         self._held[client.id] = reply
         self._count(client.id, answer, reply.message)
-        return len(self._held) - len(too_far(self._held, context.rules.norm_factor)) >= context.wanted
+        return len(self._held) - len(find_outliers(self._held, context.rules.norm_factor)) >= context.wanted
 
-    def _count(self, id: str, answer: Answer, message: Message) -> None:
+    def _count(self, id: str, answer: Reply, message: Message) -> None:
         self.answers[id] = replace(answer, body=b"")
         self.tally.transfers.append(Transfer(id, "up", len(answer.body), serialization.payload_size(message)))
 
@@ -77,7 +83,7 @@ class PlainAggregation:
         context, held = self.context, self._held
         if not context.rules.validate:
             return self._reducer.result()
-        for id, why in too_far(held, context.rules.norm_factor).items():
+        for id, why in find_outliers(held, context.rules.norm_factor).items():
             self._drop(id)
             self.tally.failures.append(Failure(id, attempt, why))
         if len(held) < self.quorum:

@@ -9,7 +9,7 @@ import torch
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
-from fedspan.federation.changes import change_of, clipped
+from fedspan.federation.changes import change_of, clip_change
 from fedspan.federation.privacy import private_mean, sampling_rate
 from fedspan.federation.settings import RoundSettings
 
@@ -40,7 +40,7 @@ class PrivateReducer(Reducer):
         if contribution is None:
             return
         self._count += 1
-        for name, value in clipped(change_of(contribution, self._origin), self._privacy.clip).items():
+        for name, value in clip_change(change_of(contribution, self._origin), self._privacy.clip).items():
             self._total[name] += value
 
     def result(self) -> Reduced:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedspan.core.tensors import Tensors, norm
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.federation.aggregation.reduction import Reducer
-from fedspan.federation.changes import change_of, clipped, restored
+from fedspan.federation.changes import apply_change, change_of, clip_change
 
 __all__ = ["ClippedReducer", "RobustReducer"]
 
@@ -91,6 +91,6 @@ class ClippedReducer(RobustReducer):
         limit = statistics.median(map(norm, changes)) if self._max_norm is None else self._max_norm
         plain = Reducer([Client(f"{number:09}", 0, 0.0, 0, share) for number, share in enumerate(self._shares)])
         for number, change in enumerate(changes):
-            plain.add(f"{number:09}", Contribution(sum=clipped(change, limit)))
+            plain.add(f"{number:09}", Contribution(sum=clip_change(change, limit)))
         found = plain.result()
-        return Reduced(mean=restored(found.mean, self._origin), count=found.count)
+        return Reduced(mean=apply_change(found.mean, self._origin), count=found.count)

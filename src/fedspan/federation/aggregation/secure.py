@@ -21,15 +21,15 @@ from fedspan.crypto.ring import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import RoundContext, Tally
-from fedspan.federation.changes import origin_of, restored
+from fedspan.federation.changes import apply_change, origin_of
 from fedspan.federation.outcomes import TooFew, Transfer
 from fedspan.federation.privacy import private_mean
-from fedspan.federation.protocol import Answer, Masking
+from fedspan.federation.protocol import Masking, Reply
 from fedspan.federation.secagg.messages import MASKED
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.secagg.sums import begun_with, layout_of, parted
+from fedspan.federation.secagg.sums import initial_values, layout_of, unflatten
 from fedspan.federation.settings import SecureSettings
-from fedspan.federation.validation import require_asked
+from fedspan.federation.validation import require_requested
 
 __all__ = ["SecureAggregation"]
 
@@ -57,7 +57,7 @@ class SecureAggregation:
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
         self.quorum = max(2, context.rules.quorum(len(context.ids)))
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Reply] = {}
         self._origin = self._begun()
         self._session: SecureSession | None = None
         self._clients: dict[str, Client] = {}
@@ -96,9 +96,9 @@ class SecureAggregation:
         )
         return {id: masking.model_copy(update={"peers": session.present[id]}) for id in self._clients}
 
-    def take(self, client: Client, answer: Answer, attempt: int) -> bool:
+    def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """``Aggregation.take``: add a masked vector to the sum."""
-        require_asked(answer, client.id, self.context.state.round, attempt)
+        require_requested(answer, client.id, self.context.state.round, attempt)
         vector = _vector(answer, self._total)
         self._total += vector
         self.tally.transfers.append(Transfer(client.id, "up", len(answer.body), vector.nbytes))
@@ -120,7 +120,7 @@ class SecureAggregation:
                 f"secure aggregation: every client sends {len(self._total)} masked integers of {ring.bits} bits a "
                 f"round, and an entry of their mean is off by at most {error:.2g}"
             )
-            change = parted(mean, self._origin)
+            change = unflatten(mean, self._origin)
             if norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
                 why = f"the sum has a mean with a norm of {norm(change):.3g}, above federation.secure.clip"
                 for id in sorted(answers):  # one of them, and nobody can say which
@@ -161,7 +161,7 @@ class SecureAggregation:
         except ValueError as error:
             expected = f"replies that sum whole; {error} (counts of norms are such: model.extras local or frozen)"
             raise FedspanError("federation.secure", "tensors that do not sum", expected) from error
-        return begun_with(contributed, method.start(sent, fresh, {}).tensors)
+        return initial_values(contributed, method.start(sent, fresh, {}).tensors)
 
     @property
     def _clip(self) -> float:
@@ -173,12 +173,12 @@ class SecureAggregation:
         """The mean of which something is the change; with central privacy, of the sum with noise on it."""
         privacy, clients = self.context.settings.privacy, len(self.context.members)
         if privacy is None or privacy.mechanism != "central":
-            return restored(change, self._origin)
+            return apply_change(change, self._origin)
         total = {name: value * share for name, value in change.items()}
         return private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
 
 
-def _vector(answer: Answer, total: Integers) -> Integers:
+def _vector(answer: Reply, total: Integers) -> Integers:
     """The masked vector in an answer.
 
     Raises:

@@ -15,27 +15,27 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from fedspan.federation.protocol import FORMAT, Count, HeaderPart, Name, Order, Parcel, open_order, read_header
+from fedspan.federation.protocol import FORMAT, Count, Envelope, HeaderPart, Name, Order, decode_order, read_header
 
 __all__ = [
     "MASKED",
-    "KeysAnswer",
     "KeysOrder",
+    "KeysReply",
     "Phase",
-    "PhaseAnswer",
+    "PhaseReply",
     "PublicKeys",
-    "SharesAnswer",
     "SharesOrder",
-    "UnmaskAnswer",
+    "SharesReply",
     "UnmaskOrder",
+    "UnmaskReply",
     "context_of",
-    "open_asked",
-    "open_phase",
-    "refused_phase",
+    "decode_phase",
+    "decode_request",
+    "refuse_phase",
     "size_of",
 ]
 
-A = TypeVar("A", bound="PhaseAnswer")
+A = TypeVar("A", bound="PhaseReply")
 
 MASKED = "masked"
 """Name of the one tensor of a masked reply."""
@@ -72,9 +72,9 @@ class _Order(BinaryPart):
     to: Name
     session: Count
 
-    def parcel(self) -> Parcel:
+    def envelope(self) -> Envelope:
         """As it travels."""
-        return Parcel(self.model_dump_json())
+        return Envelope(self.model_dump_json())
 
 
 class KeysOrder(_Order):
@@ -114,7 +114,7 @@ class UnmaskOrder(_Order):
 Phase = KeysOrder | SharesOrder | UnmaskOrder
 
 
-class PhaseAnswer(BinaryPart):
+class PhaseReply(BinaryPart):
     """What all answers say.
 
     Args:
@@ -128,36 +128,36 @@ class PhaseAnswer(BinaryPart):
     session: Count
     failed: Annotated[str, Field(max_length=4096)] | None = None
 
-    def parcel(self) -> Parcel:
+    def envelope(self) -> Envelope:
         """As it travels."""
-        return Parcel(self.model_dump_json())
+        return Envelope(self.model_dump_json())
 
 
-class KeysAnswer(PhaseAnswer):
+class KeysReply(PhaseReply):
     """A client's public keys."""
 
     task: Literal["keys"] = "keys"
     keys: PublicKeys | None = None
 
 
-class SharesAnswer(PhaseAnswer):
+class SharesReply(PhaseReply):
     """Shares of a client's two secrets, sealed for every neighbour and itself."""
 
     task: Literal["shares"] = "shares"
     sealed: dict[Name, _Sealed] = Field(default_factory=dict)
 
 
-class UnmaskAnswer(PhaseAnswer):
+class UnmaskReply(PhaseReply):
     """A share for every client that was asked for: of a survivor's own mask, or of a dropped one's key."""
 
     task: Literal["unmask"] = "unmask"
     shares: dict[Name, _Share] = Field(default_factory=dict)
 
 
-_ANSWERS: dict[str, type[PhaseAnswer]] = {"keys": KeysAnswer, "shares": SharesAnswer, "unmask": UnmaskAnswer}
+_ANSWERS: dict[str, type[PhaseReply]] = {"keys": KeysReply, "shares": SharesReply, "unmask": UnmaskReply}
 
 
-def open_phase(parcel: Parcel) -> Phase:
+def decode_phase(envelope: Envelope) -> Phase:
     """The order in a parcel.
 
     Raises:
@@ -165,32 +165,32 @@ def open_phase(parcel: Parcel) -> Phase:
     """
     for kind in (KeysOrder, SharesOrder):
         try:
-            return read_header(kind, parcel)
+            return read_header(kind, envelope)
         except ValueError:
             continue
-    return read_header(UnmaskOrder, parcel)
+    return read_header(UnmaskOrder, envelope)
 
 
-def open_asked(parcel: Parcel) -> Order | Phase:
+def decode_request(envelope: Envelope) -> Order | Phase:
     """Whatever a server asks of a client.
 
     Raises:
         ValueError: if it is neither an order nor one of these; nothing else, whatever came.
     """
     try:
-        return open_order(parcel)
+        return decode_order(envelope)
     except ValueError:
-        return open_phase(parcel)
+        return decode_phase(envelope)
 
 
-def refused_phase(order: Phase, why: str) -> PhaseAnswer:
+def refuse_phase(order: Phase, why: str) -> PhaseReply:
     """The answer of a client that could not do what it was asked."""
     return _ANSWERS[order.task](id=order.to, session=order.session, failed=why[:4096])
 
 
-def size_of(parcel: Parcel) -> int:
+def size_of(envelope: Envelope) -> int:
     """Bytes that the ledger counts: here the header is what travels."""
-    return len(parcel.header.encode()) + len(parcel.body)
+    return len(envelope.header.encode()) + len(envelope.body)
 
 
 def context_of(run: str, session: int) -> str:

@@ -9,17 +9,17 @@ from fedspan.crypto.graph import neighbourhoods, threshold_of
 from fedspan.crypto.ring import Integers
 from fedspan.federation.orders import Orders, Transport, serial
 from fedspan.federation.outcomes import Failure, TooFew, Transfer
-from fedspan.federation.protocol import Parcel, read_header
+from fedspan.federation.protocol import Envelope, read_header
 from fedspan.federation.secagg.messages import (
-    KeysAnswer,
     KeysOrder,
+    KeysReply,
     Phase,
-    PhaseAnswer,
+    PhaseReply,
     PublicKeys,
-    SharesAnswer,
     SharesOrder,
-    UnmaskAnswer,
+    SharesReply,
     UnmaskOrder,
+    UnmaskReply,
     context_of,
     size_of,
 )
@@ -28,7 +28,7 @@ from fedspan.federation.settings import SecureSettings
 
 __all__ = ["SecureSession"]
 
-A = TypeVar("A", bound=PhaseAnswer)
+A = TypeVar("A", bound=PhaseReply)
 
 
 class SecureSession:
@@ -83,7 +83,7 @@ class SecureSession:
         Raises:
             TooFew: if too few answered.
         """
-        found = self._exchange(KeysAnswer, {id: self._order(KeysOrder, id) for id in ids}, patient=self.attempt > 0)
+        found = self._exchange(KeysReply, {id: self._order(KeysOrder, id) for id in ids}, patient=self.attempt > 0)
         for id, answer in found.items():
             if answer.keys is None:
                 self.fail(id, "keys: it sent none")
@@ -98,7 +98,7 @@ class SecureSession:
             )
             for id in around
         }
-        for id, answer in self._exchange(SharesAnswer, orders).items():
+        for id, answer in self._exchange(SharesReply, orders).items():
             if answer.sealed.keys() != set(around[id]):
                 self.fail(id, "shares: not one for each neighbour")
             else:
@@ -129,7 +129,7 @@ class SecureSession:
             for id in sorted(survivors)
         }
         before = len(self.failures)
-        given = {id: answer.shares for id, answer in self._exchange(UnmaskAnswer, orders).items()}
+        given = {id: answer.shares for id, answer in self._exchange(UnmaskReply, orders).items()}
         masked = Masked(context_of(self.run, self.number), self.present, self._needed, self._keys, survivors)
         try:
             unmask(total, masked, given)
@@ -154,17 +154,17 @@ class SecureSession:
         """Send every client its order, and take the good answers; why others are not good is noted."""
         found: dict[str, A] = {}
 
-        def sent(id: str) -> Parcel:
-            parcel = orders[id].parcel()
-            self.transfers.append(Transfer(id, "down", size_of(parcel), 0))
-            return parcel
+        def sent(id: str) -> Envelope:
+            envelope = orders[id].envelope()
+            self.transfers.append(Transfer(id, "down", size_of(envelope), 0))
+            return envelope
 
-        def replied(id: str, back: Parcel | str) -> bool:
+        def replied(id: str, back: Envelope | str) -> bool:
             try:
                 found[id] = self._read(kind, id, back)
             except ValueError as error:
                 self.fail(id, f"{orders[id].task}: {error}")
-            if isinstance(back, Parcel):
+            if isinstance(back, Envelope):
                 self.transfers.append(Transfer(id, "up", size_of(back), 0))
             return False
 
@@ -172,7 +172,7 @@ class SecureSession:
         self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, patient=patient)
         return found
 
-    def _read(self, kind: type[A], id: str, back: Parcel | str) -> A:
+    def _read(self, kind: type[A], id: str, back: Envelope | str) -> A:
         if isinstance(back, str):
             raise ValueError(back)
         answer = read_header(kind, back)

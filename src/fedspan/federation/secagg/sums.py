@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors
 
-__all__ = ["begun_with", "flattened", "layout_of", "parted"]
+__all__ = ["flatten", "initial_values", "layout_of", "unflatten"]
 
 
-def begun_with(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
+def initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
     """The origin of what is contributed, in its shapes and number formats (integers, whose means are none: float64).
 
     Args:
@@ -47,13 +47,13 @@ def layout_of(origin: Tensors) -> str:
     return found.hexdigest()
 
 
-def flattened(change: Mapping[str, Tensor]) -> NDArray[np.float64]:
+def flatten(change: Mapping[str, Tensor]) -> NDArray[np.float64]:
     """A change as one vector, in the order of the names."""
     parts = [change[name].detach().to("cpu", torch.float64).flatten().numpy() for name in sorted(change)]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def parted(vector: NDArray[np.float64], origin: Tensors) -> dict[str, Tensor]:
+def unflatten(vector: NDArray[np.float64], origin: Tensors) -> dict[str, Tensor]:
     """The change in a vector, float64."""
     made: dict[str, Tensor] = {}
     at = 0

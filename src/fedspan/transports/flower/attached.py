@@ -33,7 +33,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedspan.errors import FedspanError
 from fedspan.transports.flower.limited import LimitedGrid
 
-__all__ = ["ServerLink", "attached", "flower"]
+__all__ = ["ServerLink", "attach", "flower"]
 
 _NAME = "fedspan"
 _BUNDLE = """\
@@ -112,7 +112,7 @@ def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
 
 
 @contextmanager
-def attached(link: ServerLink, most: int) -> Generator[Grid]:
+def attach(link: ServerLink, most: int) -> Generator[Grid]:
     """Within this context this process is the server of a new run on a SuperLink.
 
     Args:

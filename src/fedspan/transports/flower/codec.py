@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 
 __all__ = ["SMALL", "from_records", "to_records"]
 
@@ -21,16 +21,16 @@ _HEADER, _BODY = "fedspan.header", "fedspan.body"
 _STYPE = "fedspan.bytes"
 
 
-def to_records(parcel: Parcel) -> RecordDict:
+def to_records(envelope: Envelope) -> RecordDict:
     """A parcel as the content of a Flower message."""
-    header, data = ConfigRecord({"header": parcel.header}), parcel.body
+    header, data = ConfigRecord({"header": envelope.header}), envelope.body
     if len(data) <= SMALL:
         return RecordDict({_HEADER: header, _BODY: ConfigRecord({"body": data})})
     body = Array(dtype="uint8", shape=(len(data),), stype=_STYPE, data=data)
     return RecordDict({_HEADER: header, _BODY: ArrayRecord({"body": body})})
 
 
-def from_records(records: RecordDict) -> Parcel:
+def from_records(records: RecordDict) -> Envelope:
     """The parcel in a Flower message's content.
 
     Raises:
@@ -49,4 +49,4 @@ def from_records(records: RecordDict) -> Parcel:
         data = data.data
     if not isinstance(data, bytes):
         raise ValueError("the body is no bytes")
-    return Parcel(text, data)
+    return Envelope(text, data)

@@ -26,7 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.errors import FedspanError
 
-__all__ = ["AUTHORITY", "CERTIFICATE", "KEY", "certified", "load_node_key", "make_authority", "make_node_key"]
+__all__ = ["AUTHORITY", "CERTIFICATE", "KEY", "certified_hosts", "load_node_key", "make_authority", "make_node_key"]
 
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
 """Files that ``make_authority`` writes."""
@@ -66,7 +66,7 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     _write(folder / CERTIFICATE, server.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
 
 
-def certified(folder: Path) -> list[str]:
+def certified_hosts(folder: Path) -> list[str]:
     """Names and addresses for which a server's certificate is good.
 
     Raises:

@@ -16,9 +16,9 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_objects
 from flwr.superlink.grid import HttpGrid
 
-from fedspan.transports.flower.objects import opened
+from fedspan.transports.flower.objects import assemble_message
 
-__all__ = ["LimitedGrid", "counted"]
+__all__ = ["LimitedGrid", "count_bytes"]
 
 
 class LimitedGrid(HttpGrid):
@@ -38,14 +38,16 @@ class LimitedGrid(HttpGrid):
             pull = make_pull_object_fn_protobuf(client.PullObject, self.node, run)
             objects = [one.object_id for one in iterate_object_tree(tree)]
             try:
-                contents = pull_objects(objects, pull_object_fn=counted(pull, self.most))
+                contents = pull_objects(objects, pull_object_fn=count_bytes(pull, self.most))
             except ObjectPullError as error:
                 contents, why = None, str(error).partition("': ")[2]  # without the object's id
             client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=self.node, run_id=run, message_object_id=id)
             )
             try:
-                messages.append(self._failed(run, asked, why) if contents is None else opened(id, contents, self.most))
+                messages.append(
+                    self._failed(run, asked, why) if contents is None else assemble_message(id, contents, self.most)
+                )
             except ValueError as error:
                 messages.append(self._failed(run, asked, f"the reply: {error}"))
         return messages
@@ -66,7 +68,7 @@ class LimitedGrid(HttpGrid):
         return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, why))
 
 
-def counted(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
+def count_bytes(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
     """A function that pulls objects until they are too many bytes together.
 
     Args:

@@ -17,10 +17,10 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-__all__ = ["opened", "whole_bytes"]
+__all__ = ["assemble_message", "whole_bytes"]
 
 
-def opened(id: str, contents: dict[str, bytes], most: int) -> Message:
+def assemble_message(id: str, contents: dict[str, bytes], most: int) -> Message:
     """A message.
 
     Args:

@@ -20,7 +20,7 @@ from threading import Event
 
 from fedspan.errors import FedspanError
 from fedspan.transports.flower.attached import ServerLink, flower
-from fedspan.transports.flower.keys import AUTHORITY, CERTIFICATE, KEY, certified, make_authority
+from fedspan.transports.flower.keys import AUTHORITY, CERTIFICATE, KEY, certified_hosts, make_authority
 
 __all__ = ["Node", "admit", "known_names", "link_of", "nodes", "prepare_folder", "serve"]
 
@@ -48,11 +48,11 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not insecure and not (folder / AUTHORITY).exists():
         make_authority(folder, hosts)
-    elif not insecure and (others := [host for host in hosts if host not in certified(folder)]):
+    elif not insecure and (others := [host for host in hosts if host not in certified_hosts(folder)]):
         files = ", ".join((AUTHORITY, CERTIFICATE, KEY))
         expected = (
-            f"one that the certificate in {folder} is good for ({', '.join(certified(folder))}); for another, remove "
-            f"{files} there, and give the new {AUTHORITY} to every data holder"
+            f"one that the certificate in {folder} is good for ({', '.join(certified_hosts(folder))}); for another, "
+            f"remove {files} there, and give the new {AUTHORITY} to every data holder"
         )
         raise FedspanError("--name", others[0], expected)
     if not (folder / _SECRET).exists():

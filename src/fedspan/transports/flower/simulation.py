@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fedspan.federation.orders import Transport
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 from fedspan.transports.flower.codec import from_records, to_records
 from fedspan.transports.flower.transport import GridTransport, roll_call
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 _START = 300.0
 """Seconds that Ray and the first actors may take."""
 
-Answering = Callable[[int, Parcel], Parcel]
+Answering = Callable[[int, Envelope], Envelope]
 """Answers a parcel as the client of a number; travels to other processes, so it must be a module's function."""
 
 
@@ -39,8 +39,8 @@ def client_app(answering: Answering) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
-        parcel = answering(int(context.node_config["partition-id"]), from_records(message.content))
-        return Message(to_records(parcel), reply_to=message)
+        envelope = answering(int(context.node_config["partition-id"]), from_records(message.content))
+        return Message(to_records(envelope), reply_to=message)
 
     return app
 

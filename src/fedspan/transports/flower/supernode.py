@@ -36,9 +36,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import fleet_http_connection
 
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 from fedspan.transports.flower.codec import from_records, to_records
-from fedspan.transports.flower.objects import opened
+from fedspan.transports.flower.objects import assemble_message
 
 __all__ = ["Link", "serve"]
 
@@ -60,7 +60,7 @@ submitted it was killed."""
 
 log = logging.getLogger("fedspan.node")
 
-Answering = Callable[[Parcel], Parcel]
+Answering = Callable[[Envelope], Envelope]
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
 
@@ -212,7 +212,7 @@ def _reply(message: Message, contents: dict[str, bytes] | None, most: int, answe
     if contents is None:
         return Message(Error(_FAILED, "the message is larger than this node takes"), reply_to=message)
     try:
-        whole = opened(message.metadata.message_id, contents, most)
+        whole = assemble_message(message.metadata.message_id, contents, most)
         return Message(to_records(answering(from_records(whole.content))), reply_to=whole)
     except Exception as error:  # whatever it was: the node goes on, and the server learns that there is no reply
         log.exception("a message could not be answered")

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fedspan.errors import FedspanError
 from fedspan.federation.orders import OnReply, Orders, Transport
-from fedspan.federation.protocol import Parcel
+from fedspan.federation.protocol import Envelope
 from fedspan.transports.flower.codec import from_records, to_records
 
 __all__ = ["Grid", "GridTransport", "invite", "roll_call"]
@@ -40,7 +40,7 @@ class GridTransport(Transport):
             if on_reply(id, back):
                 return
 
-    def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Parcel | str]]:
+    def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Envelope | str]]:
         unsent, waiting = dict.fromkeys(orders), dict[str, str]()
         began, pause = time.monotonic(), _POLL[0]
         until, absent = began + seconds, began + (min(seconds, self.patience) if patient else 0.0)
@@ -70,15 +70,15 @@ class GridTransport(Transport):
         for id in sorted(unsent):
             yield id, f"its node was not online for {seconds:g} s"
 
-    def _pushed(self, id: str, parcel: Parcel, seconds: float) -> str | None:
+    def _pushed(self, id: str, envelope: Envelope, seconds: float) -> str | None:
         """Send a parcel; the message's id, or None if Flower takes none for the node."""
         ttl, node = max(seconds, 0) + 60, self.nodes[id]
-        message = Message(to_records(parcel), dst_node_id=node, message_type="train", ttl=ttl)
+        message = Message(to_records(envelope), dst_node_id=node, message_type="train", ttl=ttl)
         (sent,) = self.grid.push_messages([message]) or (None,)
         return sent or None
 
 
-def _opened(grid: Grid, waiting: dict[str, A]) -> Iterator[tuple[A, Parcel | str]]:
+def _opened(grid: Grid, waiting: dict[str, A]) -> Iterator[tuple[A, Envelope | str]]:
     """The replies that are there to messages, which wait no longer then: whose they are, and what is in them."""
     for reply in grid.pull_messages(sorted(waiting)) if waiting else ():
         whose = waiting.pop(reply.metadata.reply_to_message_id, None)
@@ -126,12 +126,12 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
     return found
 
 
-def invite(grid: Grid, parcel: Parcel, seconds: float) -> Iterator[tuple[int, Parcel | str]]:
+def invite(grid: Grid, envelope: Envelope, seconds: float) -> Iterator[tuple[int, Envelope | str]]:
     """Send a parcel to every node that there is, and to those that come, until time is up or the caller has enough.
 
     Args:
         grid: Flower's.
-        parcel: an invitation.
+        envelope: an invitation.
         seconds: to wait.
 
     Returns:
@@ -143,7 +143,7 @@ def invite(grid: Grid, parcel: Parcel, seconds: float) -> Iterator[tuple[int, Pa
     while time.monotonic() < until:
         for node in sorted(set(grid.get_node_ids()) - asked):
             left = max(1.0, until - time.monotonic())
-            message = Message(to_records(parcel), dst_node_id=node, message_type="query", ttl=left + 60)
+            message = Message(to_records(envelope), dst_node_id=node, message_type="query", ttl=left + 60)
             asked.add(node)
             waiting.update({id: node for id in grid.push_messages([message]) if id})
         yield from _opened(grid, waiting)
