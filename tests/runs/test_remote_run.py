@@ -45,12 +45,12 @@ class Here(ReplyingTransport):
 
 
 def host(*tasks: str) -> session.Host:
-    def connect(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
+    def simulated(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         transport = Here(place.path.resolve(), list(prepared.federation.members), tasks)
         rules = prepared.config.federation.reply_rules()
         return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
-    return connect
+    return simulated
 
 
 class Impatient(Listener):
