@@ -136,9 +136,9 @@ def trained(job: Job, rng: torch.Generator) -> Trained:
 def answer(method: Method, message: Message, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
     """A client's side of a round."""
     rng = generator(0, "reply", client.id, round)
-    result: Job | Message = method.start(message, client, memory)
+    result: Job | Message = method.start(message, client, memory, round)
     while isinstance(result, Job):
-        result, memory = method.finish(result, trained(result, rng), client, memory)
+        result, memory = method.finish(result, trained(result, rng), client, memory, round)
     return result, memory
 
 

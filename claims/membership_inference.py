@@ -76,7 +76,7 @@ def losses(run: Prepared, examples: Any, progress: Any) -> tuple[np.ndarray, flo
     """Of every example under the global model, and the accuracy."""
     method, state = run.federation.method, progress.state
     run.engine.adapted.set_base(state.base)
-    job = method.start(method.sync(state, None), None, {})
+    job = method.start(method.sync(state, None), None, {}, state.round)
     indices = np.arange(len(examples))
     predictions = run.engine.predict(job, examples, indices, 64)
     found = [run.task.metrics(predictions[at : at + 1], examples, [at])["loss"] for at in range(len(examples))]

@@ -144,7 +144,9 @@ def _saved(prepared: Prepared) -> set[str]:
 def _job(prepared: Prepared) -> Job:
     """What a client trains in the first round."""
     method = prepared.federation.method
-    job = method.start(method.sync(prepared.federation.begin().state, None), None, {})
+    job = method.start(
+        method.sync(prepared.federation.begin().state, None), None, {}, prepared.federation.begin().state.round
+    )
     assert isinstance(job, Job)
     return job
 

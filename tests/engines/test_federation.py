@@ -133,8 +133,10 @@ def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
 
     @dataclass(frozen=True, kw_only=True)
     class Listening(Wrapper):
-        def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-            result = self.inner.finish(job, trained, client, memory)
+        def finish(
+            self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+        ) -> tuple[Job | Message, Memory]:
+            result = self.inner.finish(job, trained, client, memory, round)
             assert isinstance(result[0], Message)
             replies.append(dict(result[0].tensors))
             return result
@@ -175,12 +177,14 @@ def test_a_method_may_train_in_phases(prepared: Prepared) -> None:
 
     @dataclass(frozen=True, kw_only=True)
     class Twice(Wrapper):
-        def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+        def finish(
+            self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+        ) -> tuple[Job | Message, Memory]:
             seen.append((client.id, job.phase))
             if job.phase == "train":
                 return replace(job, phase="again", tensors=trained.tensors), {"l/x": torch.ones(1)}
             assert memory.keys() == {"l/x"}
-            return self.inner.finish(job, trained, client, {})[0], {"l/x": memory["l/x"] + 1}
+            return self.inner.finish(job, trained, client, {}, round)[0], {"l/x": memory["l/x"] + 1}
 
     federation = around(prepared, Twice)
     result = federation.run_round(federation.begin())
@@ -200,9 +204,9 @@ def test_only_what_is_in_the_message_arrives(prepared: Prepared) -> None:
             ids.extend(value.data_ptr() for value in state.tensors.values())
             return self.inner.sync(state, client)
 
-        def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+        def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
             assert not {value.data_ptr() for value in message.tensors.values()} & set(ids)
-            return self.inner.start(message, client, memory)
+            return self.inner.start(message, client, memory, round)
 
     federation = around(prepared, Spying)
     federation.run_round(federation.begin())

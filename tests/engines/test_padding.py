@@ -56,7 +56,7 @@ def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor
     id, member = next((id, one) for id, one in federation.members.items() if len(one.train))
     state = federation.begin().state
     client = federation.client(id, federation.begin())
-    job = federation.method.start(federation.method.sync(state, client), client, {})
+    job = federation.method.start(federation.method.sync(state, client), client, {}, state.round)
     assert isinstance(job, Job)
     made = engine.train(job, prepared.train, member.train, client=id, round=0, lr=0.02)
     return {**made.tensors, "loss": torch.tensor(made.metrics["loss"])}, engine

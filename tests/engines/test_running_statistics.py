@@ -61,7 +61,7 @@ def trained(federation: Federation, progress: Progress, id: str) -> tuple[Job, d
     engine, client = federation.engine, federation.client(id, progress)
     engine.adapted.set_base(progress.state.base)
     message = serialization.decode(serialization.encode(federation.method.sync(progress.state, client)))
-    job = federation.method.start(message, client, progress.memories.get(id, {}))
+    job = federation.method.start(message, client, progress.memories.get(id, {}), progress.state.round)
     lr, number = engine.settings.lr(progress.state.round, 2), progress.state.round
     done = engine.train(job, federation.examples, federation.members[id].train, client=id, round=number, lr=lr)
     return job, dict(done.tensors)
@@ -132,7 +132,7 @@ def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
         client = federation.client(id, result.progress)
         message = federation.method.sync(result.progress.state, client)
         assert not buffers & set(message.tensors)
-        job = federation.method.start(message, client, memory)
+        job = federation.method.start(message, client, memory, result.progress.state.round)
         assert not differing({name: own[name] for name in buffers}, job.tensors)
         assert buffers == job.buffers
     again = federation.run_round(result.progress).progress
@@ -204,11 +204,11 @@ def test_the_order_of_replies_does_not_matter(resnet: Prepared) -> None:
     replies: dict[str, tuple[Client, Contribution]] = {}
     for id in federation.members:
         client = federation.client(id, begun)
-        job = method.start(method.sync(begun.state, client), client, {})
+        job = method.start(method.sync(begun.state, client), client, {}, begun.state.round)
         done = federation.engine.train(
             job, federation.examples, federation.members[id].train, client=id, round=0, lr=0.02
         )
-        message, _ = method.finish(job, done, client, {})
+        message, _ = method.finish(job, done, client, {}, 0)
         assert isinstance(message, Message)
         replies[id] = client, method.contribute(message, client)
     states = []
@@ -256,15 +256,20 @@ def test_traffic_counts_them(resnet: Prepared) -> None:
 
 def _finished(federation: Federation, progress: Progress, id: str) -> Any:
     client = federation.client(id, progress)
-    job = federation.method.start(federation.method.sync(progress.state, client), client, {})
+    job = federation.method.start(federation.method.sync(progress.state, client), client, {}, progress.state.round)
     done = federation.engine.train(job, federation.examples, federation.members[id].train, client=id, round=0, lr=0.02)
-    return job, done, client, {}
+    return job, done, client, {}, progress.state.round
 
 
 def test_a_pass_that_only_measures_gradients_leaves_them(resnet: Prepared) -> None:
     """A projector's refresh runs a batch that no step follows."""
     adapted: AdaptedModel = resnet.engine.adapted
-    job = resnet.federation.method.start(resnet.federation.method.sync(resnet.federation.begin().state, None), None, {})
+    job = resnet.federation.method.start(
+        resnet.federation.method.sync(resnet.federation.begin().state, None),
+        None,
+        {},
+        resnet.federation.begin().state.round,
+    )
     adapted.train_mode(job.buffers)
     adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
     before = statistics(resnet)
@@ -302,7 +307,7 @@ def test_a_norm_without_statistics_uses_its_batch() -> None:
     adapted = AdaptedModel(model, {"layer": model.layer}, extras, find_buffers(model, extras))
     assert adapted.spec.buffers == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     wrapped = WithExtras(inner=_plain(adapted), policy="average")
-    job = wrapped.start(wrapped.sync(wrapped.init(adapted), None), None, {})
+    job = wrapped.start(wrapped.sync(wrapped.init(adapted), None), None, {}, wrapped.init(adapted).round)
     adapted.train_mode(job.buffers)
     live = adapted.install({"layer": LoRA(1.0)}, job.tensors, frozenset(job.trainable_names))
     out = model(torch.randn(6, 3) + 5)

@@ -56,7 +56,9 @@ def test_a_client_that_is_gone_adds_nothing_and_the_number_below_stays(
 ) -> None:
     run, seen = run_of(prepared, tiny_folder, 1e-9)
     begun = run.federation.begin()
-    start = run.federation.method.start(run.federation.method.sync(begun.state, None), None, {}).tensors
+    start = run.federation.method.start(
+        run.federation.method.sync(begun.state, None), None, {}, begun.state.round
+    ).tensors
     whole, _ = securing.secured(run, tmp_path / "whole", settings=SecureSettings(bits=64))
     lost = securing.gone_at("train", "west")
     less, _ = securing.secured(run, tmp_path / "less", settings=SecureSettings(bits=64), lose=lost)

@@ -107,7 +107,7 @@ def test_all_zeros_are_no_dead_end() -> None:
     client = Client("c", 2, 1.0, 1, 1.0)
     zeros = {"one/U": torch.zeros(6, 2), "one/V": torch.zeros(2, 4)}
     after = method.update(state, Reduced(stack=(StackItem(client, 1.0, zeros),), count=1))
-    job = method.start(method.sync(after, client), client, {})
+    job = method.start(method.sync(after, client), client, {}, after.round)
     assert not job.tensors["one/U"].any()
     assert all(row.norm() > 0.5 for row in job.tensors["one/V"])
 
@@ -150,7 +150,7 @@ def _rectangle(weight: Tensor, layer: LayerSpec) -> Tensor:
 
 def _weight(method: FedHM, state: ServerState, layer: LayerSpec, client: Client | None) -> Tensor:
     """What a layer computes with: (O, channels * k1 * k2)."""
-    job = method.start(method.sync(state, client), client, {})
+    job = method.start(method.sync(state, client), client, {}, state.round)
     slots = {slot: value.double() for slot, value in slots_of(job.tensors, layer.name).items()}
     return dense_change(job.parametrization[layer.name].effective(slots), torch.zeros(layer.shape).double())
 
@@ -176,7 +176,7 @@ def test_convolutions_of_any_ranks(rounds: list[list[int]], weights: list[float]
         expected = {layer.name: torch.zeros(layer.shape, dtype=torch.float64) for layer in CONVOLUTIONS}
         for index, rank in enumerate(ranks):
             client, share = Client(f"c{index}", rank, 1.0, 1, weights[index]), weights[index] / total
-            job = method.start(method.sync(state, client), client, {})
+            job = method.start(method.sync(state, client), client, {}, state.round)
             trained = {n: v + 0.3 * torch.randn(v.shape, generator=rng) for n, v in job.tensors.items()}
             items.append(StackItem(client, share, trained))
             for layer in CONVOLUTIONS:

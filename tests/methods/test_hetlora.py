@@ -115,7 +115,7 @@ def test_which_slots_may_go(gamma: float, rank: int, first: int | None) -> None:
     """floor(gamma r) stay; none go where that is all of them, or nothing."""
     problem = Problem()
     method = HetLoRA(spec=problem.adapted().spec, r=rank, gamma=gamma)
-    penalties = method.start(method.sync(method.init(problem.adapted()), None), None, {}).penalties
+    penalties = method.start(method.sync(method.init(problem.adapted()), None), None, {}, 0).penalties
     assert penalties == (() if first is None else (SlotProduct(1e-3, first, LAYERS),))
 
 
@@ -173,7 +173,7 @@ def test_cutting_slots_does_not_rescale_the_rest() -> None:
     B, A = state.tensors["layer/B"].double(), state.tensors["layer/A"].double()
     for rank in (1, 2, 3, 5):
         client = _client(0, rank, 1.0)
-        job = method.start(method.sync(state, client), client, {})
+        job = method.start(method.sync(state, client), client, {}, state.round)
         pair = job.parametrization["layer"].effective(slots_of(job.tensors, "layer")).pair
         assert pair is not None
         assert pair.rank == rank

@@ -119,11 +119,13 @@ def test_a_client_that_was_away_catches_up_exactly(key: str, played: Play) -> No
             message = decode(encode(run.federation.method.sync(state, client)))
             base = apply_patch(bases[id], message.base)
             memory: Memory = round.before.memories.get(id, {})
-            job = run.federation.method.start(message, client, memory)
+            job = run.federation.method.start(message, client, memory, number)
             reference = everything
             if shapes(job) != shapes(everything):  # cut to the client's rank: then as a newcomer's
                 newcomer = replace(client, held=None)
-                reference = run.federation.method.start(run.federation.method.sync(state, newcomer), newcomer, {})
+                reference = run.federation.method.start(
+                    run.federation.method.sync(state, newcomer), newcomer, {}, state.round
+                )
             for layer in run.layers:
                 found = run.change(layer.name, base, job.parametrization[layer.name], job.tensors)
                 full = reference.parametrization[layer.name]

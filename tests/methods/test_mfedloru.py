@@ -154,7 +154,7 @@ def test_the_server_averages_what_the_clients_would_hold(
     items, expected = [], {name: torch.zeros_like(value, dtype=torch.float64) for name, value in state.tensors.items()}
     for index, rank in enumerate(ranks):
         client = Client(f"c{index}", rank, 1.0, 1, weights[index])
-        job = method.start(method.sync(state, client), client, {})
+        job = method.start(method.sync(state, client), client, {}, state.round)
         trained = {name: torch.randn(job.tensors[name].shape, generator=rng) for name in job.trainable_names}
         items.append(StackItem(client, weights[index] / total, trained))
         for layer in method.spec.layers:
@@ -178,7 +178,7 @@ def test_a_nested_product_starts_at_zero_and_anew_every_round(rank: int) -> None
     client = Client("c", rank, 9.0, 1, 1.0)  # the client's own scaling means nothing here: A and B are of rank r
     state, drawn = method.init(problem.adapted()), list[Tensor]()
     for number in range(3):
-        job = method.start(method.sync(state, client), client, {})
+        job = method.start(method.sync(state, client), client, {}, state.round)
         for one in LAYERS:
             pair = job.parametrization[one].effective(
                 {k.partition("/")[2]: v for k, v in job.tensors.items() if one in k}

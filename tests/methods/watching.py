@@ -133,11 +133,13 @@ class Watched(Wrapper):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return self._call("sync", state, client)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        return self._call("start", message, client, memory)
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return self._call("start", message, client, memory, round)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        return self._call("finish", job, trained, client, memory)
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        return self._call("finish", job, trained, client, memory, round)
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return self._call("contribute", message, client)

@@ -145,7 +145,7 @@ def test_the_rank_of_an_export_is_the_sum_of_its_parts_at_most_the_layer_s(prepa
     """Base update (rank 3) and factors (rank 2); once a part is dense, the whole layer times an identity."""
     federation, adapted = prepared.federation, prepared.engine.adapted
     begun = federation.begin().state
-    job = federation.method.start(federation.method.sync(begun, None), None, {})
+    job = federation.method.start(federation.method.sync(begun, None), None, {}, begun.round)
     trained = {name: torch.ones_like(value) for name, value in job.tensors.items()}
     job = type(job)(job.parametrization, trained, job.trainable)
     rng = torch.Generator().manual_seed(0)

@@ -26,7 +26,7 @@ def first_job(prepared: Prepared) -> Job:
     """FedIT's, after a round: B is not 0, so that every factor has a gradient."""
     federation = prepared.federation
     progress = federation.run_round(federation.begin()).progress
-    return federation.method.start(federation.method.sync(progress.state, None), None, {})
+    return federation.method.start(federation.method.sync(progress.state, None), None, {}, progress.state.round)
 
 
 def train(prepared: Prepared, job: Job, *, seed: int = 3, clients: tuple[str, ...] = ("north",)) -> Trained:

@@ -40,7 +40,9 @@ def first_job(prepared: Prepared) -> Job:
     federation = prepared.federation
     one = next(iter(federation.members.values())).client
     client = Client(one.id, one.rank, one.scaling, one.examples, one.weight)
-    return federation.method.start(federation.method.sync(federation.begin().state, client), client, {})
+    return federation.method.start(
+        federation.method.sync(federation.begin().state, client), client, {}, federation.begin().state.round
+    )
 
 
 def counted(prepared: Prepared, job: Job, rows: int, length: int) -> int:

@@ -96,7 +96,7 @@ def test_where_the_whole_weight_is_factorised_every_layer_has_a_full_rank_of_its
     method = config.build_method(spec)
     assert set(client_ranks(config, method, ids(4)).values()) == {1, 12}
     client = Client("client-01", 12, 1.0, 1, 1.0)
-    job = method.start(method.sync(method.init(_Ones(spec)), client), client, {})
+    job = method.start(method.sync(method.init(_Ones(spec)), client), client, {}, 0)
     assert {name: tuple(value.shape) for name, value in job.tensors.items()} == {
         **{"conv/U": (12, 12), "conv/V": (12, 36), "linear/U": (6, 5), "linear/V": (5, 5)},
     }

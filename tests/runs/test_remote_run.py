@@ -16,7 +16,7 @@ from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines, read_totals
-from fedspan.runs.remote import nodes_folder, reply_as
+from fedspan.runs.remote import connect, nodes_folder, reply_as
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
 from transporting import Replies, ReplyingTransport

@@ -39,11 +39,13 @@ def to_double(tensors: Tensors) -> dict[str, Tensor]:
 class Double(Wrapper):
     """Trains in float64 what the inner method draws in float32: its jobs' tensors are converted."""
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        return self._converted(self.inner.start(message, client, memory))
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return self._converted(self.inner.start(message, client, memory, round))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        result, memory = self.inner.finish(job, trained, client, memory)
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        result, memory = self.inner.finish(job, trained, client, memory, round)
         return (self._converted(result) if isinstance(result, Job) else result), memory
 
     def _converted(self, job: Job) -> Job:
@@ -147,7 +149,7 @@ class Federation:
     def _client(self, party: Party, message: Message, base: BaseUpdate) -> tuple[Message, Memory]:
         client, memory = party.client, party.memory
         self.adapted.set_base(base)
-        job = self.method.start(message, client, memory)
+        job = self.method.start(message, client, memory, self.state.round)
         for _ in range(5):
             trained = self.engine.train(
                 job,
@@ -157,7 +159,7 @@ class Federation:
                 round=self.state.round,
                 lr=self.training.optimizer.lr,
             )
-            result, memory = self.method.finish(job, trained, client, memory)
+            result, memory = self.method.finish(job, trained, client, memory, self.state.round)
             if isinstance(result, Message):
                 return decode(encode(result)), memory
             job = result
@@ -167,7 +169,7 @@ class Federation:
         """The model to evaluate, as a job: a client's, or the global one."""
         party = None if client is None else self.parties[client]
         known, memory = (None, {}) if party is None else (party.client, party.memory)
-        return self.method.start(self.method.sync(self.state, known), known, memory)
+        return self.method.start(self.method.sync(self.state, known), known, memory, self.state.round)
 
     def weight(self, layer: str, client: str | None = None) -> Tensor:
         """What a layer computes with in the model to evaluate: one dense matrix, (O, I), float64."""

@@ -22,7 +22,6 @@ from fedspan.core.method import Memory
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.wrappers.carry import into_job, into_next_phase, round_of, with_round
 from fedspan.wrappers.wrapper import Wrapper
 
 MODULUS = 2**32
@@ -52,17 +51,12 @@ class SecureSum(Wrapper):
                 "hides single replies, and this method's server needs them one by one",
             )
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return with_round(self.inner.sync(state, client), state.round)
-
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        return into_job(self.inner.start(message, client, memory), message)
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        round = round_of(job)
-        result, memory = self.inner.finish(job, trained, client, memory)
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        result, memory = self.inner.finish(job, trained, client, memory, round)
         if isinstance(result, Job):
-            return into_next_phase(result, round), memory
+            return result, memory
         contribution = self.inner.contribute(result, client)
         weight = client.weight if contribution.weight is None else contribution.weight
         terms = {name: value.double() * weight for name, value in contribution.sum.items()}

@@ -167,7 +167,9 @@ def test_the_raw_gradient_holds_neither_penalty_nor_offset_nor_clipping() -> Non
     problem = Problem()
     engine, job = _engine(problem, sgd(LR, steps=1, max_grad_norm=1e-3))
     penalised = FedProx(inner=with_extras(FedIT(spec=problem.adapted().spec, seed=1, r=2, lora_alpha=4.0)))
-    pulled = penalised.start(penalised.sync(penalised.init(engine.adapted), None), None, {})
+    pulled = penalised.start(
+        penalised.sync(penalised.init(engine.adapted), None), None, {}, penalised.init(engine.adapted).round
+    )
     offset = {name: torch.ones_like(job.tensors[name]) for name in job.trainable_names}
     plain = _train(engine, problem, replace(job, steps=0))
     busy = _train(engine, problem, replace(pulled, gradient_offset=offset, want_gradient=True))
@@ -254,8 +256,8 @@ def test_double_is_only_a_conversion() -> None:
     """The toys' float64 wrapper changes no name, shape or claim."""
     problem = Problem(clients=1)
     inner = WithExtras(inner=FLoRA(spec=problem.adapted().spec, r=2), policy="average")
-    single = inner.start(inner.sync(inner.init(problem.adapted()), None), None, {})
-    double = Double(inner=inner).start(inner.sync(inner.init(problem.adapted()), None), None, {})
+    single = inner.start(inner.sync(inner.init(problem.adapted()), None), None, {}, 0)
+    double = Double(inner=inner).start(inner.sync(inner.init(problem.adapted()), None), None, {}, 0)
     assert {name: value.shape for name, value in single.tensors.items()} == {
         name: value.shape for name, value in double.tensors.items()
     }

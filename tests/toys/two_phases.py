@@ -15,5 +15,5 @@ from fedspan.wrappers.wrapper import Wrapper
 class ExtrasInBothPhases(Wrapper):
     """Around ``PFedLoRU``, inside ``WithExtras``."""
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        return replace(self.inner.start(message, client, memory), extras=True)
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return replace(self.inner.start(message, client, memory, round), extras=True)

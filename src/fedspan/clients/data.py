@@ -1,4 +1,4 @@
-"""Clients by id, and what they keep, made when somebody asks: a federation of 100,000 holds their ids and no more."""
+"""Clients and their stored values by id, created on access: a federation of 100,000 clients holds only their ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ V = TypeVar("V")
 
 
 class LazyMapping(Mapping[str, V], Generic[V]):
-    """Values by id, in the order of the ids, none of them kept.
+    """Values by id, in the order of the ids, created on access and not stored.
 
     Args:
-        ids: of the values; any order, all different.
-        make: gives the value of the id at a position of ``ids``, the same every time.
+        ids: Ids of the values; any order, all different.
+        make: Returns the value of the id at a position of ``ids``, the same every time.
     """
 
     def __init__(self, ids: Iterable[str], make: Callable[[int], V]) -> None:
@@ -47,11 +47,11 @@ class LazyMapping(Mapping[str, V], Generic[V]):
 
 
 class OverlayMapping(Mapping[str, V], Generic[V]):
-    """A mapping with changes to another one, which stays as it is.
+    """A mapping with changes on top of another one, which is not changed.
 
     Args:
-        below: the other one.
-        changes: values that take the place of its own; to be changed.
+        below: The mapping below.
+        changes: Values that replace those below; this dict is modified.
     """
 
     def __init__(self, below: Mapping[str, V], changes: dict[str, V]) -> None:
@@ -76,7 +76,7 @@ class OverlayMapping(Mapping[str, V], Generic[V]):
 
 
 def overlay(values: Mapping[str, V]) -> dict[str, V] | OverlayMapping[V]:
-    """The same values, to be changed without a trace in the given ones; nothing that lies on a disk is read."""
+    """Return a mutable copy that leaves the given values unchanged; nothing is read from disk."""
     if isinstance(values, OverlayMapping):
         return OverlayMapping(values.below, dict(values.changes))
     return dict(values) if isinstance(values, dict) else OverlayMapping(values, {})

@@ -1,8 +1,8 @@
-"""The client half of the rounds, where the data is: carries out a server's orders.
+"""The client half of a round, on the data owner's side: carries out a server's orders.
 
-What it keeps between rounds (memory, moments, the base that it holds) is versioned by round. An order names the round
-whose reply was accepted last (``Client.held``); training goes on from that version and writes a new one, so a round
-that is retried, or a reply that is lost, never advances it twice.
+A client's stored state (memory, moments, its base) is versioned by round. An order names the round whose reply was
+accepted last (``Client.held``). Training continues from that version and writes a new one, so a retried round or a lost
+reply never advances the state twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SERVER_S = frozenset(
     {"client memory", "export", "federation", "limits", "message", "method", "node", "reply", "run", "serial"}
     | {"training", "version"}
 )
-"""Sections of fields whose values the server knows already."""
+"""Sections of fields whose values the server already knows."""
 _FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
 
@@ -57,7 +57,7 @@ class _Training:
         order: The order.
         client: The client as the server describes it.
         member: The client's examples.
-        kept: What the client stored in the round that the order continues from.
+        kept: The client's state of the round that the order continues from.
         job: The first job.
         noise: Noise of DP-SGD over the clipping norm.
         memory: The method's memory so far.
@@ -76,7 +76,7 @@ class _Training:
     parts: list[Part] = field(default_factory=list)
 
     def assignment(self, job: Job, keep: bool) -> Assignment:
-        """A job as an engine takes it."""
+        """Return a job as an engine's assignment."""
         moments = stored_moments(job, self.moments.get(job.phase), keep)
         return Assignment(self.order.to, self.order.round, job, self.member.train, self.order.lr, moments, self.noise)
 
@@ -84,17 +84,16 @@ class _Training:
 class Host:
     """The client half of rounds: carries out orders for the clients whose data is here.
 
-    A host has one client (a node of a deployment) or many (the simulator); it trains as many of them at once as its
-    engine can.
+    A host has one client (a node of a deployment) or many (the simulator); it trains as many at once as its engine can.
 
     Args:
         method: The run's method, as on the server.
         engine: Trains and evaluates.
         members: The clients by id.
-        examples: What the members' indices point into.
-        store: Stores what clients remember between rounds.
+        examples: The data set that the clients' indices point into.
+        store: The store of the clients' state between rounds.
         batch_size: Batch size of evaluation.
-        export: Writes the model of a job, given a base and a round; None: the clients export nothing.
+        export: Function that writes the model of a job, given a base and a round; None: the clients export nothing.
         secure: Each client's half of secure aggregation; None: the run has none.
         reveals_losses: Report training losses although they are computed from raw data under local privacy.
     """
@@ -116,12 +115,12 @@ class Host:
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses = secure, reveals_losses
         self.on_trained: Callable[[Assignment, Trained], None] | None = None
-        """Called with every job that was trained."""
+        """A callback that is called with every trained job."""
         self._shared: BaseUpdate | None = None
         self._decoded: tuple[bytes, Message] | None = None
 
     def share_base(self, base: BaseUpdate) -> None:
-        """Let all orders that follow use the server's base, which is in this process, whatever version clients hold."""
+        """Use the server's base, which is in this process, for all further orders, whatever version clients hold."""
         self._shared = base
         self.engine.adapted.set_base(base)
 
@@ -129,8 +128,8 @@ class Host:
         """Carry out an order of any kind.
 
         Raises:
-            FedspanError: As ``answer`` and ``SecureClient.answer``.
-            ValueError: As ``answer`` and ``SecureClient.answer``.
+            FedspanError: If ``answer`` or ``SecureClient.answer`` raises it.
+            ValueError: If ``answer`` or ``SecureClient.answer`` raises it.
         """
         if isinstance(asked, Order):
             return self.answer(asked).envelope()
@@ -140,8 +139,8 @@ class Host:
         """Carry out an order.
 
         Raises:
-            FedspanError: If the loss stops being finite, or (``LostStateError``) what the client stored is not there.
-            ValueError: If the order is not to a client of this host.
+            FedspanError: If the loss stops being finite, or (``LostStateError``) if the client's state is missing.
+            ValueError: If the order is not addressed to a client of this host.
         """
         self._member(order)
         if order.task == "evaluate":
@@ -157,11 +156,11 @@ class Host:
 
         Args:
             orders: Orders to train by client id, each taken when its client's training begins.
-            on_answer: Called with each client's answer as it is ready.
+            on_answer: Callback that is called with each client's reply as it is ready.
 
         Raises:
-            FedspanError: As ``answer``.
-            ValueError: As ``answer``.
+            FedspanError: If ``answer`` would raise it.
+            ValueError: If ``answer`` would raise it.
         """
         keep, running = self.engine.settings.keep_optimizer, dict[str, _Training]()
 
@@ -175,7 +174,7 @@ class Host:
                 self.on_trained(work, trained)
             if keep:
                 one.moments[work.job.phase] = (trained.optimizer_state, work.job.generation)
-            result, one.memory = self.method.finish(work.job, trained, one.client, one.memory)
+            result, one.memory = self.method.finish(work.job, trained, one.client, one.memory, work.round)
             one.parts.append(Part(loss=trained.metrics["loss"], examples=trained.metrics["examples"]))
             if isinstance(result, Job):
                 return one.assignment(result, keep)
@@ -197,14 +196,14 @@ class Host:
         return ClientState() if held is None else self.store.load(id, held)
 
     def _message(self, order: Order) -> Message:
-        """The message of an order; one that several clients are sent is decoded once."""
+        """Return the message of an order; a message to several clients is decoded once."""
         if self._decoded is None or self._decoded[0] is not order.body:
             self._decoded = (order.body, serialization.decode(order.body))
         message = self._decoded[1]
         return replace(message, tensors=dict(message.tensors))
 
     def _start(self, order: Order, message: Message) -> tuple[Job, ClientState]:
-        """The job of an order, and what the client stored, with the base that the model has now."""
+        """Return the job of an order, and the client's state with the model's current base."""
         kept = self._kept(order.to, None if order.client is None else order.client.held)
         if self._shared is None:
             base = apply_patch(kept.base, message.base)
@@ -212,7 +211,7 @@ class Host:
         else:
             base = self._shared
         memory = kept.memory if order.client is not None else {}
-        return self.method.start(message, order.client, memory), replace(kept, base=base)
+        return self.method.start(message, order.client, memory, order.round), replace(kept, base=base)
 
     def _open(self, order: Order) -> _Training:
         member, client, settings = self._member(order), order.client, self.engine.settings
@@ -221,7 +220,7 @@ class Host:
         self._require_secure(order)
         message = self._message(order)
         job, kept = self._start(order, message)
-        noise = training_noise(settings, self.method, message, _known(client, member), kept.memory)
+        noise = training_noise(settings, self.method, message, _known(client, member), order.round, kept.memory)
         return _Training(order, client, member, kept, job, noise, kept.memory, overlay(kept.moments))
 
     def _close(self, one: _Training, reply: Message) -> Reply:
@@ -242,10 +241,10 @@ class Host:
         return self.secure[id]
 
     def _require_secure(self, order: Order) -> None:
-        """Check, before anything is trained, that a reply goes into a secure sum if and only if the run says so.
+        """Check, before any training, that a reply enters a secure sum if and only if the run uses secure aggregation.
 
         Raises:
-            FedspanError: If it does not.
+            FedspanError: If the order and the run disagree.
         """
         if order.secure is not None:
             self._secure_client(order.to, order.secure.session).require(order, order.secure)
@@ -253,7 +252,7 @@ class Host:
             raise FedspanError("federation.secure", None, "a session: in this run replies are sent under masks")
 
     def _body(self, order: Order, reply: Message, job: Job) -> bytes:
-        """An encoded reply: the reply itself, or what it contributes to a secure sum, under masks."""
+        """Encode a reply: the reply itself, or its masked contribution to a secure sum."""
         encoded = serialization.encode(reply)
         if order.secure is None:
             return encoded
@@ -263,7 +262,7 @@ class Host:
         return serialization.encode(secure.masked(order, order.secure, contribution, job.tensors))
 
     def charges(self, order: Order | Phase) -> tuple[Charge, ...]:
-        """The privacy cost of an order for its client."""
+        """Compute the privacy cost of an order for its client."""
         if not isinstance(order, Order) or order.task != "train" or order.client is None:
             return ()
         settings = self.engine.settings
@@ -271,7 +270,7 @@ class Host:
             return ()
         client = _known(order.client, self._member(order))
         memory = self._kept(client.id, client.held).memory
-        return order_charges(settings.privacy, settings, self.method, self._message(order), client, memory)
+        return order_charges(settings.privacy, settings, self.method, self._message(order), client, order.round, memory)
 
     def _exported(self, order: Order) -> Reply:
         if self.export is None:
@@ -298,12 +297,12 @@ class Host:
 
 
 def _known(client: Client, member: ClientData) -> Client:
-    """A client with the number of examples that it has, whatever a server says of it: less noise would follow."""
+    """Set a client's true number of examples; a wrong number from a server could lead to less noise."""
     return replace(client, examples=len(member.train))
 
 
 def refuse(order: Order, error: Exception) -> Reply:
-    """The answer of a client that could not do what it was asked."""
+    """Build the reply of a client that could not carry out an order."""
     return Reply(
         order.task,
         order.round,
@@ -315,17 +314,17 @@ def refuse(order: Order, error: Exception) -> Reply:
 
 
 def refuse_any(asked: Order | Phase, error: Exception) -> Envelope:
-    """``refuse``, of whatever was asked."""
+    """Refuse an order of any kind (``refuse``)."""
     if isinstance(asked, Order):
         return refuse(asked, error).envelope()
     return refuse_phase(asked, describe_error(error)).envelope()
 
 
 def describe_error(error: Exception) -> str:
-    """What a server is told of an error on a client.
+    """Describe an error on a client for the server.
 
-    Errors may quote data and paths. Those about what the server itself sent go out whole; of the others, the field, the
-    kind, or what the system calls it (no space left on device).
+    Errors may quote data and paths. Errors about what the server itself sent are transmitted in full; of all others,
+    only the field, the kind, or the system's name (no space left on device).
     """
     ours = isinstance(error, FedspanError)
     if ours and error.field.partition(".")[0] in _SERVER_S:
@@ -341,7 +340,7 @@ def describe_error(error: Exception) -> str:
 
 
 def _system_s(error: BaseException | None) -> str | None:
-    """What the operating system calls an error; None of others, those of TLS and of looking up names among them."""
+    """Return the operating system's name of an error; None for others, such as errors of TLS and of name lookup."""
     if not isinstance(error, OSError) or isinstance(error, socket.gaierror | socket.herror | ssl.SSLError):
         return None
     number = error.errno

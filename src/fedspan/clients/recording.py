@@ -1,4 +1,4 @@
-"""A record of a round's local training: what every client was given to train, and the result."""
+"""A record of a round's local training: the jobs of every client and their results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ClientTraining:
     """One client's training.
 
     Args:
-        first: Its first job of the round.
-        last: Its last job.
+        first: The client's first job of the round.
+        last: The client's last job of the round.
         trained: The result of the last job.
     """
 
@@ -26,7 +26,7 @@ class ClientTraining:
 
 
 class TrainingRecord:
-    """Takes the jobs of a round (``Federation.play``'s ``on_trained``)."""
+    """Records the jobs of a round (as the ``on_trained`` callback)."""
 
     def __init__(self) -> None:
         self.by_client: dict[str, ClientTraining] = {}

@@ -1,12 +1,12 @@
-"""A client's half of secure aggregation: keys, shares, a masked vector, and at the end one share of each neighbour.
+"""The client half of secure aggregation: keys, shares, a masked vector, and finally one share of each neighbour.
 
     y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)    (in the ring)
 
-over the neighbours j that are still there; b_i is its own seed, s_ij what it agreed on with j. Everything follows from
-one random secret of the session, which is on the client's disk between the phases: any process can go on. Phases go
-forward only, each once a session, and sessions' numbers grow; so no message that comes again, or in another order, gets
-a second answer. Whoever asks is told of a neighbour either the share that removes its own mask or that of its key, and
-never both.
+over the neighbours j that are still present; b_i is the client's own seed, s_ij the secret that it shares with j.
+Everything is derived from one random secret of the session, which is on the client's disk between the phases, so any
+process can continue. Phases only advance, each once a session, and session numbers grow; so a message that is repeated
+or out of order gets no second reply. For each neighbour, a client reveals either the share of its own mask or that of
+its key, never both.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ __all__ = ["MemorySessionStore", "SecureClient", "Session", "SessionStore"]
 
 
 class Session(BinaryPart):
-    """What a client must remember between the phases of a session.
+    """A client's state between the phases of a session.
 
     Args:
-        run: of which it is.
-        number: of the session.
-        phase: the last one that was answered.
-        secret: from which its keys follow; empty when nothing more is to come.
-        peers: keys of its neighbourhood, as it was told when it made shares.
-        threshold: shares of them that open a secret.
-        present: those with whom it masked.
+        run: The run of the session.
+        number: The session's number.
+        phase: The last phase that was answered.
+        secret: The secret that the keys are derived from; empty once the session has ended.
+        peers: Keys of its neighbourhood, as received when it made shares.
+        threshold: Number of their shares that reconstruct a secret.
+        present: The neighbours whose masks it used.
     """
 
     run: str
@@ -69,17 +69,17 @@ class Session(BinaryPart):
 
 
 class SessionStore(Protocol):
-    """Where clients' sessions are."""
+    """The session store: the sessions of clients."""
 
     def load(self, client: str) -> Session | None:
-        """A client's last session."""
+        """Load a client's last session."""
         ...
 
     def store(self, client: str, session: Session) -> None:
-        """Put a session in the place of the last one; on return it is there, whatever happens then.
+        """Replace the last session by a new one, which is durable on return.
 
         Raises:
-            FedspanError: if the disk is full or refuses.
+            FedspanError: If the disk is full or refuses to write.
         """
         ...
 
@@ -100,23 +100,23 @@ class MemorySessionStore:
 
 
 class SecureClient:
-    """Answers for one client.
+    """Answers the phases of secure aggregation for one client.
 
     Args:
-        id: of the client.
-        vault: where it keeps its session.
-        least: clients without whom it hides in no sum: of its neighbourhood, itself among them, so many must be there.
+        id: Id of the client.
+        vault: The store of its session.
+        least: Smallest number of clients of its neighbourhood, itself included, that must be present in a sum.
     """
 
     def __init__(self, id: str, vault: SessionStore, least: int = 2) -> None:
         self.id, self.vault, self.least = id, vault, least
 
     def answer(self, order: Phase) -> PhaseReply:
-        """Do what a phase asks.
+        """Carry out a phase.
 
         Raises:
-            FedspanError: if it is not its turn, or asks for what would open a client's reply.
-            ValueError: if it is not for this client.
+            FedspanError: If the phase is out of order, or asks for shares that would reveal a client's reply.
+            ValueError: If the phase is not addressed to this client.
         """
         if order.to != self.id:
             raise ValueError(f"an order to {order.to!r}; this is {self.id!r}")
@@ -129,7 +129,7 @@ class SecureClient:
                 return self._unmask(order)
 
     def _session(self, run: str, number: int, after: str) -> Session:
-        """The session, if a phase is the last that was answered in it."""
+        """Return the session if ``after`` is the last phase that was answered in it."""
         session = self.vault.load(self.id)
         if session is None or (session.run, session.number) != (run, number):
             raise FedspanError("message.session", number, "the session that this client began last")
@@ -169,10 +169,10 @@ class SecureClient:
         return SharesReply(id=self.id, session=order.session, sealed=sealed)
 
     def require(self, order: Order, masking: Masking) -> None:
-        """Check that a reply to an order can be masked as it says; before anything is trained for it.
+        """Check, before any training, that the reply to an order can be masked as the order asks.
 
         Raises:
-            FedspanError: if not.
+            FedspanError: If it can't be masked.
         """
         self._ready(order, masking)
 
@@ -188,16 +188,16 @@ class SecureClient:
         return session
 
     def masked(self, order: Order, masking: Masking, contribution: Contribution, started: Tensors) -> Message:
-        """A contribution as it goes into the sum.
+        """Mask a contribution for the sum.
 
         Args:
-            order: to train.
-            masking: its ``secure`` part.
-            contribution: of the client's reply.
-            started: the tensors that its training began with.
+            order: The order to train.
+            masking: The ``secure`` part of the order.
+            contribution: The contribution of the client's reply.
+            started: The tensors that its training began with.
 
         Raises:
-            FedspanError: if it is not its turn, or the contribution has no place in the sum.
+            FedspanError: If the phase is out of order, or the contribution does not fit into the sum.
         """
         session = self._ready(order, masking)
         ring = Ring(masking.bits, masking.clip, masking.clients)
@@ -241,7 +241,7 @@ class SecureClient:
         return UnmaskReply(id=self.id, session=order.session, shares=given)
 
     def _opened(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Both shares of every peer; of one that sealed something else, none: the others' will do."""
+        """Decrypt both shares of every peer; malformed ones are skipped, since the other peers' shares suffice."""
         keys, context = _keys_of(session), context_of(session.run, session.number)
         found: dict[str, bytes] = {}
         for id in session.present:
@@ -268,5 +268,5 @@ def _public(keys: Keys) -> PublicKeys:
 
 
 def _signed(total: Integers) -> Integers:
-    """The same bits in an integer format that every version of torch has."""
+    """Reinterpret the bits in an integer format that every version of torch supports."""
     return total.view(np.int32 if total.itemsize == 4 else np.int64)

@@ -1,6 +1,6 @@
-"""Sessions of secure aggregation on a client's disk: one file a client, which only its owner may read.
+"""The session store of secure aggregation on a client's disk: one file a client, readable by its owner only.
 
-``<folder>/<digest of the client's id>/session.json``, beside what the client keeps between rounds, is replaced whole.
+``<folder>/<digest of the client's id>/session.json``, next to the client's stored state, is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DiskSessionStore:
     """Sessions on a disk.
 
     Args:
-        folder: of one run, as ``DiskClientStore``'s; made when something is stored.
+        folder: The folder of one run, as in ``DiskClientStore``; created when something is stored.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class DiskSessionStore:
         """``SessionStore.load``.
 
         Raises:
-            FedspanError: if the file is damaged: what was answered already is not known then.
+            FedspanError: If the file is damaged, so that the phases answered so far are unknown.
         """
         path = self._of(client)
         if not path.is_file():

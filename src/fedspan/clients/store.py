@@ -1,13 +1,13 @@
-"""The client store: what clients keep between rounds (memory, moments, base), versioned by round.
+"""The client store: the clients' state between rounds (memory, moments, base), versioned by round.
 
 A simulation stores the clients of a run together: ``clients/round-00005/`` holds what the fifth round wrote, memories
 and optimizer states, each a safetensors file with its own SHA-256. The folder is written under a temporary name and
-renamed before the checkpoint that names it, and never changed after, except that files which no checkpoint needs are
-deleted. A checkpoint names the round of every client's file, so its size is that of its cohort; a file is read when a
-client is needed, and nothing stays in memory.
+renamed before the checkpoint that names it. It never changes afterwards, except that files which no checkpoint needs
+are deleted. A checkpoint names the round of every client's file, so its size is that of its cohort; a file is read when
+a client is needed, and nothing stays in memory.
 
-A data owner's node stores its client alone (``DiskClientStore``): ``<folder>/<digest of the client's id>/round-00005/``
-has one file, written atomically.
+A data owner's node stores its own client only (``DiskClientStore``): ``<folder>/<digest of the client's id>/`` +
+``round-00005/`` has one file, written atomically.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ __all__ = [
 V = TypeVar("V")
 
 Version = tuple[str, str, int]
-"""What is kept (the name of its kind), of whom, and the round that wrote it."""
+"""A stored version: the name of its kind, the client, and the round that wrote it."""
 
 NOTHING = -1
-"""In place of a round, where there is no file."""
+"""The value in place of a round if there is no file."""
 
 _BLANK = b"0" * 64
-"""Stands in a file's text where its digest will be."""
+"""The placeholder of the digest in a file's text."""
 
 
 def moments_structure(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[str, object]:
-    """An optimizer state and its generation, its tensors taken by a writer."""
+    """Encode an optimizer state and its generation; a writer takes its tensors."""
     state, generation = kept
     return {
         "generation": generation,
@@ -78,10 +78,10 @@ def moments_structure(writer: Writer, kept: tuple[OptimizerState, int]) -> dict[
 
 
 def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int]:
-    """What ``moments_structure`` took.
+    """Decode the result of ``moments_structure``.
 
     Raises:
-        ValueError: if it is not that.
+        ValueError: If the structure is malformed.
     """
     moments, steps = expect(structure, "moments", dict), expect(structure, "steps", dict)
     state = OptimizerState(
@@ -93,12 +93,12 @@ def read_moments(reader: Reader, structure: object) -> tuple[OptimizerState, int
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client keeps between rounds.
+    """A client's state between rounds.
 
     Args:
-        memory: the method's.
-        moments: kept optimizer states by phase, with the generation that they belong to.
-        base: the base update that it holds.
+        memory: The method's memory.
+        moments: Stored optimizer states by phase, with the generation that they belong to.
+        base: The base update that the client holds.
     """
 
     memory: Memory = field(default_factory=dict)
@@ -107,40 +107,40 @@ class ClientState:
 
 
 class LostStateError(FedspanError):
-    """What a client kept is not there any more, or damaged."""
+    """A client's stored state is missing or damaged."""
 
     def __init__(self, client: str, round: int, why: str) -> None:
         super().__init__("client memory", client, f"what it kept of round {round + 1} ({why}); it is sent everything")
 
 
 class ClientStore(Protocol):
-    """Where clients' versions are."""
+    """The versions of clients' state."""
 
     def load(self, client: str, round: int) -> ClientState:
-        """What a client kept after its training in a round.
+        """Load a client's state after its training in a round.
 
         Raises:
-            Lost: if that is not there, or damaged.
+            LostStateError: If the state is missing or damaged.
         """
         ...
 
     def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
-        """Keep a version; all others but those of the rounds that are needed may go.
+        """Store a version; all others except those of the needed rounds may be deleted.
 
         Raises:
-            FedspanError: if the disk is full or refuses.
+            FedspanError: If the disk is full or refuses to write.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Kind(Generic[V]):
-    """A kind of thing that clients keep.
+    """A kind of value that clients store.
 
     Args:
-        name: opens the names of its files.
-        write: the JSON structure of one, its tensors taken by a writer.
-        read: one out of its structure.
+        name: Prefix of its file names.
+        write: Function that encodes a value as a JSON structure; a writer takes its tensors.
+        read: Function that decodes a value from its structure.
     """
 
     name: str
@@ -148,27 +148,27 @@ class Kind(Generic[V]):
     read: Callable[[Reader, object], V]
 
     def path(self, clients: Path, key: str, round: int) -> Path:
-        """The file of one; ids may be any text, so it is named by a digest."""
+        """Return the file of a value; it is named by a digest, since ids may be any text."""
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
         return clients / f"round-{round:05d}" / f"{self.name}-{digest[:32]}.safetensors"
 
     def encode(self, key: str, round: int, value: V) -> bytes:
-        """The file's content.
+        """Encode the file's content.
 
         Raises:
-            ValueError: if a tensor cannot be stored (``wire.Writer``).
+            ValueError: If a tensor cannot be stored (``serialization.Writer``).
         """
         writer = Writer(canonical=False)
-        # The digest comes first: no other 64 zeros stand before it.
+        # The digest comes first: no other 64 zeros precede it.
         structure = {"sha256": _BLANK.decode(), "of": key, "round": round, "value": self.write(writer, value)}
         data = writer.payload(self.name, structure)
         return data.replace(_BLANK, hashlib.sha256(data).hexdigest().encode(), 1)
 
     def load(self, clients: Path, key: str, round: int) -> V:
-        """Read one and check every byte of it.
+        """Read a value and check every byte of its file.
 
         Raises:
-            Damaged: if the file is missing or not as written.
+            DamagedFileError: If the file is missing or differs from what was written.
         """
         path = self.path(clients, key, round)
         data = read_whole(path)
@@ -194,12 +194,12 @@ MOMENTS: Kind[tuple[OptimizerState, int]] = Kind("moments", moments_structure, r
 
 
 class Stored(Mapping[str, V], Generic[V]):
-    """What clients keep, read from the disk when asked for.
+    """Stored values of clients, read from the disk on access.
 
     Args:
-        kind: what it is.
-        clients: the folder of all rounds' files.
-        rounds: the round that wrote each client's file; ``NOTHING`` for a memory of nothing, which needs none.
+        kind: The kind of the values.
+        clients: The folder of all rounds' files.
+        rounds: The round that wrote each client's file; ``NOTHING`` for an empty memory, which needs none.
     """
 
     def __init__(self, kind: Kind[V], clients: Path, rounds: Mapping[str, int]) -> None:
@@ -222,23 +222,23 @@ class Stored(Mapping[str, V], Generic[V]):
         return len(self.rounds)
 
     def versions(self) -> set[Version]:
-        """The files behind it."""
+        """Return the versions of all files that the values are read from."""
         return {(self.kind.name, key, round) for key, round in self.rounds.items() if round != NOTHING}
 
 
 def store(folder: Path, progress: Progress) -> Progress:
-    """Bring to the disk what a round changed on its clients.
+    """Write to disk what a round changed on its clients.
 
     Args:
         folder: The folder of the clients' files, in a run whose lock this process holds.
-        progress: after the round, which has no checkpoint yet.
+        progress: The progress after the round, which has no checkpoint yet.
 
     Returns:
-        The same progress, with memories and optimizer states that are read when asked for.
+        The same progress, with memories and optimizer states that are read on access.
 
     Raises:
-        FedspanError: if the disk is full or refuses; nothing is left of the round then.
-        ValueError: if a tensor cannot be stored.
+        FedspanError: If the disk is full or refuses to write; nothing of the round is left then.
+        ValueError: If a tensor cannot be stored.
     """
     round = progress.state.round
     kept: tuple[tuple[Kind[Any], Mapping[str, Any]], ...] = (
@@ -261,7 +261,7 @@ def store(folder: Path, progress: Progress) -> Progress:
 
 
 def _changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int], Mapping[str, V]]:
-    """What is in the folder already, by round, and what is not."""
+    """Split values into those that the folder already holds, by round, and the others."""
     below, changes = (values.below, values.changes) if isinstance(values, OverlayMapping) else (values, {})
     if isinstance(below, Stored) and below.clients == clients:
         return below.rounds, changes
@@ -270,13 +270,13 @@ def _changes(values: Mapping[str, V], clients: Path) -> tuple[Mapping[str, int],
 
 def _write(target: Path, files: Mapping[Path, tuple[Kind[Any], str, Any]], round: int) -> None:
     partial = temporary(target)
-    remove(partial)  # of an earlier process with the same id, as in containers
+    remove(partial)  # left by an earlier process with the same id, as in containers
     try:
         partial.mkdir(parents=True)
         for path, (kind, key, value) in files.items():
             write_file(partial / path.name, kind.encode(key, round, value))
         fsync_folder(partial)
-        remove(target)  # of a round that came to no checkpoint
+        remove(target)  # left by a round without a checkpoint
         partial.rename(target)
     except BaseException:
         with suppress(OSError):  # give the space back; the first error is the one to report
@@ -290,11 +290,11 @@ def discard(folder: Path, needed: Iterable[Version], among: Iterable[Version] | 
 
     Args:
         folder: The folder of the clients' files, in a run whose lock this process holds.
-        needed: what the checkpoints that stay name.
-        among: what may be there beside that; None: whatever the folder holds.
+        needed: Versions that the remaining checkpoints name.
+        among: Versions that may also exist; None: everything that the folder holds.
 
     Raises:
-        OSError: if the disk refuses.
+        OSError: If the disk refuses to delete.
     """
     kinds: dict[str, Kind[Any]] = {kind.name: kind for kind in (MEMORY, MOMENTS)}
     stay = {kinds[name].path(folder, key, round) for name, key, round in needed}
@@ -332,7 +332,7 @@ class DiskClientStore:
     """Clients' versions on a disk.
 
     Args:
-        folder: of one run; made when something is kept.
+        folder: The folder of one run; created when something is stored.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""Values, parametrizations and low-rank algebra that every method is written in."""
+"""Values, parametrizations and low-rank algebra that all methods use."""

@@ -1,4 +1,4 @@
-"""What servers make of a stack of replies: weighted sums of products as pairs of factors, means, residuals.
+"""Aggregation of a stack of replies: weighted sums of products as pairs of factors, means, residuals.
 
 Shapes: O output features, I input features, R rank, K clients, Q the sum of their ranks.
 """
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 def map_layers(function: Callable[[LayerSpec], T], layers: Iterable[LayerSpec]) -> dict[str, T]:
-    """``{layer.name: function(layer)}``, several layers at a time, as many as torch has threads.
+    """Compute ``{layer.name: function(layer)}``, as many layers at a time as torch has threads.
 
-    Each layer is computed on one thread: the QR and SVD of a few hundred columns are slower on several, and so the
-    result does not depend on their number.
+    Each layer is computed on one thread: the QR and SVD of a few hundred columns are slower on several, and the
+    result does not depend on the number of threads.
     """
     chosen, threads = list(layers), torch.get_num_threads()
-    torch.set_num_threads(1)  # what the pool's threads begin with
+    torch.set_num_threads(1)  # the pool's threads start with this value
     try:
         with ThreadPoolExecutor(max(1, min(threads, len(chosen)))) as pool:
             return dict(zip((layer.name for layer in chosen), pool.map(function, chosen), strict=True))
@@ -38,9 +38,9 @@ def map_layers(function: Callable[[LayerSpec], T], layers: Iterable[LayerSpec]) 
 
 
 def products(layer: str, reduced: Reduced) -> LowRank:
-    """``sum_i p_i s_i B_i A_i`` of a stack of LoRA factors as one pair of rank Q; exact for any ranks and scalings.
+    """Compute ``sum_i p_i s_i B_i A_i`` of a stack of LoRA factors as one pair of rank Q.
 
-    Weight p_i and scaling s_i stand on B alone.
+    It is exact for any ranks and scalings. Weight p_i and scaling s_i multiply B alone.
     """
     a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
     pairs = [LowRank(one.tensors[b], one.tensors[a], one.weight * one.client.scaling) for one in reduced.stack]
@@ -48,7 +48,7 @@ def products(layer: str, reduced: Reduced) -> LowRank:
 
 
 def mean_of_stack(reduced: Reduced) -> dict[str, Tensor]:
-    """The weighted mean of stacked tensors that have one shape for all clients, summed in float64."""
+    """Compute the weighted mean of stacked tensors that have one shape for all clients, summed in float64."""
     means: dict[str, Tensor] = {}
     for name, like in reduced.stack[0].tensors.items():
         total = torch.zeros_like(like, dtype=torch.float64)
@@ -59,16 +59,16 @@ def mean_of_stack(reduced: Reduced) -> dict[str, Tensor]:
 
 
 def residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank: int | None = None) -> LowRank:
-    """What averaging loses, ``s (sum_i p_i B_i A_i - B A)`` with B and A the means, as a pair of rank (K - 1) R.
+    """Compute the loss of averaging, ``s (sum_i p_i B_i A_i - B A)`` with means B and A, as a pair of rank (K - 1) R.
 
     With ``sum_i p_i (B_i - B) = 0`` it is ``s sum_{i<K} p_i (B_i - B)(A_i - A_K)``: factors without an SVD.
 
     Args:
-        layer: its name.
+        layer: Name of the layer.
         reduced: K replies of one rank and scaling s.
-        mean_B: B, (O, R).
-        scaling: s.
-        rank: the best approximation of at most this rank instead, by an SVD of the factors.
+        mean_B: Mean B, (O, R).
+        scaling: Scaling s.
+        rank: Maximum rank of a best approximation by an SVD of the factors; None: the exact residual.
     """
     a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
     *others, last = reduced.stack
@@ -81,6 +81,6 @@ def residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank:
 
 
 def smaller(pair: LowRank) -> Delta:
-    """The pair, or the dense matrix where that is fewer elements."""
+    """Return the pair, or the dense matrix where that has fewer elements."""
     rows, columns = pair.shape
     return pair if pair.numel() <= rows * columns else pair.dense()

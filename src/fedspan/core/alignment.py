@@ -17,7 +17,7 @@ __all__ = ["Ajive", "View", "ajive", "factor_of_gram", "gram_factor", "nearest_r
 
 
 def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
-    """Orthogonal Procrustes: the S with orthonormal rows that maximises ``<S source, target>``.
+    """Solve orthogonal Procrustes: the S with orthonormal rows that maximises ``<S source, target>``.
 
     For ``source`` (R', I), ``target`` (R, I), R <= R', and ``target source^T = U Sigma V^T``: S = U V^T, (R, R').
     For R = R' that also minimises ``||S source - target||_F``; for R < R' it need not (FLoRG's ``paper`` variant).
@@ -27,7 +27,7 @@ def procrustes(source_RI: Tensor, target_RI: Tensor) -> Tensor:
 
 
 def nearest_rotation(matrix_RR: Tensor) -> Tensor:
-    """The rotation (orthogonal, determinant 1) nearest to a matrix in the Frobenius norm, which maximises ``<R, M>``.
+    """Find the rotation (orthogonal, determinant 1) nearest to a matrix in Frobenius norm; it maximises ``<R, M>``.
 
     ``U diag(1, ..., 1, det(U V^T)) V^T`` for ``M = U Sigma V^T`` (Kabsch). In float64.
     """
@@ -37,9 +37,9 @@ def nearest_rotation(matrix_RR: Tensor) -> Tensor:
 
 
 def gram_factor(stack_QK: Tensor) -> Tensor:
-    """Lambda^(1/2) P (R', K) with ``stack^T stack = P^T Lambda P``, eigenvalues descending, without forming that.
+    """Compute Lambda^(1/2) P (R', K) of ``stack^T stack = P^T Lambda P``, eigenvalues descending, without forming it.
 
-    From the SVD of the stack, which keeps the digits that squaring would lose; in float64, signs fixed. R' is the
+    It uses the SVD of the stack, which retains the digits that squaring would lose; in float64, signs fixed. R' is the
     rank of the stack, and at least 1.
     """
     U, S, Vt = torch.linalg.svd(stack_QK.double(), full_matrices=False)
@@ -49,9 +49,9 @@ def gram_factor(stack_QK: Tensor) -> Tensor:
 
 
 def factor_of_gram(gram_KK: Tensor) -> Tensor:
-    """``gram_factor`` where only ``stack^T stack`` is known, perhaps with a small error; its symmetric part counts.
+    """Compute ``gram_factor`` from ``stack^T stack``, which may have a small error; its symmetric part counts.
 
-    In float64. Eigenvalues below the rounding of the largest one, and negative ones, are taken for 0.
+    In float64. Eigenvalues below the rounding of the largest one, and negative ones, count as 0.
     """
     gram = gram_KK.double()
     eigenvalues, vectors_KR = torch.linalg.eigh((gram + gram.T) / 2)
@@ -66,10 +66,10 @@ class View:
     """One client's matrix (N, D) for AJIVE, as ``left @ right`` where it is of low rank.
 
     Args:
-        left: (N, Q).
-        right: (Q, D) with orthonormal rows; None: the matrix is ``left`` itself. Everything that AJIVE does to the
-            columns of the matrix it can do to those of ``left``: centring, left singular vectors and singular values
-            are the same.
+        left: Matrix (N, Q).
+        right: Matrix (Q, D) with orthonormal rows; None: the matrix is ``left`` itself. AJIVE can work on the columns
+            of ``left`` instead of those of the matrix: centring, left singular vectors and singular values are the
+            same.
     """
 
     left: Tensor
@@ -77,7 +77,7 @@ class View:
 
     @staticmethod
     def of(matrix: Tensor | LowRank) -> View:
-        """A view in float64 from a matrix, or from any pair of factors (whose right one is orthonormalised)."""
+        """Create a view in float64 from a matrix, or from any pair of factors (whose right one is orthonormalised)."""
         if isinstance(matrix, Tensor):
             return View(matrix.double())
         pair = matrix.to(torch.float64).folded()
@@ -86,28 +86,28 @@ class View:
 
     @property
     def columns(self) -> int:
-        """D."""
+        """Number of columns D."""
         return self.left.shape[1] if self.right is None else self.right.shape[1]
 
     def mean(self) -> Tensor:
-        """Column means in the coordinates of ``left``, (1, Q)."""
+        """Compute the column means in the coordinates of ``left``, (1, Q)."""
         return self.left.mean(0, keepdim=True)
 
     def lifted(self, left: Tensor) -> Tensor:
-        """The matrix of which ``left`` holds the coordinates, (N, D)."""
+        """Compute the matrix whose coordinates ``left`` holds, (N, D)."""
         return left if self.right is None else left @ self.right
 
 
 @dataclass(frozen=True)
 class Ajive:
-    """What the views share and what they do not.
+    """The joint and the individual components of the views.
 
     Args:
-        basis: orthonormal basis U (N, joint rank) of the joint column space, signs fixed, float64.
-        thresholds: tau of every view: the middle of its last kept and first dropped singular value.
-        views: the (uncentred) views.
-        means: column means that were taken off, in the views' coordinates.
-        cutoff: that squared singular values of the concatenated bases had to exceed; None where the rank was given.
+        basis: Orthonormal basis U (N, joint rank) of the joint column space, signs fixed, float64.
+        thresholds: Threshold tau of every view: the mean of its last retained and first dropped singular value.
+        views: The (uncentred) views.
+        means: Subtracted column means, in the views' coordinates.
+        cutoff: Lower bound on squared singular values of the concatenated bases; None where the rank was given.
     """
 
     basis: Tensor
@@ -117,12 +117,12 @@ class Ajive:
     cutoff: float | None
 
     def joint(self, number: int) -> Tensor:
-        """J_i = U U^T (X_i - mean), in the coordinates of the view's ``left``."""
+        """Compute J_i = U U^T (X_i - mean), in the coordinates of the view's ``left``."""
         centred = self.views[number].left - self.means[number]
         return self.basis @ (self.basis.T @ centred)
 
     def individual(self, number: int) -> Tensor:
-        """I_i: what of X_i - mean - J_i has singular values above tau_i, in the coordinates of the view's ``left``."""
+        """Compute I_i: X_i - mean - J_i truncated to singular values above tau_i, in coordinates of the view's ``left``."""
         rest = self.views[number].left - self.means[number] - self.joint(number)
         U, S, Vt = torch.linalg.svd(rest, full_matrices=False)
         return (U * torch.where(self.thresholds[number] < S, S, 0.0)) @ Vt
@@ -138,23 +138,23 @@ def ajive(
     samples: int = 1000,
     rng: torch.Generator | None = None,
 ) -> Ajive:
-    """Angle-based joint and individual variation explained.
+    """Compute angle-based joint and individual variation explained (AJIVE).
 
     Feng et al., J. Multivariate Analysis 2018. Every view is column-centred and replaced by its top left singular
     vectors; the joint basis is the top of the SVD of their concatenation. In float64. Views of low rank are given as
-    factors: nothing of size N x D is formed, and the result is that of the dense matrices.
+    factors; nothing of size N x D is formed, and the result is that of the dense matrices.
 
     Args:
         matrices: K views (N, D_k), dense or as factors.
-        joint_rank: columns of the basis; None: as many as have a squared singular value above both bounds, the 5th
-            percentile of Wedin's (directions drawn outside of the views' spaces) and the 95th of that of random spaces.
-        view_rank: singular vectors kept of each view; by default all, null directions left out. For a ``joint_rank``
-            of None it must be below the views' ranks: a view without a rest has a Wedin bound of 0 (no noise), and
-            nothing short of identical spaces passes.
-        center: whether column means are taken off.
-        identifiable: drop directions along which some view varies by less than its threshold.
-        samples: draws for either bound.
-        rng: of those draws.
+        joint_rank: Columns of the basis; None: as many as have a squared singular value above both bounds, the 5th
+            percentile of Wedin's (directions drawn outside the views' spaces) and the 95th of that of random spaces.
+        view_rank: Singular vectors retained of each view; by default all but null directions. For a ``joint_rank`` of
+            None it must be below the views' ranks: a view without a remainder has a Wedin bound of 0 (no noise), and
+            only identical spaces pass.
+        center: Whether to subtract column means.
+        identifiable: Whether to drop directions along which some view varies by less than its threshold.
+        samples: Number of draws for each bound.
+        rng: Generator of those draws.
     """
     views = tuple(View.of(matrix) for matrix in matrices)
     means = tuple(view.mean() if center else torch.zeros_like(view.mean()) for view in views)
@@ -179,7 +179,7 @@ def ajive(
 
 @dataclass(frozen=True)
 class _Space:
-    """Kept singular triples of a centred view, in the coordinates of its ``left``, and its threshold."""
+    """The retained singular triples of a centred view, in the coordinates of its ``left``, and its threshold."""
 
     U: Tensor
     S: Tensor
@@ -190,7 +190,7 @@ class _Space:
 def _space(left: Tensor, rank: int | None) -> _Space:
     U, S, Vt = torch.linalg.svd(left, full_matrices=False)
     tiny = S[:1] * max(left.shape) * torch.finfo(S.dtype).eps
-    present = int((tiny < S).sum())  # null directions are arbitrary ones
+    present = int((tiny < S).sum())  # null directions are arbitrary
     kept = present if rank is None else min(rank, present)
     following = float(S[kept]) if kept < S.numel() else 0.0
     threshold = (float(S[kept - 1]) + following) / 2 if kept else 0.0
@@ -198,13 +198,13 @@ def _space(left: Tensor, rank: int | None) -> _Space:
 
 
 def _outside(space: Tensor, size: int, count: int, rng: torch.Generator) -> Tensor:
-    """``count`` random directions (size, count) orthogonal to a space (size, R), fewer where there are fewer."""
+    """Draw ``count`` random directions (size, count) orthogonal to a space (size, R), fewer where there are fewer."""
     drawn = torch.randn((size, min(count, size - space.shape[1])), generator=rng, dtype=torch.float64)
     return torch.linalg.qr(drawn - space @ (space.T @ drawn))[0]
 
 
 def _largest(matrix: Tensor) -> float:
-    """The largest singular value, 0 of an empty matrix."""
+    """Compute the largest singular value; 0 for an empty matrix."""
     return float(torch.linalg.matrix_norm(matrix, 2)) if matrix.numel() else 0.0
 
 

@@ -1,9 +1,9 @@
-"""The base update: how a method moves the frozen base without anybody writing into the weights of record.
+"""The base update: how a method moves the frozen base without writing into the original weights.
 
 ``base = rho * W0 + total``. A ``BaseUpdate`` accumulates increments, each tagged with the round whose state first holds
-it; a client that holds the base of round h is sent the increments tagged later than h, or, where that is shorter or
-they are no longer kept, the whole total. Whoever applies the same increments in the same order holds the same bits: the
-representation of the total (factors while rank * (O + I) <= O * I, dense beyond) follows from the increments alone.
+it. A client that holds the base of round h receives the increments tagged later than h, or the whole total where that
+is smaller or those increments are no longer stored. Applying the same increments in the same order gives the same bits:
+the representation of the total (factors while rank * (O + I) <= O * I, dense beyond) depends on the increments alone.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fedspan.core.lowrank import LowRank, concatenate
 __all__ = ["BasePatch", "BaseUpdate", "Delta", "Increment", "Total", "apply_patch", "as_dense", "materialise"]
 
 Delta = LowRank | Tensor
-"""A layer's change of weight, (O, I): a pair of factors, or the dense matrix."""
+"""A layer's weight change, (O, I): a pair of factors, or the dense matrix."""
 
 
 def as_dense(delta: Delta) -> Tensor:
-    """The matrix (O, I) of either form."""
+    """Return either form as the matrix (O, I)."""
     return delta.dense() if isinstance(delta, LowRank) else delta
 
 
 class Total(Mapping[str, Delta]):
-    """The sum of all increments, by layer: one pair of factors, or the dense matrix.
+    """The sum of all increments by layer: one pair of factors, or the dense matrix.
 
-    Pairs are held as they were added, not copied (a server holds the recent ones as increments too), and joined when a
-    layer is asked for.
+    Pairs are stored as they were added, without a copy (a server also holds the recent ones as increments), and joined
+    when a layer is requested.
 
     Args:
-        deltas: what there is already.
+        deltas: Initial sum by layer; None: empty.
     """
 
     def __init__(self, deltas: Mapping[str, Delta] | None = None) -> None:
@@ -57,14 +57,14 @@ class Total(Mapping[str, Delta]):
         return len(self._parts)
 
     def numel(self) -> int:
-        """Elements over all layers."""
+        """Count the elements over all layers."""
         return sum(
             parts.numel() if isinstance(parts, Tensor) else sum(pair.numel() for pair in parts)
             for parts in self._parts.values()
         )
 
     def after(self, increment: Increment) -> Total:
-        """The sum after one more increment; a layer turns dense where its factors would outgrow the matrix."""
+        """Return the sum after one more increment; a layer becomes dense where its factors would outgrow the matrix."""
         total = Total() if increment.decay != 1.0 else Total(self)
         if increment.decay != 1.0:
             total._parts = {layer: _decayed(parts, increment.decay) for layer, parts in self._parts.items()}
@@ -95,9 +95,9 @@ class Increment:
     """One change of the base: ``rho <- decay * rho``, ``total <- decay * total + deltas``.
 
     Args:
-        round: the round number of the first server state that holds it (0: from ``init``, 1: after the first round).
-        deltas: change by layer; layers that do not move are left out.
-        decay: factor on everything before (weight decay of the base; 1 for all methods without it).
+        round: Number of the first server state that holds the increment (0: from ``init``, 1: after the first round).
+        deltas: Change by layer; layers that do not move are left out.
+        decay: Factor on everything before (weight decay of the base; 1 for all methods without it).
     """
 
     round: int
@@ -105,13 +105,13 @@ class Increment:
     decay: float = 1.0
 
     def numel(self) -> int:
-        """Elements stored."""
+        """Count the stored elements."""
         return sum(delta.numel() for delta in self.deltas.values())
 
 
 @dataclass(frozen=True)
 class BasePatch:
-    """What a client is sent of the base: increments to replay, or (``whole``) rho and total, in place of its own."""
+    """The base update for one client: increments to apply, or (``whole``) rho and total that replace its own."""
 
     round: int
     increments: tuple[Increment, ...] = ()
@@ -120,20 +120,20 @@ class BasePatch:
     total: Mapping[str, Delta] = field(default_factory=dict)
 
     def numel(self) -> int:
-        """Elements that travel."""
+        """Count the transmitted elements."""
         return Total(self.total).numel() + sum(inc.numel() for inc in self.increments)
 
 
 @dataclass(frozen=True)
 class BaseUpdate:
-    """The accumulated change of the base, with the recent increments kept for clients that were absent.
+    """The accumulated change of the base, with recent increments stored for clients that were absent.
 
     Args:
-        round: tag of the last increment (-1: the base is W0).
-        rho: factor on W0.
-        total: the sum of all increments, by layer.
-        recent: the last increments, as many as together are no larger than the total (always the last one).
-        recent_from: whoever holds the base of this round or a later one catches up by replaying ``recent``.
+        round: Tag of the last increment (-1: the base is W0).
+        rho: Factor on W0.
+        total: Sum of all increments by layer.
+        recent: The last increments, together no larger than the total (but always at least one).
+        recent_from: Earliest round from whose base a client catches up by applying ``recent``.
     """
 
     round: int = -1
@@ -148,10 +148,10 @@ class BaseUpdate:
         return self.round >= 0
 
     def add(self, increment: Increment) -> BaseUpdate:
-        """The base after one more increment.
+        """Return the base after one more increment.
 
         Raises:
-            ValueError: if the increment's round is not later than the base's.
+            ValueError: If the increment's round is not later than the base's.
         """
         if increment.round <= self.round:
             raise ValueError(f"increment of round {increment.round} on a base of round {self.round}")
@@ -166,7 +166,7 @@ class BaseUpdate:
         return BaseUpdate(increment.round, self.rho * increment.decay, total, recent, recent_from)
 
     def since(self, held: int | None) -> BasePatch | None:
-        """What a client must be sent whose last accepted state was that of round ``held`` (None: it holds only W0)."""
+        """Return the patch for a client whose last accepted state is that of round ``held`` (None: only W0)."""
         held = -1 if held is None else held
         if held >= self.round:
             return None
@@ -178,7 +178,7 @@ class BaseUpdate:
 
 
 def apply_patch(base: BaseUpdate, patch: BasePatch | None) -> BaseUpdate:
-    """The base that a client holds after a patch (clients keep no history: ``recent`` stays empty)."""
+    """Return a client's base after a patch (clients store no history: ``recent`` stays empty)."""
     if patch is None:
         return base
     if patch.whole:
@@ -189,7 +189,7 @@ def apply_patch(base: BaseUpdate, patch: BasePatch | None) -> BaseUpdate:
 
 
 def materialise(weight_OI: Tensor, base: BaseUpdate, layer: str) -> Tensor:
-    """``rho * W0 + total`` of one layer in W0's device and float32 or better, (O, I)."""
+    """Compute ``rho * W0 + total`` of one layer, (O, I), on W0's device and in float32 or better."""
     dtype = torch.promote_types(weight_OI.dtype, torch.float32)
     moved = weight_OI.to(dtype) if base.rho == 1.0 else weight_OI.to(dtype) * base.rho
     delta = base.total.get(layer)

@@ -1,4 +1,4 @@
-"""Fixed orthonormal bases that follow from a seed: dense, or structured so that they cost neither memory nor time.
+"""Fixed orthonormal bases from a seed: dense, or structured so that they cost neither memory nor time.
 
 Shapes: N the longer, K the shorter of a layer's two sides, R rank.
 """
@@ -19,9 +19,9 @@ __all__ = ["dense_bases", "mixing_keys", "through_mixing"]
 
 @lru_cache(maxsize=256)
 def dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, Tensor]:
-    """Uniformly random L (O, K) with orthonormal columns and R (K, I) with orthonormal rows, K = min(O, I); float32.
+    """Draw random L (O, K) with orthonormal columns and R (K, I) with orthonormal rows, K = min(O, I); float32.
 
-    Two QR decompositions of matrices as large as the layer, so the last ones are kept.
+    Both are uniformly distributed. Each takes a QR of a matrix as large as the layer, so the last ones are cached.
     """
     k = min(shape)
     L_OK = random_projector(shape, k, "left", generator(seed, "L", layer))
@@ -29,7 +29,7 @@ def dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, 
 
 
 def mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tensor, Tensor]:
-    """What stands for ``through_mixing``'s basis: K distinct places (K,) int64 of N, and N signs (N,) float32."""
+    """Draw the keys of ``through_mixing``'s basis: K distinct places (K,) int64 of N, and N signs (N,) float32."""
     rng = generator(seed, "mixing", layer)
     places = torch.randperm(longer, generator=rng)[:shorter]
     signs = torch.randint(0, 2, (longer,), generator=rng).float() * 2 - 1
@@ -37,7 +37,7 @@ def mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tenso
 
 
 def through_mixing(A_RK: Tensor, places_K: Tensor, signs_N: Tensor) -> Tensor:
-    """``A M`` (R, N) for the basis M = S C D (K, N), which has orthonormal rows and is not formed.
+    """Compute ``A M`` (R, N) for the basis M = S C D (K, N), which has orthonormal rows and is not formed.
 
     S puts the K columns in their places among N, C is the orthonormal cosine transform (its rows in the order in which
     one FFT of length N takes them), D flips signs. R N log N operations; every entry of M is of the order of

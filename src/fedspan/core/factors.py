@@ -43,13 +43,13 @@ Singular = Literal["full", "randomized"]
 
 
 def kaiming(rows: int, columns: int, rng: torch.Generator) -> Tensor:
-    """The default of PEFT and torch for a map from C = ``columns`` to ``rows`` features: U(-1/sqrt(C), 1/sqrt(C))."""
+    """Draw PEFT's and torch's default for a map from C = ``columns`` to ``rows`` features: U(-1/sqrt(C), 1/sqrt(C))."""
     bound = 1.0 / math.sqrt(columns)
     return torch.empty((rows, columns)).uniform_(-bound, bound, generator=rng)
 
 
 def initial_A(layer: LayerSpec, rank: int, rng: torch.Generator, init: Init = "kaiming") -> Tensor:
-    """A down-projection (R, I), float32.
+    """Draw a down-projection (R, I), float32.
 
     ``kaiming`` is PEFT's default, U(-1/sqrt(I), 1/sqrt(I)); ``gaussian`` PEFT's N(0, 1/r^2); ``orthonormal`` has
     orthonormal rows (QR of a Gaussian in float64, signs fixed) scaled by 1/sqrt(3), so that its rows have kaiming's
@@ -65,7 +65,7 @@ def initial_A(layer: LayerSpec, rank: int, rng: torch.Generator, init: Init = "k
 
 
 def a_factors(method: RegisteredMethod, rank: int, *key: int | str, init: Init = "kaiming") -> dict[str, Tensor]:
-    """A for every target layer, drawn by (method seed, "A", layer, key): whoever has the key has the same bits."""
+    """Draw A for every target layer by (method seed, "A", layer, key): the same key gives the same bits."""
     return {
         tensor_name(layer.name, "A"): initial_A(layer, rank, generator(method.seed, "A", layer.name, *key), init)
         for layer in method.spec.layers
@@ -73,12 +73,12 @@ def a_factors(method: RegisteredMethod, rank: int, *key: int | str, init: Init =
 
 
 def b_factors(spec: Spec, rank: int) -> dict[str, Tensor]:
-    """B = 0 for every target layer, (O, R) float32."""
+    """Create B = 0 for every target layer, (O, R) float32."""
     return {tensor_name(layer.name, "B"): torch.zeros(layer.out_features, rank) for layer in spec.layers}
 
 
 def by_slot(pairs: Mapping[str, LowRank]) -> dict[str, Tensor]:
-    """Pairs by layer as the tensors ``layer/A`` and ``layer/B``, any scale folded into B."""
+    """Return pairs by layer as the tensors ``layer/A`` and ``layer/B``, any scale folded into B."""
     folded = {layer: pair.folded() for layer, pair in pairs.items()}
     return {
         **{tensor_name(layer, "A"): pair.A.contiguous() for layer, pair in folded.items()},
@@ -87,10 +87,10 @@ def by_slot(pairs: Mapping[str, LowRank]) -> dict[str, Tensor]:
 
 
 def resized(method: RegisteredMethod, tensors: Tensors, rank: int) -> dict[str, Tensor]:
-    """A and B with the first ``rank`` components of those given, by layer.
+    """Resize A and B of every layer to ``rank`` components, of which the first ones are retained.
 
-    Components that are not there are as at the beginning, A random and B = 0: they add nothing, but they can be
-    trained. Without any tensors these are all.
+    Missing components are as at the beginning, A random and B = 0: they add nothing, but they can be trained. Without
+    any tensors, all components are missing.
     """
     fresh = {**a_factors(method, rank), **b_factors(method.spec, rank)}
     for layer in method.spec.layers:
@@ -103,14 +103,14 @@ def resized(method: RegisteredMethod, tensors: Tensors, rank: int) -> dict[str, 
 
 
 def principal(method: RegisteredMethod, weights: Weights, singular: Singular) -> tuple[dict[str, Tensor], Increment]:
-    """LoRA factors that begin as the principal part of the pretrained weights, which the base gives up in return.
+    """Initialise LoRA factors as the principal part of the pretrained weights, which is subtracted from the base.
 
     ``W0 = U S V^T``:  ``B0 = U_r (S_r / s)^(1/2)``, ``A0 = (S_r / s)^(1/2) V_r^T``, and the base moves by ``-s B0 A0``,
-    so that the model begins as the pretrained one.
+    so that the initial model is the pretrained one.
 
     Args:
-        method: its rank, scaling s and seed.
-        weights: the pretrained model.
+        method: The method, with its rank, scaling s and seed.
+        weights: The pretrained model.
         singular: ``full`` SVD of every weight, or ``randomized`` (``lowrank.leading``) for large layers.
 
     Returns:
@@ -129,7 +129,7 @@ def principal(method: RegisteredMethod, weights: Weights, singular: Singular) ->
 
 
 def personal_pair(method: RegisteredMethod, rank: int, client: Client | None) -> dict[str, Tensor]:
-    """L = 0 (O, P) and U (P, I) drawn by (method seed, "U", layer, client): like LoRA's, a product of 0 at first."""
+    """Create L = 0 (O, P), and draw U (P, I) by (method seed, "U", layer, client); as in LoRA, L U is 0 at first."""
     id = "" if client is None else client.id
     pair: dict[str, Tensor] = {}
     for layer in method.spec.layers:
@@ -139,12 +139,12 @@ def personal_pair(method: RegisteredMethod, rank: int, client: Client | None) ->
 
 
 def names(spec: Spec, *slots: str) -> tuple[str, ...]:
-    """The names of the given slots over all target layers."""
+    """Return the names of the given slots over all target layers."""
     return tuple(tensor_name(layer.name, slot) for layer in spec.layers for slot in slots)
 
 
 def cut_slots(tensors: Tensors, rank: int) -> dict[str, Tensor]:
-    """The first ``rank`` slots of every pair: A (rank, I), B (O, rank); copies, so that no rest hangs on to them."""
+    """Truncate every pair to its first ``rank`` slots: A (rank, I), B (O, rank); copies, so that the rest is freed."""
     return {
         name: (value[:rank] if name.endswith("/A") else value[:, :rank]).clone(memory_format=torch.contiguous_format)
         for name, value in tensors.items()
@@ -152,12 +152,12 @@ def cut_slots(tensors: Tensors, rank: int) -> dict[str, Tensor]:
 
 
 def alternating_factor(round: int) -> str:
-    """Which factor trains where they take turns: B in round 0 (with B = 0 the gradient of A vanishes), A in round 1."""
+    """Return the factor that trains in alternation: B in round 0 (with B = 0 A's gradient vanishes), A in round 1."""
     return "B" if round % 2 == 0 else "A"
 
 
 def alternating_since(round: int, held: int | None) -> tuple[str, ...]:
-    """The factors of state ``round`` that a client lacks which last took part in round ``held`` (None: never).
+    """Return the factors of state ``round`` that a client lacks if it last participated in round ``held``, None: never.
 
     Both sides know the initial factors from the seed. A factor that trained in round t is new in state t + 1.
     """
@@ -170,7 +170,7 @@ def alternating_since(round: int, held: int | None) -> tuple[str, ...]:
 def lora_job(
     method: RegisteredMethod, tensors: Tensors, client: Client | None, train: Iterable[str], generation: int = 0
 ) -> Job:
-    """A job in which every target layer is ``LoRA`` and the slots named in ``train`` move."""
+    """Create a job in which every target layer is ``LoRA`` and the slots named in ``train`` are trained."""
     parametrization = LoRA(method.scaling(client))
     return Job(
         parametrization={layer.name: parametrization for layer in method.spec.layers},
@@ -181,12 +181,12 @@ def lora_job(
 
 
 def reply(job: Job, trained: Trained, scalars: Mapping[str, int | float | str | bool] | None = None) -> Message:
-    """A reply that carries exactly the tensors that were trained."""
+    """Create a reply with exactly the tensors that were trained."""
     return Message({name: trained.tensors[name] for name in job.trainable_names}, scalars or {})
 
 
 def require_rank(spec: Spec, rank: int) -> str | None:
-    """Why a rank does not fit the model, or None: the first layer with fewer than ``rank`` rows or columns."""
+    """Name the first layer with fewer than ``rank`` rows or columns, or return None if the rank fits the model."""
     for layer in spec.layers:
         if rank > min(layer.shape):
             return f"{layer.name} is {layer.out_features} x {layer.in_features}: at most {min(layer.shape)}"

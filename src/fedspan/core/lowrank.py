@@ -1,6 +1,6 @@
-"""Low-rank matrices as pairs of factors, and what can be computed of them without forming the matrix.
+"""Low-rank matrices as pairs of factors, and computations on them that need not form the matrix.
 
-Shapes: O output features, I input features, R rank, Q total rank of a stack of pairs. A pair stands for
+Shapes: O output features, I input features, R rank, Q total rank of a stack of pairs. A pair represents
 ``scale * B_OR @ A_RI``. Identities and costs: docs/architecture.md, "Server mathematics".
 """
 
@@ -17,12 +17,12 @@ __all__ = ["LowRank", "balanced", "concatenate", "fix_signs", "inner", "leading"
 
 @dataclass(frozen=True)
 class LowRank:
-    """The matrix ``scale * B @ A``, kept as its factors.
+    """The matrix ``scale * B @ A``, stored as its factors.
 
     Args:
-        B: (O, R), the factor applied last ("up").
-        A: (R, I), the factor applied first ("down").
-        scale: a scalar in front of the product.
+        B: Factor (O, R) that is applied last ("up").
+        A: Factor (R, I) that is applied first ("down").
+        scale: Scalar in front of the product.
     """
 
     B: Tensor
@@ -40,34 +40,34 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(O, I) of the matrix that the pair stands for."""
+        """Shape (O, I) of the matrix that the pair represents."""
         return self.B.shape[0], self.A.shape[1]
 
     def numel(self) -> int:
-        """Elements stored: R (O + I)."""
+        """Count the stored elements: R (O + I)."""
         return self.B.numel() + self.A.numel()
 
     def dense(self) -> Tensor:
-        """The matrix itself, (O, I)."""
+        """Compute the matrix itself, (O, I)."""
         return (self.B @ self.A) * self.scale
 
     def folded(self) -> LowRank:
-        """The same matrix with ``scale`` 1, the scalar moved into B."""
+        """Return the same matrix with ``scale`` 1, the scalar moved into B."""
         return self if self.scale == 1.0 else LowRank(self.B * self.scale, self.A)
 
     def contiguous(self) -> LowRank:
-        """The same pair, row after row in memory, as it is after a journey: the last bits of products depend on it."""
+        """Return the same pair in row-major order, as after transmission: the last bits of products depend on it."""
         if self.B.is_contiguous() and self.A.is_contiguous():
             return self
         return LowRank(self.B.contiguous(), self.A.contiguous(), self.scale)
 
     def to(self, target: torch.dtype | torch.device) -> LowRank:
-        """The pair in another number format, or on another device."""
+        """Convert the pair to another dtype or device."""
         return LowRank(self.B.to(target), self.A.to(target), self.scale)
 
 
 def concatenate(pairs: Sequence[LowRank]) -> LowRank:
-    """The sum of pairs as one pair of rank Q = sum of ranks; exact, no arithmetic beyond the scales."""
+    """Add pairs as one pair of rank Q = sum of ranks; exact, no arithmetic beyond the scales."""
     if not pairs:
         raise ValueError("concatenate needs at least one pair")
     folded = [pair.folded() for pair in pairs]
@@ -75,28 +75,28 @@ def concatenate(pairs: Sequence[LowRank]) -> LowRank:
 
 
 def inner(left: LowRank, right: LowRank) -> Tensor:
-    """Frobenius inner product <left, right> through R x R Gram matrices, in float64: tr((B_l^T B_r)(A_r A_l^T))."""
+    """Compute the Frobenius inner product by R x R Gram matrices, in float64: tr((B_l^T B_r)(A_r A_l^T))."""
     left, right = left.to(torch.float64), right.to(torch.float64)
     return ((left.B.T @ right.B) * (left.A @ right.A.T)).sum() * (left.scale * right.scale)
 
 
 def fix_signs(U_OQ: Tensor, Vt_QI: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the largest entry (by magnitude) of every left singular vector positive, flipping its partner alike."""
+    """Make the largest entry (by magnitude) of every left singular vector positive, flipping its partner with it."""
     largest = U_OQ.abs().argmax(0)
     signs = torch.where(U_OQ.gather(0, largest[None]).squeeze(0) < 0, -1.0, 1.0).to(U_OQ.dtype)
     return U_OQ * signs, Vt_QI * signs[:, None]
 
 
 def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The SVD of a pair from its factors, in float64, with deterministic signs.
+    """Compute the SVD of a pair from its factors, in float64, with deterministic signs.
 
     Householder QR of both factors, then an SVD of a Q x Q core: about 4 (O + I) Q^2 + O(Q^3) operations, never an O x I
-    matrix. The orthogonal factors are kept as reflectors and applied only to the k vectors asked for.
-    Beyond Q = min(O, I) the dense matrix is the cheaper and equally exact route, and is taken.
+    matrix. The orthogonal factors are stored as reflectors and applied only to the k requested vectors.
+    From Q = min(O, I) on, the SVD is that of the dense matrix, which is cheaper and equally exact.
 
     Args:
-        pair: rank Q.
-        rank: how many singular triples to keep (all min(Q, O, I) of them by default).
+        pair: A pair of rank Q.
+        rank: Number of singular triples to return (all min(Q, O, I) of them by default).
 
     Returns:
         ``U`` (O, k), ``S`` (k,) descending, ``Vt`` (k, I).
@@ -120,20 +120,20 @@ def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _reflected(reflectors: Tensor, scales: Tensor, core: Tensor) -> Tensor:
-    """``Q @ core`` for the thin Q of ``torch.geqrf``, which is never formed."""
+    """Compute ``Q @ core`` for the thin Q of ``torch.geqrf``, which is never formed."""
     padded = core.new_zeros(reflectors.shape[0], core.shape[1])
     padded[: core.shape[0]] = core
     return torch.ormqr(reflectors, scales, padded)
 
 
 def leading(matrix_OI: Tensor, rank: int, rng: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest singular triples of a dense matrix, in float64, with deterministic signs.
+    """Compute the largest singular triples of a dense matrix, in float64, with deterministic signs.
 
     Args:
-        matrix_OI: any dense matrix, a pretrained weight for one.
-        rank: how many triples, at most min(O, I).
+        matrix_OI: Any dense matrix, such as a pretrained weight.
+        rank: Number of triples, at most min(O, I).
         rng: None for the full SVD, O(O I min(O, I)); else randomised subspace iteration from this generator (Halko,
-            Martinsson and Tropp, arXiv:0909.4061; 10 vectors more than asked for, 8 iterations), O(O I (rank + 10)).
+            Martinsson and Tropp, arXiv:0909.4061; 10 vectors more than requested, 8 iterations), O(O I (rank + 10)).
 
     Returns:
         ``U`` (O, rank), ``S`` (rank,) descending, ``Vt`` (rank, I).
@@ -153,10 +153,10 @@ def leading(matrix_OI: Tensor, rank: int, rng: torch.Generator | None = None) ->
 
 
 def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
-    """``U S V^T`` as a pair whose factors share the singular values: ``U S^(1/2)``, ``S^(1/2) V^T``.
+    """Convert ``U S V^T`` to a pair whose factors share the singular values: ``U S^(1/2)``, ``S^(1/2) V^T``.
 
-    Where a singular value is 0 to rounding, B is 0 but A keeps the unit vector: with both at 0 no gradient would ever
-    reach either of them again.
+    Where a singular value is 0 to rounding, B is 0 but A retains the unit vector: with both at 0, neither would ever
+    receive a gradient again.
     """
     size = max(U.shape[0], Vt.shape[1])
     null = torch.finfo(S.dtype).eps * size * S[:1] >= S
@@ -165,5 +165,5 @@ def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
 
 
 def upward(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
-    """``U S V^T`` as a pair with the singular values in B: ``U S``, ``V^T``."""
+    """Convert ``U S V^T`` to a pair with the singular values in B: ``U S``, ``V^T``."""
     return LowRank(U * S, Vt)

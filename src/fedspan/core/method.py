@@ -1,9 +1,9 @@
 """A federated low-rank method: six pure functions over plain values, and the claims that the tests measure.
 
-One round, seen from the server: ``sync`` tells each client what it misses; the client's ``start`` says what to train;
-an engine trains; ``finish`` makes the reply (or the next phase); ``contribute`` puts the reply in the form in which
-replies combine; the engine reduces; ``update`` is the rest of the server's step. The model to evaluate is that of
-``start(sync(state, client), client, memory)``; ``client=None`` is the global model.
+One round, seen from the server: ``sync`` builds the message with what a client lacks; the client's ``start`` defines
+its training job; an engine trains; ``finish`` builds the reply (or the next phase's job); ``contribute`` converts the
+reply to a form that can be combined; the engine reduces; ``update`` completes the server's step. The model to evaluate
+is that of ``start(sync(state, client), client, memory)``; ``client=None`` is the global model.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from fedspan.core.values import (
 __all__ = ["Claims", "Memory", "Method", "RegisteredMethod", "Traffic", "bounded", "decay_rate", "scaling_of"]
 
 Memory = Tensors
-"""What stays on a client between rounds, by tensor name. It never travels."""
+"""Tensors that stay on a client between rounds, by name. They are never transmitted."""
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What a method declares of itself; the conformance test measures each for every method.
+    """The declared properties of a method; the conformance test measures each of them for every method.
 
     Args:
-        paper: title, venue and arXiv id.
-        exact: the aggregated weight equals the weighted mean of the clients' weights, to rounding.
-        personal: clients keep models of their own; there is no one global model to evaluate.
-        heterogeneous_ranks: clients may have different ranks.
-        reduction: ``sum`` if a weighted mean of replies is enough, else ``stack``.
-        extras: default policy for what trains beside the target layers.
-        adapter: the update is of low rank, so that ``r`` matters.
-        reinitialises: factors start anew every round (so server optimizers have nothing to act on).
-        budgets: a client's rank is no shape but a budget, of how many of the model's slots it trains and sends.
-        moves_base: every round the base moves by what that round's replies give (so their average alone is no step).
+        paper: Title, venue and arXiv id.
+        exact: Whether the aggregated weight equals the weighted mean of the clients' weights, to rounding.
+        personal: Whether clients have models of their own, so that there is no single global model to evaluate.
+        heterogeneous_ranks: Whether clients may have different ranks.
+        reduction: ``sum`` if a weighted mean of replies suffices, else ``stack``.
+        extras: Default policy for the parameters that train beside the target layers.
+        adapter: Whether the update is of low rank, so that ``r`` matters.
+        reinitialises: Whether factors are re-initialized every round (so server optimizers have nothing to act on).
+        budgets: Whether a client's rank is a budget (of the model's slots that it trains and sends), not a shape.
+        moves_base: Whether each round's replies also move the base (so their average alone is not a step).
         sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under
-            their names, and where replies sum, ``contribute`` passes them on as they are; ``other``: it holds anything
-            else too (tensors of the client's own, changes, sketches, moments); ``nothing``.
+            their names, and where replies sum, ``contribute`` passes them on unchanged; ``other``: it also holds
+            anything else (the client's own tensors, changes, sketches, moments); ``nothing``.
     """
 
     paper: str
@@ -69,11 +69,11 @@ class Claims:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements per layer, client and round.
+    """Transmitted elements per layer, client and round.
 
     Args:
-        down: from server to client.
-        up: from client to server.
+        down: Elements from server to client.
+        up: Elements from client to server.
     """
 
     down: int
@@ -81,78 +81,80 @@ class Traffic:
 
 
 def bounded(default: float, least: float, most: float = math.inf) -> Any:
-    """A method's numeric option whose range includes its ends; without it an option must be above 0."""
+    """Declare a method's numeric option with a closed range; without it, an option must be above 0."""
     return field(default=default, metadata={"least": least, "most": most})
 
 
 def decay_rate(default: float) -> Any:
-    """A method's numeric option from 0 to below 1: the share of an average that it keeps."""
+    """Declare a method's numeric option from 0 to below 1: the share of an average that is retained."""
     return field(default=default, metadata={"least": 0.0, "most": 1.0, "below": True})
 
 
 def scaling_of(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:
-    """PEFT's factor on B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+    """Compute PEFT's factor on B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
     return lora_alpha / (math.sqrt(rank) if use_rslora else rank)
 
 
 class Method(ABC):
-    """The six functions. Instances are immutable: hyperparameters only."""
+    """The six functions of a method. Instances are immutable and hold hyperparameters only."""
 
     spec: Spec
 
     @abstractmethod
     def declared(self) -> Claims:
-        """What the method claims of itself."""
+        """Return the claims of the method."""
 
     @abstractmethod
     def rank(self, client: Client | None) -> int:
-        """The rank of a client, or of the global model."""
+        """Return the rank of a client, or of the global model."""
 
     @abstractmethod
     def init(self, weights: Weights) -> ServerState:
-        """Server, once: the state before round 0."""
+        """Create the state before round 0 (server, once)."""
 
     @abstractmethod
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        """Server: what a client is sent; everything for ``None``."""
+        """Build the message for a client, or the complete one for ``None`` (server)."""
 
     @abstractmethod
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        """Client: what it trains. Also defines the model to evaluate, so it must not depend on who asks."""
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        """Define a client's job (client). It also defines the model to evaluate, so it must not depend on callers."""
 
     @abstractmethod
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        """Client: the reply and the new memory, or the next phase's job.
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        """Build the reply and the new memory, or the next phase's job (client).
 
-        In a later phase ``job.tensors`` are the start of that phase; what must outlast a phase goes into the memory
-        that is returned beside the next job, which the next ``finish`` is given.
+        In a later phase, ``job.tensors`` are the initial values of that phase. Whatever must outlast a phase goes into
+        the memory returned with the next job, which the next ``finish`` receives.
         """
 
     @abstractmethod
     def contribute(self, message: Message, client: Client) -> Contribution:
-        """Server: a reply in the form in which replies combine. Linear in the message's tensors for ``sum`` methods.
+        """Convert a reply for combination (server). Linear in the message's tensors for ``sum`` methods.
 
         It sees neither the state nor other replies, so under secure aggregation it can run on the client.
         """
 
     @abstractmethod
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        """Server: the state after the round."""
+        """Compute the state after the round (server)."""
 
     @abstractmethod
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        """Parameters that travel for one layer, to and from a client that took part in every round before.
+        """Count the parameters transmitted for one layer, to and from a client that participated in all earlier rounds.
 
         Args:
-            layer: the target layer.
-            rank: the client's.
-            cohort: ranks of the clients that replied in the round before, which what comes down may be made of; in
-                round 0, of nobody.
-            round: number, from 0.
+            layer: The target layer.
+            rank: The client's rank.
+            cohort: Ranks of the clients that replied in the previous round, on which the downlink may depend; empty
+                in round 0.
+            round: Round number, from 0.
         """
 
     def upload(self, elements: int) -> int:
-        """Bytes of tensor data that a tensor of so many elements takes in a reply: float32, unless compressed."""
+        """Count the bytes that a tensor of ``elements`` elements takes in a reply: float32, unless compressed."""
         return 4 * elements
 
 
@@ -161,8 +163,8 @@ class RegisteredMethod(Method):
     """Base of the methods in the registry: their common hyperparameters, which the user's config sets.
 
     Args:
-        spec: the model's target layers and extras.
-        seed: of all draws that server and clients share.
+        spec: The model's target layers and extras.
+        seed: Seed of all random draws that server and clients share.
         r: rank of the adapter (the default rank of a client).
         lora_alpha: numerator of the scaling.
         use_rslora: scale by alpha / sqrt(r).
@@ -183,5 +185,5 @@ class RegisteredMethod(Method):
         return self.r if client is None else client.rank
 
     def scaling(self, client: Client | None) -> float:
-        """The factor on B A of a client, or of the global model."""
+        """Return the factor on B A of a client, or of the global model."""
         return scaling_of(self.lora_alpha, self.r, self.use_rslora) if client is None else client.scaling

@@ -1,9 +1,9 @@
-"""Gaussian noise from a key: the same for the same key and label, and without the key as good as random.
+"""Gaussian noise from a key: reproducible with the key and the label, pseudorandom without the key.
 
-torch's generator on a CPU has only 2^32 streams, whatever it is seeded with: who sees a noisy value could try them all.
-Here a stream is SHAKE-256 of a key of 32 bytes. Every draw is the sum of four, halved: the gaps that floating-point
-numbers leave in one draw would tell of what it was added to (Mironov, CCS 2012; the remedy is that of Holohan and
-Braghin, arXiv 2107.10138).
+torch's CPU generator has only 2^32 streams, whatever its seed, so an observer of a noisy value could try them all. Here
+a stream is SHAKE-256 of a 32-byte key. Every draw is half the sum of four draws: the gaps that floating-point numbers
+leave in a single draw would reveal information about the value it is added to (Mironov, CCS 2012; the remedy is that of
+Holohan and Braghin, arXiv 2107.10138).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ __all__ = ["KEY_BYTES", "digest_of", "gaussian", "key_of_seed"]
 
 KEY_BYTES = 32
 _TERMS = 4
-_BITS = 52  # with a half beside them, exact in a float64
+_BITS = 52  # plus one half, exact in a float64
 
 
 def key_of_seed(seed: int) -> bytes:
-    """The key of a simulation that can be repeated: who knows the seed knows the noise."""
+    """Derive the key of a reproducible simulation: anyone with the seed knows the noise."""
     return hashlib.sha256(f"fedspan noise {seed}".encode()).digest()
 
 
 def gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
-    """Standard normal draws, float64 on the CPU.
+    """Draw standard normal values, float64 on the CPU.
 
     Args:
-        key: 32 bytes.
-        shape: of the draws.
-        label: names the draw; under one key, another label gives unrelated draws.
+        key: Key of 32 bytes.
+        shape: Shape of the draws.
+        label: Name of the draw; under one key, another label gives unrelated draws.
 
     Raises:
-        ValueError: for a key of another length.
+        ValueError: If the key has another length.
     """
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key of {KEY_BYTES} bytes, not {len(key)}")
@@ -51,7 +51,7 @@ def gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of named tensors on the CPU, in the order of their names."""
+    """Compute the SHA-256 of named tensors on the CPU, in the order of their names."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()

@@ -1,6 +1,6 @@
 """How trainable tensors become a layer's weight: the one thing in which most low-rank methods differ on the client.
 
-A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base takes part, a pair of
+A parametrization maps one layer's tensors (by slot) to an ``Effective``: whether the frozen base is included, a pair of
 factors (or a matrix) added to it, and, for full-weight methods, a weight that replaces it. Shapes: O output features, I
 input features, R rank, P personal rank, K = min(O, I). Everything is differentiable in the slots.
 """
@@ -44,13 +44,13 @@ Slots = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Effective:
-    """What a layer computes: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true.
+    """The function of a layer: ``x @ (weight or W)^T + pair(x)``, W being the frozen base where ``base`` is true.
 
     Args:
-        pair: factors added, or a matrix (O, I), or None.
-        weight: (O, I) in place of the base's weight, or None.
-        base: whether the base's own product takes part (never together with ``weight``).
-        dropout: whether the pair is an adapter, whose input an adapter's dropout acts on.
+        pair: Factors or matrix (O, I) added to the weight, or None.
+        weight: Weight (O, I) that replaces the base's, or None.
+        base: Whether the base's own product is included (never together with ``weight``).
+        dropout: Whether the pair is an adapter, so that adapter dropout acts on its input.
     """
 
     pair: Delta | None = None
@@ -61,10 +61,10 @@ class Effective:
 
 @runtime_checkable
 class Parametrization(Protocol):
-    """One layer's tensors by slot -> what the layer computes."""
+    """A mapping from one layer's tensors by slot to the layer's function."""
 
     def effective(self, slots: Slots) -> Effective:
-        """The layer's weight, differentiable in ``slots``."""
+        """Compute the layer's weight, differentiable in ``slots``."""
         ...
 
 
@@ -104,7 +104,7 @@ class Nested:
     slots: ClassVar[tuple[str, ...]] = ("A", "B", "A_d", "A_u", "B_d", "B_u")
 
     def outer(self, slots: Slots, slot: str) -> Tensor:
-        """A or B with its nested update."""
+        """Compute A or B with its nested update."""
         return slots[slot] + self.nested_scaling * slots[f"{slot}_d"] @ slots[f"{slot}_u"]
 
     def effective(self, slots: Slots) -> Effective:
@@ -137,11 +137,11 @@ class Gram:
 
 @dataclass(frozen=True)
 class MixedGram:
-    """``Gram`` whose shorter side has the identity as its basis, the longer one a structured basis M of its keys.
+    """``Gram`` with the identity as the shorter side's basis and a structured basis M, from keys, on the longer one.
 
     ``right`` (O <= I): ``W + scaling * A^T A M``, so L = I and R = M (K, I). ``left``: ``W + scaling * M^T A^T A``. In
-    L X R only the product of a square basis with the other one matters, as A takes up any rotation; so nothing is lost
-    by choosing the identity.
+    L X R only the product of a square basis with the other one matters, as A absorbs any rotation; so nothing is
+    lost with the identity.
     """
 
     scaling: float
@@ -161,8 +161,8 @@ class Projected:
 
     ``right``: ``W + scaling acc P`` with acc (O, R), P (R, I). ``left``: ``W + scaling P acc`` with P (O, R),
     acc (R, I). ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
-    ``scaling`` is GaLore's ``scale`` of the step: the gradient by acc is that of ``W + acc P``, without it. A projected
-    change of the weight is no adapter: dropout on its input alone would not be the weight's gradient any more.
+    ``scaling`` is GaLore's ``scale`` of the step: the gradient of acc is that of ``W + acc P``, without it. A projected weight change is not an adapter: with dropout on its input alone, it would no longer have the
+    gradient of the weight.
     """
 
     side: str
@@ -175,7 +175,7 @@ class Projected:
         return ("done_B", "done_A") if self.side == "right" else ("done_A", "done_B")
 
     def pair(self, acc: Tensor, P: Tensor) -> LowRank:
-        """A segment as (B, A), without the scaling."""
+        """Return a segment as (B, A), without the scaling."""
         return LowRank(acc, P) if self.side == "right" else LowRank(P, acc)
 
     def effective(self, slots: Slots) -> Effective:
@@ -199,7 +199,7 @@ class Factorised:
 
 
 def as_rectangle(weight_OI: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """A convolution's weight (O, channels * k1 * k2) as the (O * k1) x (channels * k2) matrix that FedHM factorises.
+    """Reshape a convolution's weight (O, channels * k1 * k2) to FedHM's matrix (O * k1, channels * k2).
 
     A pair of factors of that matrix is a k2-wide convolution along one axis and a k1-wide one along the other.
     """
@@ -210,7 +210,7 @@ def as_rectangle(weight_OI: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def as_convolution(matrix: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """The inverse of ``as_rectangle``."""
+    """Invert ``as_rectangle``."""
     k1, k2 = kernel
     rows, channels = matrix.shape[0] // k1, matrix.shape[1] // k2
     return matrix.reshape(rows, k1, channels, k2).permute(0, 2, 1, 3).reshape(rows, channels * k1 * k2)
@@ -229,7 +229,7 @@ class FactorisedConv:
 
 @dataclass(frozen=True)
 class Sparse:
-    """``W`` plus trained values (N,) at fixed entries (N,), positions in the rows of an (O, I) weight (SLoRA)."""
+    """``W`` plus trained values (N,) at fixed entries (N,), row-major positions in an (O, I) weight (SLoRA)."""
 
     shape: tuple[int, int]
     slots: ClassVar[tuple[str, ...]] = ("values", "entries")
@@ -250,7 +250,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class DenseChange:
-    """``W + D`` with D (O, I); the gradient by D is that by the whole weight."""
+    """``W + D`` with D (O, I); the gradient with respect to D equals that of the whole weight."""
 
     slots: ClassVar[tuple[str, ...]] = ("D",)
 
@@ -260,7 +260,7 @@ class DenseChange:
 
 @dataclass(frozen=True)
 class DenseLoRA:
-    """The whole weight and a personal pair on top: ``W + personal_scaling * L U`` (pFedLoRA)."""
+    """The whole weight plus a personal pair: ``W + personal_scaling * L U`` (pFedLoRA)."""
 
     personal_scaling: float
     slots: ClassVar[tuple[str, ...]] = ("W", "L", "U")
@@ -270,7 +270,7 @@ class DenseLoRA:
 
 
 def dense_change(effective: Effective, weight_OI: Tensor) -> Tensor:
-    """The change of weight, (O, I), relative to a base weight; for oracles and for exporting dense updates."""
+    """Compute the weight change, (O, I), relative to a base weight; for oracles and for exporting dense updates."""
     changed = weight_OI if effective.base else torch.zeros_like(weight_OI)
     if effective.weight is not None:
         changed = effective.weight

@@ -1,4 +1,4 @@
-"""Penalties on the loss, as data: an engine adds them up and knows no method."""
+"""Penalties on the loss as data: an engine adds them without knowing the method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Penalty(Protocol):
     """A differentiable term of the loss, a function of the job's tensors."""
 
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The term, a scalar tensor."""
+        """Compute the term, a scalar tensor."""
         ...
 
 
@@ -38,12 +38,12 @@ class Proximal:
 class SlotProduct:
     """``strength * sum over layers of ||B[:, first:]||_F ||A[first:, :]||_F``, the weight of the last slots of LoRA.
 
-    HetLoRA, arXiv:2401.06432. Where one of the two norms is 0, the gradient by its factor is 0.
+    HetLoRA, arXiv:2401.06432. Where one of the two norms is 0, the gradient of its factor is 0.
 
     Args:
-        strength: lambda.
-        first: the first slot that counts.
-        layers: by name; each has an A (R, I) and a B (O, R).
+        strength: Coefficient lambda.
+        first: Index of the first slot that counts.
+        layers: Names of the layers; each has an A (R, I) and a B (O, R).
     """
 
     strength: float
@@ -63,11 +63,11 @@ class SlotProduct:
 class ProductDecay:
     """``strength / 2 * sum over pairs of ||U V||_F^2``: weight decay of the product in place of its factors (FedHM).
 
-    Through R x R Gram matrices, ``<U^T U, V V^T>``; the product is not formed.
+    Computed through R x R Gram matrices, ``<U^T U, V V^T>``; the product is not formed.
 
     Args:
-        strength: lambda.
-        pairs: names of U (O, R) and V (R, I).
+        strength: Coefficient lambda.
+        pairs: Names of U (O, R) and V (R, I).
     """
 
     strength: float

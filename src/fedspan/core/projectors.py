@@ -1,7 +1,7 @@
 """Projectors of gradients onto r directions (GaLore, FedGaLore), and how moments follow a change of projector.
 
-A gradient by a whole weight is ``G = dY^T X``, kept as that pair of factors (``LowRank``, rank N = tokens) as long as
-working through it is cheaper than forming G. Shapes: O output features, I input features, R rank, N tokens. A right
+The gradient of a whole weight is ``G = dY^T X``, stored as that pair of factors (``LowRank``, rank N = tokens) as long
+as computing with them is cheaper than forming G. Shapes: O output features, I input features, R rank, N tokens. A right
 projector P (R, I) has orthonormal rows, ``g P^T`` is (O, R); a left one P (O, R) has orthonormal columns, ``P^T g`` is
 (R, I).
 """
@@ -21,15 +21,15 @@ _POWER_STEPS = 2
 
 
 def side_of(shape: tuple[int, int]) -> str:
-    """GaLore's ``std`` rule: project the shorter side; square counts as tall, so ``right``."""
+    """Apply GaLore's ``std`` rule: project the shorter side; square counts as tall, so ``right``."""
     return "right" if shape[0] >= shape[1] else "left"
 
 
 def svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
-    """The top singular directions of a gradient: (R, I) for ``right``, (O, R) for ``left``; float32.
+    """Compute the top singular directions of a gradient: (R, I) for ``right``, (O, R) for ``left``; float32.
 
-    By QR of the factors where their rank is below half the gradient's shorter side (``lowrank.svd``), else of the
-    gradient itself in float32.
+    The SVD is that of the factors where their rank is at most half the gradient's shorter side (``lowrank.svd``), else
+    that of the gradient itself in float32.
     """
     if rank <= gradient.rank <= min(gradient.shape) // 2:
         U, _, Vt = svd(gradient, rank)
@@ -40,10 +40,10 @@ def svd_projector(gradient: LowRank, rank: int, side: str) -> Tensor:
 
 
 def sketch_projector(gradient: LowRank, rank: int, side: str, rng: torch.Generator) -> Tensor:
-    """``svd_projector`` by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 2011).
+    """Approximate ``svd_projector`` by a randomised SVD (Halko, Martinsson, Tropp, SIAM Review 2011).
 
     8 extra columns and 2 power steps: 6 products of the gradient with R + 8 columns, through its factors (N (O + I) a
-    column) or after forming it once (N O I, then O I a column), whichever counts fewer operations.
+    column) or after forming it once (N O I, then O I a column), whichever needs fewer operations.
     """
     rows, columns = gradient.shape
     width, products = min(rank + _OVERSAMPLING, rows, columns), 2 * _POWER_STEPS + 2
@@ -72,7 +72,7 @@ def sketch_projector(gradient: LowRank, rank: int, side: str, rng: torch.Generat
 
 
 def random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Generator) -> Tensor:
-    """A uniformly random orthonormal projector from a CPU generator (QR in float64, signs fixed); float32."""
+    """Draw a uniformly random orthonormal projector from a CPU generator (QR in float64, signs fixed); float32."""
     size = shape[1] if side == "right" else shape[0]
     Q, R = torch.linalg.qr(torch.randn((size, rank), generator=rng, dtype=torch.float64))
     Q = (Q * torch.sign(torch.diagonal(R))).float()
@@ -80,12 +80,12 @@ def random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Ge
 
 
 def seeded_projector(layer: str, shape: tuple[int, int], rank: int, side: str, seed: int) -> Tensor:
-    """The projector that stands for an integer seed: what a server rebuilds and a client never sends."""
+    """Draw the projector of an integer seed: the server regenerates it, so a client never sends it."""
     return random_projector(shape, rank, side, generator(seed, "projector", layer))
 
 
 def reproject(moment: Tensor, old: Tensor, new: Tensor, side: str, rule: str, second: bool) -> Tensor:
-    """A moment of the accumulator, carried from the old projector's coordinates to the new one's.
+    """Transform a moment of the accumulator from the old projector's coordinates to the new one's.
 
     ``keep`` leaves it (GaLore's code), ``reset`` zeroes it, ``linear`` multiplies by T = V_old V_new^T (FedGaLore's
     paper; the second moment is clamped at 0, since a linear map of a nonnegative buffer may be negative), ``squared``

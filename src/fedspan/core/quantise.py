@@ -15,23 +15,23 @@ from torch import Tensor
 __all__ = ["pack", "packed_size", "quantise", "unpack"]
 
 _NORM = 4  # bytes of a float32
-_AT_ONCE = 2**18  # entries whose bits are spread out in memory; a multiple of 8, so that parts end with a byte
+_AT_ONCE = 2**18  # entries whose bits are expanded at once; a multiple of 8, so that parts end on a byte
 
 
 def levels_of(bits: int) -> int:
-    """How many levels of magnitude s: so that the signed levels -s ... s have a code of so many bits."""
+    """Return the number s of magnitude levels for which a code of ``bits`` bits holds the signed levels -s ... s."""
     return 2 ** (bits - 1) - 1
 
 
 def packed_size(elements: int, bits: int) -> int:
-    """Bytes of a packed tensor: the norm, then ``bits`` bits an entry, the last byte filled up."""
+    """Count the bytes of a packed tensor: the norm, then ``bits`` bits per entry, the last byte padded."""
     return _NORM + math.ceil(elements * bits / 8)
 
 
 def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Levels in [-s, s], int64, in the tensor's shape, and the norm, float32: ``norm * level / s`` is unbiased.
+    """Quantise to levels in [-s, s], int64, of the same shape, and a float32 norm: ``norm * level / s`` is unbiased.
 
-    The norm is rounded up to float32, so that it is at least every entry and no level exceeds s.
+    The norm is rounded up to float32, so that no entry exceeds it and no level exceeds s.
     """
     exact, levels = value.double(), levels_of(bits)
     norm = exact.norm()
@@ -45,13 +45,13 @@ def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Te
 
 
 def pack(levels: Tensor, norm: Tensor, bits: int) -> Tensor:
-    """A uint8 vector of ``packed_size`` bytes: the norm's, then the codes level + s, lowest bit first."""
+    """Pack into a uint8 vector of ``packed_size`` bytes: the norm's, then the codes level + s, lowest bit first."""
     codes = levels.flatten() + levels_of(bits)
     return torch.cat([norm.reshape(1).view(torch.uint8), *(_to_bytes(part, bits) for part in codes.split(_AT_ONCE))])
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """What a packed tensor stands for, flat, float32; where the last byte had room, with entries too many behind."""
+    """Decode a packed tensor, flat, float32; padding in the last byte may decode to surplus entries at the end."""
     norm, stream = packed[:_NORM].clone().view(torch.float32), packed[_NORM:]
     codes = torch.cat([_from_bytes(part, bits) for part in stream.split(_AT_ONCE * bits // 8)])
     return (codes - levels_of(bits)).to(torch.float32) * (norm / levels_of(bits))

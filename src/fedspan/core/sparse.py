@@ -1,6 +1,6 @@
-"""Sparse changes of a weight: which entries, from a seed, and the matrix that their values stand for.
+"""Sparse weight changes: entries selected from a seed, and the matrix that their values represent.
 
-Shapes: O output features, I input features, N chosen entries.
+Shapes: O output features, I input features, N selected entries.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["chosen", "chosen_entries", "scattered"]
 
 
 def chosen(shape: tuple[int, int], density: float) -> int:
-    """How many entries of a weight a density means: at least one."""
+    """Return the number of entries of a weight that a density means: at least one."""
     return max(1, round(density * shape[0] * shape[1]))
 
 
 def chosen_entries(shape: tuple[int, int], density: float, seed: int, layer: str) -> Tensor:
-    """Distinct entries of a weight, uniformly at random, as positions in its rows laid end to end: (N,) int64, sorted.
+    """Draw distinct entries of a weight, uniformly at random, as sorted row-major positions: (N,) int64.
 
-    Whoever has the seed has the same ones.
+    The same seed gives the same entries.
     """
     rows, columns = shape
     order = torch.randperm(rows * columns, generator=generator(seed, "mask", layer))
@@ -29,5 +29,5 @@ def chosen_entries(shape: tuple[int, int], density: float, seed: int, layer: str
 
 
 def scattered(values_N: Tensor, entries_N: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The (O, I) matrix with these values at these entries and zeros elsewhere; differentiable in the values."""
+    """Build the (O, I) matrix with these values at these entries and zeros elsewhere; differentiable in the values."""
     return values_N.new_zeros(shape[0] * shape[1]).index_put((entries_N,), values_N).view(shape)

@@ -1,4 +1,4 @@
-"""What every party knows of the model before anything is trained; ``core.values`` has these names too."""
+"""The model as every party knows it before training; ``core.values`` re-exports these names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["LayerSpec", "Spec", "Weights"]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A target layer: its module path and its weight's shape as (O, I), whatever way round the module stores it.
+    """A target layer: its module path and its weight's shape as (O, I), in whichever orientation the module stores it.
 
     A convolution is its unfolded matrix, as in PEFT's LoRA: I = channels * k1 * k2, in the order of its weight
     (O, channels, k1, k2). An embedding is (dimension, vocabulary), the matrix that a one-hot input meets.
 
     Args:
-        name: module path.
-        out_features: O.
-        in_features: I.
-        kernel: (k1, k2) of a convolution.
+        name: Module path.
+        out_features: Number of output features O.
+        in_features: Number of input features I.
+        kernel: Kernel size (k1, k2) of a convolution.
     """
 
     name: str
@@ -32,24 +32,24 @@ class LayerSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(O, I)."""
+        """Shape (O, I) of the weight."""
         return self.out_features, self.in_features
 
     @property
     def rectangle(self) -> tuple[int, int]:
-        """(O k1, channels * k2): the matrix of the same numbers that is nearer to a square; (O, I) without a kernel."""
+        """Shape (O k1, channels * k2) of the more nearly square matrix of the same numbers; (O, I) without a kernel."""
         return self.out_features * self.kernel[0], self.in_features // self.kernel[0]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What every party knows of the model and the federation.
+    """The model and the federation, as every party knows them.
 
     Args:
-        layers: target layers.
-        extras: shapes of what trains beside them, by parameter path; their buffers too.
-        buffers: which of the extras are buffers: the forward pass moves them, no optimizer does.
-        clients: how many the federation has, asked or not; 0 where nobody said.
+        layers: Target layers.
+        extras: Shapes of the parameters that train beside them, and of their buffers, by path.
+        buffers: Extras that are buffers: the forward pass updates them, no optimizer does.
+        clients: Number of clients in the federation, selected or not; 0 if unknown.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -62,9 +62,9 @@ class Weights(Protocol):
     """Read access to the pretrained model, for a server's ``init``."""
 
     def weight(self, layer: str) -> Tensor:
-        """W0 of a target layer, (O, I), float32; a copy."""
+        """Return W0 of a target layer, (O, I), float32; a copy."""
         ...
 
     def extra(self, parameter: str) -> Tensor:
-        """The initial value of one of the extras; a copy."""
+        """Return the initial value of one of the extras; a copy."""
         ...

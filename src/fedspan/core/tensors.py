@@ -1,7 +1,7 @@
-"""Named tensors: how a value inside a state, a message or a job is called, and arithmetic on dicts of them.
+"""Named tensors: the names of values in states, messages and jobs, and arithmetic on dicts of them.
 
 A tensor of a target layer is named ``<module path>/<slot>`` (``encoder.layer.0.attention.self.query/A``), one of the
-extras (head, norms, buffers) ``extras/<parameter path>``. Module paths hold no slash, so the first one separates.
+extras (head, norms, buffers) ``extras/<parameter path>``. Module paths contain no slash, so the first one separates.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ EXTRAS = "extras"
 
 
 def tensor_name(layer: str, slot: str) -> str:
-    """``layer/slot``."""
+    """Return ``layer/slot``."""
     return f"{layer}/{slot}"
 
 
 def extra_name(parameter: str) -> str:
-    """``extras/parameter``."""
+    """Return ``extras/parameter``."""
     return f"{EXTRAS}/{parameter}"
 
 
 def layer_of(name: str) -> str:
-    """The module path in a tensor's name (``extras`` for the extras)."""
+    """Return the module path in a tensor's name (``extras`` for the extras)."""
     return name.partition("/")[0]
 
 
 def is_extra(name: str) -> bool:
-    """Whether a name belongs to the extras."""
+    """Return whether a name belongs to the extras."""
     return name.startswith(EXTRAS + "/")
 
 
 def slots_of(tensors: Tensors, layer: str) -> dict[str, Tensor]:
-    """One layer's tensors by slot: ``{"A": ..., "B": ...}``."""
+    """Return one layer's tensors by slot: ``{"A": ..., "B": ...}``."""
     prefix = layer + "/"
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def by_layer(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
-    """All tensors as ``{layer: {slot: tensor}}``."""
+    """Group all tensors as ``{layer: {slot: tensor}}``."""
     grouped: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         layer, _, slot = name.partition("/")
@@ -73,52 +73,52 @@ def by_layer(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
 
 
 def split_extras(tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """``(tensors of target layers, extras)``."""
+    """Split tensors into ``(tensors of target layers, extras)``."""
     inner = {name: value for name, value in tensors.items() if not is_extra(name)}
     extras = {name: value for name, value in tensors.items() if is_extra(name)}
     return inner, extras
 
 
 def select(tensors: Tensors, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named ones, in the order asked for."""
+    """Select the named tensors, in the requested order."""
     return {name: tensors[name] for name in names}
 
 
 def map_tensors(function: Callable[..., Tensor], first: Tensors, *others: Tensors) -> dict[str, Tensor]:
-    """Apply a function to the tensors of one name, for every name of the first dict (all dicts must have it)."""
+    """Apply a function name by name, for every name of the first dict (all dicts must have it)."""
     return {name: function(value, *(other[name] for other in others)) for name, value in first.items()}
 
 
 def add(left: Tensors, right: Tensors) -> dict[str, Tensor]:
-    """``left + right``, name by name."""
+    """Compute ``left + right``, name by name."""
     return map_tensors(torch.add, left, right)
 
 
 def subtract(left: Tensors, right: Tensors) -> dict[str, Tensor]:
-    """``left - right``, name by name."""
+    """Compute ``left - right``, name by name."""
     return map_tensors(torch.sub, left, right)
 
 
 def scale(tensors: Tensors, factor: float) -> dict[str, Tensor]:
-    """``factor * tensors``."""
+    """Compute ``factor * tensors``."""
     return map_tensors(lambda value: value * factor, tensors)
 
 
 def norm(tensors: Tensors) -> float:
-    """The Euclidean norm over all tensors together, in float64."""
+    """Compute the Euclidean norm over all tensors together, in float64."""
     return float(sum(float(value.double().square().sum()) for value in tensors.values())) ** 0.5
 
 
 def count(tensors: Tensors) -> int:
-    """Number of elements over all tensors."""
+    """Count the elements over all tensors."""
     return sum(value.numel() for value in tensors.values())
 
 
 def generator(seed: int, purpose: str, *keys: int | str) -> torch.Generator:
-    """A CPU generator of its own for one draw, keyed by (seed, purpose, keys): no draw depends on any other.
+    """Create a separate CPU generator for one draw, keyed by (seed, purpose, keys): no draw depends on any other.
 
-    The key is hashed (SHA-256), so neighbouring seeds or rounds give unrelated streams, and every machine gets the
-    same one.
+    The key is hashed (SHA-256), so neighbouring seeds or rounds give unrelated streams, and the stream is the
+    same on every machine.
     """
     text = "\x1f".join([str(seed), purpose, *map(str, keys)])
     digest = hashlib.sha256(text.encode()).digest()

@@ -1,6 +1,6 @@
-"""The values that a federation passes around. All are immutable; tensors inside are never written to.
+"""The immutable values that server, engines and clients exchange; tensors inside them are never written to.
 
-A checkpoint, the wire and a test see the same plain data: dicts of named tensors (``core.tensors``) and scalars.
+Checkpoints, the wire format and tests use the same plain data: dicts of named tensors (``core.tensors``) and scalars.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Scalar = int | float | str | bool
 
 @dataclass(frozen=True)
 class Client:
-    """What server and client both know of a client.
+    """A client, as both the server and the client itself know it.
 
     Args:
-        id: stable name.
-        rank: its LoRA rank.
-        scaling: its factor on B A (alpha / rank, or alpha / sqrt(rank)).
-        examples: number of training examples.
-        weight: its weight in the average before normalisation (examples, or 1 for a plain mean).
-        held: round of the last server state that reached it and whose reply was accepted; None: never.
+        id: Stable name of the client.
+        rank: LoRA rank of the client.
+        scaling: The client's factor on B A (alpha / rank, or alpha / sqrt(rank)).
+        examples: Number of training examples.
+        weight: The client's weight in the average before normalisation (examples, or 1 for a plain mean).
+        held: Round of the last server state that reached the client and whose reply was accepted; None: never.
     """
 
     id: str
@@ -60,15 +60,15 @@ class Client:
 
 @dataclass(frozen=True)
 class ServerState:
-    """All that the server knows between rounds.
+    """The complete state of the server between rounds.
 
     Args:
-        round: finished rounds (0 before the first).
-        tensors: the global model beside its base.
-        base: the accumulated change of the frozen base.
-        memory: the server's own tensors, no part of the model (momenta, control variates, second moments).
-        scalars: small plain values.
-        generation: how often the tensors were re-initialised or rotated; moments older than that mean nothing.
+        round: Number of finished rounds (0 before the first).
+        tensors: The global model without its base.
+        base: The accumulated change of the frozen base.
+        memory: The server's own tensors, which are not part of the model (momenta, control variates, second moments).
+        scalars: Small plain values.
+        generation: Number of times that the tensors were re-initialized or rotated; older moments are invalid.
     """
 
     round: int = 0
@@ -79,18 +79,18 @@ class ServerState:
     generation: int = 0
 
     def next(self, **changes: object) -> ServerState:
-        """The state after one more round, with changes."""
+        """Return the state after one more round, with changes."""
         return replace(self, round=self.round + 1, **changes)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
 class Message:
-    """All that crosses the network in one direction, for one client and round.
+    """The data transmitted in one direction, for one client and round.
 
     Args:
-        tensors: named tensors.
-        scalars: small plain values.
-        base: what the client misses of the base update (downlink only).
+        tensors: Named tensors.
+        scalars: Small plain values.
+        base: The part of the base update that the client lacks (downlink only).
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -103,9 +103,9 @@ class Group:
     """Trainable tensors that share optimizer settings.
 
     Args:
-        names: tensor names.
-        lr_scale: multiplier on the learning rate.
-        weight_decay: overrides the run's weight decay; None keeps it.
+        names: Tensor names.
+        lr_scale: Multiplier on the learning rate.
+        weight_decay: Weight decay in place of the run's; None: the run's.
     """
 
     names: tuple[str, ...]
@@ -115,16 +115,16 @@ class Group:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A local optimizer. ``lr`` is the run's, after its schedule; methods that prescribe an optimizer change the rest.
+    """A local optimizer. ``lr`` is the run's, after its schedule; methods that prescribe an optimizer set the rest.
 
     Args:
         name: ``sgd`` or ``adamw``.
-        lr: learning rate of the round.
-        momentum: of SGD.
-        betas: of AdamW.
-        eps: of AdamW.
-        weight_decay: decoupled for AdamW, L2 for SGD, as in ``torch.optim``.
-        bias_correction: of AdamW's two moments (first, second).
+        lr: Learning rate of the round.
+        momentum: Momentum of SGD.
+        betas: Decay rates of AdamW's two moments.
+        eps: Term that AdamW adds to the denominator.
+        weight_decay: Weight decay, decoupled for AdamW, L2 for SGD, as in ``torch.optim``.
+        bias_correction: Whether AdamW corrects the bias of its two moments (first, second).
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -140,8 +140,7 @@ class OptimizerSpec:
 class OptimizerState:
     """Moments by kind and tensor name: ``{"exp_avg": {...}, "exp_avg_sq": {...}}``, and steps taken by tensor name.
 
-    A name whose second moment is here and whose first is not begins its first moment, and that one's bias correction,
-    at zero.
+    A name with a second moment but no first moment starts its first moment, and the bias correction of it, at zero.
     """
 
     moments: Mapping[str, Tensors] = field(default_factory=dict)
@@ -153,14 +152,14 @@ class Refresh:
     """When and how projectors are renewed during local training (``Projected`` layers).
 
     Args:
-        period: steps between refreshes; the first is at step 0 if ``at_start``. None: no further one.
+        period: Steps between refreshes; the first is at step 0 if ``at_start``. None: no further refresh.
         rule: ``svd`` (top singular vectors of the minibatch gradient), ``rsvd`` (the same by a randomised SVD) or
             ``random`` (seeded, orthonormal).
-        until: refreshes from this one on (counted from 0) are ``random``, whatever the rule; None: none of them.
-        seed: of the random rule; advances by one at each refresh.
+        until: Index (from 0) from which on refreshes are ``random`` whatever the rule; None: no such refreshes.
+        seed: Seed of the random rule; it advances by one at each refresh.
         moments: ``keep``, ``reset``, ``linear`` (transform by V_old V_new^T, second moment clamped at 0) or
             ``squared`` (second moment by the squared entries).
-        at_start: whether step 0 refreshes.
+        at_start: Whether step 0 refreshes.
     """
 
     period: int | None
@@ -173,27 +172,27 @@ class Refresh:
 
 @dataclass(frozen=True)
 class Job:
-    """What a client trains, for any engine.
+    """The training job of a client, for any engine.
 
     Args:
-        parametrization: how slots become weights, by target layer.
-        tensors: initial values of everything: slots of all target layers, and the extras.
-        trainable: which of them move.
-        steps: optimizer steps; None: the run's epochs or steps; 0: no step, only the mean raw gradient.
-        epochs: overrides the run's local epochs (a phase of a method), None keeps them.
+        parametrization: Mapping from slots to weights, by target layer.
+        tensors: Initial values of the slots of all target layers, and of the extras.
+        trainable: The tensors that train, in groups.
+        steps: Optimizer steps; None: the run's epochs or steps; 0: no step, only the mean raw gradient.
+        epochs: Local epochs in place of the run's (for a phase of a method); None: the run's.
         masks: 0/1 tensors by name; masked entries neither move nor gather moments.
-        penalties: added to the loss.
-        gradient_offset: added to the gradient after clipping (SCAFFOLD's c - c_i); that of what does not train is not.
-        optimizer: changes to the run's optimizer (by field of ``OptimizerSpec``).
-        optimizer_state: initial moments (FedGaLore's second moment).
-        generation: moments kept by an engine from another generation are dropped.
-        refresh: renewal of projectors in mid-job.
-        want_gradient: also return the mean raw gradient over the steps.
-        phase: name of the phase, part of the key of every draw.
-        extras: whether the extras train in this phase (where their policy lets them train at all).
-        buffers: names of tensors that forward passes move in training (running statistics of norms).
-        decay_base: AdamW's decay acts on the target layers' whole weights, the frozen part included (GaLore).
-        scalars: small values of the message that ``finish`` needs; engines pass over them.
+        penalties: Terms added to the loss.
+        gradient_offset: Offset added to trained tensors' gradients after clipping (SCAFFOLD's c - c_i).
+        optimizer: Changes to the run's optimizer (by field of ``OptimizerSpec``).
+        optimizer_state: Initial moments (FedGaLore's second moment).
+        generation: Generation of the tensors; an engine drops moments of another generation.
+        refresh: Renewal of projectors during the job.
+        want_gradient: Whether to also return the mean raw gradient over the steps.
+        phase: Name of the phase, part of the key of every random draw.
+        extras: Whether the extras train in this phase (where their policy permits training at all).
+        buffers: Names of tensors that training forward passes update (running statistics of norms).
+        decay_base: Whether AdamW's decay acts on the target layers' whole weights, the frozen part included (GaLore).
+        scalars: Small values of the message that ``finish`` needs; engines ignore them.
     """
 
     parametrization: Mapping[str, Parametrization]
@@ -223,16 +222,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training gives back.
+    """The result of local training.
 
     Args:
-        tensors: all of the job's tensors after training (frozen ones as they were; projectors as last refreshed).
-        optimizer_state: moments at the end.
-        steps: optimizer steps taken.
-        lr_sum: sum over steps of the learning rate.
-        gradient: mean over steps of the raw gradient (before clipping, penalties and offsets); empty unless wanted.
+        tensors: All of the job's tensors after training (frozen ones as they were; projectors as last refreshed).
+        optimizer_state: Moments at the end.
+        steps: Number of optimizer steps taken.
+        lr_sum: Sum of the learning rate over steps.
+        gradient: Mean raw gradient over steps (before clipping, penalties and offsets); empty unless requested.
         metrics: ``loss`` (mean over examples) and ``examples`` (seen, with repetition).
-        decay: factor on the frozen base at the end (``Job.decay_base``), for ``Increment.decay``.
+        decay: Factor on the frozen base at the end (``Job.decay_base``), for ``Increment.decay``.
     """
 
     tensors: Tensors
@@ -246,15 +245,15 @@ class Trained:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A reply in the form in which replies combine.
+    """A reply in the form in which replies are combined.
 
-    A sum tensor under the name of a tensor of ``start(...).tensors`` is that tensor's new value; a change of it, or
-    anything else, goes under another name (wrappers rely on it). A client that leaves a sum tensor out counts as 0.
+    A sum tensor with the name of a tensor of ``start(...).tensors`` is that tensor's new value; a change of it, or
+    anything else, has another name (wrappers rely on it). A client that omits a sum tensor counts as 0.
 
     Args:
-        sum: tensors of which only the weighted mean over clients is needed (so a secure sum is enough).
-        stack: tensors that the server needs client by client.
-        weight: the client's weight before normalisation; None: ``Client.weight``.
+        sum: Tensors of which only the weighted mean over clients is needed (so a secure sum suffices).
+        stack: Tensors that the server needs individually for each client.
+        weight: The client's weight before normalisation; None: ``Client.weight``.
     """
 
     sum: Tensors = field(default_factory=dict)
@@ -276,9 +275,9 @@ class Reduced:
     """The cohort's contributions after reduction, in client-id order.
 
     Args:
-        mean: weighted mean of every ``sum`` tensor (weights normalised over the replies).
-        stack: every client's ``stack`` tensors.
-        count: number of replies.
+        mean: Weighted mean of every ``sum`` tensor (weights normalised over the replies).
+        stack: Every client's ``stack`` tensors.
+        count: Number of replies.
     """
 
     mean: Tensors = field(default_factory=dict)

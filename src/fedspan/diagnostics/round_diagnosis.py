@@ -183,7 +183,9 @@ def _look(federation: Federation, record: TrainingRecord, before: Progress, resu
     engine.adapted.set_base(result.progress.state.base)
     end = None
     if not federation.method.declared().personal:
-        end = federation.method.start(federation.method.sync(result.progress.state, None), None, {})
+        end = federation.method.start(
+            federation.method.sync(result.progress.state, None), None, {}, result.progress.state.round
+        )
     return _RoundModels(engine, record.by_client, before.state.base, result.progress.state.base, weights, end)
 
 

@@ -1,1 +1,1 @@
-"""Many runs: comparisons, hyperparameter searches, series and their tables."""
+"""Series of runs: comparisons, hyperparameter searches and their tables."""

@@ -1,4 +1,4 @@
-"""Comparing methods: several methods and seeds on one division of the data, and one table."""
+"""Comparison of methods: several methods and seeds on one partition, summarized in one table."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def compare(
     against: str | None = None,
     listener: Watcher | None = None,
 ) -> CompareReport:
-    """Play several methods and seeds on the same division of the data, and put them into one table.
+    """Run several methods and seeds on the same partition and summarize them in one table.
 
-    Every run is an ordinary one, in ``folder/<method>-seed<seed>``. One that is finished is read, one that was begun is
-    gone on with: so a comparison that was stopped goes on, and one that is finished can be given more seeds or methods.
+    Every run is an ordinary run in ``folder/<method>-seed<seed>``. A finished run is read and an unfinished run is
+    resumed. A stopped comparison therefore continues, and a finished one can be extended by more seeds or methods.
 
     Args:
-        config: the path of a YAML file, the same as plain values, or a ``RunConfig``. Its ``method`` section may hold
-            options that only some of the methods have. The baselines that it names are trained once for each seed,
-            beside the first method.
-        folder: for the runs, ``table.csv`` and ``table.md``; empty, not there yet, or of this comparison.
-        methods: registry keys.
-        seeds: of every method. ``partition.seed`` is the first of them unless the config names one.
-        overrides: changes to the config, each ``section.field=value``.
-        overrides_for: changes for one method, by its key, such as ``{"fedloru": ["method.tau=5"]}``.
-        against: the row of the table that the others are compared with; left out: the first method.
-        listener: told what happens.
+        config: The path of a YAML file, its content as plain values, or a ``RunConfig``. The ``method`` section may
+            hold options that only some of the methods have. The config's baselines are trained once for each seed,
+            in the runs of the first method.
+        folder: Folder of the runs, ``table.csv`` and ``table.md``; empty, not yet existing, or of this comparison.
+        methods: Registry keys of the methods.
+        seeds: Seeds of every method. ``partition.seed`` is the first of them unless the config sets it.
+        overrides: Changes to the config, each ``section.field=value``.
+        overrides_for: Changes for one method, by its key, such as ``{"fedloru": ["method.tau=5"]}``.
+        against: The reference row of the table; by default the first method.
+        listener: The listener that is notified of every event.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If the input is invalid in a way that the user can correct.
     """
     settings = {
         "command": command_line(sys.argv),
@@ -69,15 +69,15 @@ def compare(
 
 
 def resume_compare(folder: str | Path, *, against: str | None = None, listener: Watcher | None = None) -> CompareReport:
-    """Go on with a comparison under the settings that it was begun with.
+    """Resume a comparison with its original settings.
 
     Args:
-        folder: the comparison's.
-        against: another reference; left out: the one that it was begun with.
-        listener: told what happens.
+        folder: Folder of the comparison.
+        against: Another reference row; by default the original one.
+        listener: The listener that is notified of every event.
 
     Raises:
-        FedspanError: if no comparison was begun there, and as ``compare`` does.
+        FedspanError: If the folder holds no comparison, and as ``compare`` does.
     """
     settings = read_settings(Path(folder), COMPARE, _SETTINGS)
     return _play({**settings, "against": against or settings["against"]}, Path(folder), listener or Watcher())

@@ -1,4 +1,4 @@
-"""Several methods on one division of the data: which runs that takes, and the table that comes out."""
+"""Several methods on one partition: the plan of the runs and the resulting table."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OWN = {"test": "held-out", "clients": "own tests"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is to be compared.
+    """The plan of a comparison.
 
     Args:
-        methods: registry keys, some with wrappers: ``fedit+fedprox``.
-        seeds: of every method.
-        against: the row that all others are compared with.
-        steps: the runs, in the order in which they are played.
+        methods: Registry keys, some with wrappers: ``fedit+fedprox``.
+        seeds: Seeds of every method.
+        against: The reference row, with which all others are compared.
+        steps: The runs in their order of execution.
     """
 
     methods: tuple[str, ...]
@@ -40,19 +40,20 @@ class Comparison:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """One method, or a baseline, over the seeds.
+    """The results of one method or baseline over the seeds.
 
     Args:
-        name: a method's key, or ``local`` or ``centralised``.
-        scores: one for each seed.
-        mean: of the scores; None if one is missing.
-        deviation: their standard deviation (n - 1); None for one seed.
-        difference: mean over the seeds of the score minus the reference's under that seed; None for the reference.
-        error: standard error of the difference; None for one seed.
-        worst: the worst client's metric on its own test part, mean over the seeds.
-        bytes_down: serialized, of one run, mean over the seeds; None for a baseline.
-        bytes_up: likewise.
-        seconds: wall-clock time of the rounds of one run, mean over the seeds; None for a baseline.
+        name: Key of a method, or ``local`` or ``centralised``.
+        scores: One score for each seed.
+        mean: Mean of the scores; None if one is missing.
+        deviation: Standard deviation (n - 1) of the scores; None for one seed.
+        difference: Mean over the seeds of the score minus the reference's score for the same seed; None for the
+            reference.
+        error: Standard error of the difference; None for one seed.
+        worst: The worst client's metric on its own test part, mean over the seeds.
+        bytes_down: Serialized bytes of one run, mean over the seeds; None for a baseline.
+        bytes_up: The same for uploads.
+        seconds: Wall-clock time of the rounds of one run, mean over the seeds; None for a baseline.
     """
 
     name: str
@@ -72,13 +73,14 @@ class CompareReport:
     """The table of a comparison; ``table.csv`` and ``table.md`` in its folder hold the same.
 
     Args:
-        metric: that is compared.
-        measured: ``test``: on the held-out set; ``clients``: without one, mean over the clients' own test parts.
-        higher: whether more of the metric is better.
-        against: the reference row.
-        seeds: in the order of the scores.
-        rows: the methods, then the baselines.
-        folder: with the runs and the tables.
+        metric: The compared metric.
+        measured: ``test``: on the held-out set; ``clients``: mean over the clients' own test parts, if there is no
+            held-out set.
+        higher: Whether higher values of the metric are better.
+        against: The reference row.
+        seeds: The seeds in the order of the scores.
+        rows: The methods, then the baselines.
+        folder: Folder of the runs and the tables.
     """
 
     metric: str
@@ -90,7 +92,7 @@ class CompareReport:
     folder: str
 
     def table(self) -> Table:
-        """As people read it."""
+        """Return the table in its readable form."""
         metric, several = self.metric, len(self.seeds) > 1
         rows = tuple(
             (
@@ -129,13 +131,13 @@ class CompareReport:
         )
 
     def by_seed(self) -> Table:
-        """Every score, so that the table can be made again."""
+        """Return every score, so that the table can be reproduced."""
         rows = tuple((row.name, *(plus_minus(self.metric, score, None) for score in row.scores)) for row in self.rows)
         head = (heading(_OWN[self.measured], self.metric), *(f"seed {seed}" for seed in self.seeds))
         return Table(head=head, rows=rows, best=None, notes=())
 
     def plain(self) -> list[dict[str, object]]:
-        """Rows for machines."""
+        """Return machine-readable rows."""
         return [
             {
                 "method": row.name,
@@ -164,17 +166,17 @@ def plan_comparison(
     overrides_for: Mapping[str, Sequence[str]],
     against: str | None,
 ) -> Comparison:
-    """The runs of a comparison, every config checked.
+    """Plan the runs of a comparison and validate every config.
 
     Args:
-        values: the config; its ``method`` section may hold options that only some of the methods have.
-        methods: registry keys; ``fedit+fedprox`` is a method with a wrapper around those of the config.
-        seeds: of every method.
+        values: Values of the config; the ``method`` section may hold options that only some of the methods have.
+        methods: Registry keys; ``fedit+fedprox`` adds a wrapper around those of the config.
+        seeds: Seeds of every method.
         overrides_for: ``section.field=value`` for one method, by its key.
-        against: the reference; None: the first method.
+        against: The reference row; None: the first method.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If the input is invalid in a way that the user can correct.
     """
     if not methods:
         raise FedspanError("--methods", [], "keys of methods, such as fedit,rolora; fedspan methods lists them")
@@ -210,10 +212,10 @@ def _require_known(key: str) -> None:
 
 
 def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Sequence[str]) -> RunConfig:
-    """The config under one method, with those of the options that it has, and what is set for it alone."""
+    """Return the config of one method: the shared options that it has, and its own overrides."""
     section = values.get("method", {})
     if not isinstance(section, Mapping):
-        return parse_config(values)  # it says what is wrong
+        return parse_config(values)  # raises the error for this section
     names = {row: row.split("+")[0] for row in methods}
     known = {row: set(method_options(name, {})) for row, name in names.items()}
     every = set[str]().union(*known.values())
@@ -224,7 +226,7 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
     options = {option: value for option, value in section.items() if option in known[key]}
     wrappers = section.get("wrappers", [])
     if isinstance(wrappers, list):
-        # As mappings, so that --set-for can go into them.
+        # Mappings, so that --set-for can address their fields.
         wrappers = [{"name": each} if isinstance(each, str) else each for each in (*wrappers, *key.split("+")[1:])]
     changed = {**values, "method": {"name": names[key], **options, "wrappers": wrappers}}
     config = parse_config(override(changed, own))
@@ -235,22 +237,22 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
 
 
 def measured_by(report: RunReport) -> str:
-    """Which of a report's scores a comparison takes: of the held-out set, or without one of the clients' test parts."""
+    """Return which scores of a report are compared: ``test`` (held-out set), or ``clients`` if there is no such set."""
     return "test" if "test" in report.scores else "clients"
 
 
 def heldout_score(report: RunReport) -> float | None:
-    """What a comparison takes from a run."""
+    """Return the score of a run that a comparison uses."""
     return finite(report.scores.get(measured_by(report)), report.metric)
 
 
 def compared(comparison: Comparison, reports: Mapping[str, RunReport], folder: str) -> CompareReport:
-    """The table.
+    """Build the table of a comparison.
 
     Args:
-        comparison: the plan.
-        reports: of all its runs, by name.
-        folder: of the comparison.
+        comparison: The plan.
+        reports: Reports of all runs, by name.
+        folder: Folder of the comparison.
     """
     runs = {key: [reports[step.name] for step in comparison.steps if step.group == key] for key in comparison.methods}
     first = runs[comparison.methods[0]]

@@ -1,4 +1,4 @@
-"""Playing the runs of a series in one folder, one after another, so that it can be stopped at any moment."""
+"""Execution of a series: its runs, one after another in one folder, can be stopped and resumed at any time."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fedspan.training.prefix_rows import next_run
 
 __all__ = ["ConfigLike", "begin", "command_line", "plain_values", "read_settings", "run_step"]
 
-_SHORT = 1.0  # seconds; what runs so quickly is too small to matter, and collecting takes a third of one
+_SHORT = 1.0  # seconds; models of shorter runs are too small to matter, and a collection takes a third of a second
 
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 
 
 def plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]:
-    """A config's values with overrides, not checked yet: options that only some methods have may stand in it.
+    """Return a config's values with overrides, not validated: they may hold options that only some methods have.
 
     Raises:
-        FedspanError: for a file that cannot be read, or an override that is none.
+        FedspanError: If the file cannot be read or an override is malformed.
     """
     if isinstance(config, RunConfig):
         config = config.model_dump(mode="json")
@@ -39,7 +39,7 @@ def plain_values(config: ConfigLike, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The command for a table: as it was typed, without the folder that the program lies in."""
+    """Return the command line for a table, as typed but without the program's folder."""
     program = Path(arguments[0]).name if arguments else ""
     return ["fedspan" if program in ("", "__main__.py") else program, *arguments[1:]]
 
@@ -47,16 +47,16 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 def read_settings(
     folder: Path, name: str, kinds: Mapping[str, type | tuple[type, ...]], later: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a series was begun with.
+    """Read the settings of a series.
 
     Args:
-        folder: the series'.
-        name: of the file of its settings, ``compare.yaml``.
-        kinds: the settings with their types.
-        later: what settings are that earlier versions did not write.
+        folder: Folder of the series.
+        name: Name of the settings file, such as ``compare.yaml``.
+        kinds: The settings with their types.
+        later: Default values of settings that earlier versions did not write.
 
     Raises:
-        FedspanError: if no such series was begun there, or the file was changed into something else.
+        FedspanError: If the folder holds no such series, or the settings file is malformed.
     """
     path = folder / name
     if not path.is_file():
@@ -77,16 +77,16 @@ def read_settings(
 
 
 def begin(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[Step]) -> None:
-    """Make the folder of a series, or go on in one whose runs are all part of it.
+    """Create the folder of a series, or reuse one whose runs all belong to the series.
 
     Args:
-        folder: the series'.
-        name: of the file of its settings.
-        settings: plain values, to go on with.
-        steps: the runs.
+        folder: Folder of the series.
+        name: Name of the settings file.
+        settings: Plain values from which the series can be resumed.
+        steps: The runs.
 
     Raises:
-        FedspanError: if there is anything else in the folder, such as runs under another config.
+        FedspanError: If the folder holds anything else, such as runs of another config.
     """
     if folder.exists() and not folder.is_dir():
         raise FedspanError("folder", str(folder), "a file has that name; choose another")
@@ -116,16 +116,16 @@ def begin(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[
 
 
 def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunReport], float | None]) -> RunReport:
-    """Play one run of a series, go on with it, or read it if it is finished, here or in ``reusing.finished_runs``.
+    """Start or resume one run of a series, or read it if it is finished, here or in ``reuse.finished_runs``.
 
     Args:
-        step: the run.
-        folder: the series'.
-        watcher: told what happens.
-        score: what the series takes from a run, to be told.
+        step: The run.
+        folder: Folder of the series.
+        watcher: The watcher that is notified of every event.
+        score: Function that extracts the reported score from a run's report.
 
     Raises:
-        FedspanError: as a run does, with its name.
+        FedspanError: If the run fails; the message names the run.
     """
     place, known = folder / step.name, runs_in_use()
     watcher.run_started(step)
@@ -139,7 +139,7 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     except FedspanError as error:
         raise FedspanError(error.field, error.value, f"{error.expected} (in the run {step.name})") from None
     if not finished and report.seconds > _SHORT:
-        # The model's replaced methods refer back to it, so it would stay, and a GPU has no room for two.
+        # The model's replaced methods refer back to it, which would keep it alive; a GPU has no room for two models.
         gc.collect()
     if known is not None and not finished:
         known.add(place)

@@ -1,4 +1,4 @@
-"""Finished runs that are copied and not played again: on one machine, equal configs and versions give equal bits."""
+"""Reuse of finished runs by copying: on one machine, equal configs and versions give bit-identical results."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["FinishedRuns", "finished_runs", "runs_in_use"]
 
 
 class FinishedRuns:
-    """Run folders by their configs.
+    """Finished run folders by their configs.
 
     Args:
-        folders: searched for finished runs, at any depth.
+        folders: Folders that are searched for finished runs, at any depth.
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
@@ -37,29 +37,29 @@ class FinishedRuns:
                 self.add(path.parent)
 
     def add(self, folder: Path) -> None:
-        """A run that is finished; nothing happens if there is none in the folder, or one that can't be read."""
+        """Add a finished run; a folder without a finished, readable run is ignored."""
         place = RunFolder(folder)
         if place.config.is_file() and place.report.is_file() and place.environment.is_file():
             with suppress(FedspanError):
-                # Parsed, not as text: an option may have been added since, whose default is what was done then.
+                # Parsed, not compared as text: an option added since has the earlier behaviour as its default.
                 config = parse_config(parse_text(place.config_text(), str(place.config)))
                 place.read_json(place.report)
                 place.read_json(place.environment)
                 self._places.setdefault(_key(config), []).append(place.path)
 
     def copy(self, config: RunConfig, folder: Path) -> bool:
-        """Fill the folder of a run with a copy of one that had its config, its versions and its machine.
+        """Fill the folder of a run with a copy of a finished run that had the same config, versions and machine.
 
         Args:
-            config: the run's.
-            folder: the run's; if anything is there, nothing is copied.
+            config: Config of the run.
+            folder: Folder of the run; if it exists, nothing is copied.
 
         Returns:
-            Whether there was one. A run whose noise is secret has no equal; one that is older than a local file that
-            it read, data or model, may have read something else.
+            Whether a run was copied. A run with secret noise is never copied, nor is a run that is older than one of
+            the local data or model files that it read.
 
         Raises:
-            FedspanError: if the disk is full or refuses.
+            FedspanError: If the disk is full or not writable.
         """
         if folder.exists() or is_secret(config):
             return False
@@ -87,14 +87,14 @@ def _key(config: RunConfig) -> str:
 
 
 def _read_since(config: RunConfig) -> float:
-    """When the last of the local files that a run reads was changed, seconds since 1970; 0 where it reads none."""
+    """Return the last modification time of the local files that a run reads, in seconds since 1970; 0 for none."""
     names = [name for name in (config.data.train, config.data.test, config.model.name, config.model.adapter) if name]
     paths = [Path(os.path.expanduser(name)) for name in names]
     for name, option in ((config.data.train, "data.train"), (config.data.test, "data.test")):
         if name and has_places(name):
             paths += matching(name, option)
     inside = [entry for path in paths if os.path.isdir(path) for entry in path.rglob("*")]
-    # Files of images are read with what lies beside them: labels, names of classes.
+    # Image files are read together with the files next to them: labels and class names.
     pictures = [path for path in paths if os.path.isfile(path) and holds_images(path)]
     inside += [entry for path in pictures for entry in path.parent.iterdir()]
     return max((path.stat().st_mtime for path in [*paths, *inside] if os.path.isfile(path)), default=0.0)
@@ -105,10 +105,10 @@ _RUNS: ContextVar[FinishedRuns | None] = ContextVar("fedspan_finished_runs", def
 
 @contextmanager
 def finished_runs(folders: Iterable[Path]) -> Generator[None]:
-    """Within this context the runs of a series are copied where they are finished in one of these folders, or before.
+    """Copy runs of a series within this context if they are finished in one of the folders or earlier in the context.
 
     Args:
-        folders: searched once, at the beginning.
+        folders: Folders that are searched once, at the start.
     """
     token = _RUNS.set(FinishedRuns(folders))
     try:
@@ -118,5 +118,5 @@ def finished_runs(folders: Iterable[Path]) -> Generator[None]:
 
 
 def runs_in_use() -> FinishedRuns | None:
-    """Those of the context; None outside of one."""
+    """Return the finished runs of the context; None outside of one."""
     return _RUNS.get()

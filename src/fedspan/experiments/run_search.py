@@ -1,4 +1,4 @@
-"""Searching for settings: trials over a grid or at random, and a config with the best by validation."""
+"""Hyperparameter search: trials over a grid or at random, and a config with the best settings by validation."""
 
 from __future__ import annotations
 
@@ -46,24 +46,25 @@ def sweep(
     overrides: Sequence[str] = (),
     listener: Watcher | None = None,
 ) -> SweepReport:
-    """Try settings and choose the best by the metric on the clients' validation parts, never by a test set.
+    """Try settings and select the best by the metric on the clients' validation parts, never by a test set.
 
-    Every run is an ordinary one, in ``folder/trial-<number>-seed<seed>``, without the config's baselines. A trial whose
-    training diverges has failed and is never chosen. Stopped, a sweep goes on where it was.
+    Every run is an ordinary run in ``folder/trial-<number>-seed<seed>``, without the config's baselines. A trial whose
+    training diverges has failed and is never selected. A stopped sweep can be resumed.
 
     Args:
-        config: the path of a YAML file, the same as plain values, or a ``RunConfig``.
-        folder: for the runs, the tables and ``best.yaml``; empty, not there yet, or of this sweep.
-        over: what to try, by path in the config: values, or a text as on the command line, ``4,8`` or ``1e-4..1e-1``.
-            A range of integers is drawn from evenly, one of other numbers (above 0) on a logarithmic scale.
-        trials: how many combinations to draw, by the config's seed; left out: all of them, and no ranges.
-        rounds: of a trial; left out: the config's. ``best.yaml`` keeps the config's.
-        seeds: of every trial; their mean counts. ``partition.seed`` is the first unless the config names one.
-        overrides: changes to the config, each ``section.field=value``.
-        listener: told what happens.
+        config: The path of a YAML file, its content as plain values, or a ``RunConfig``.
+        folder: Folder of the runs, the tables and ``best.yaml``; empty, not yet existing, or of this sweep.
+        over: The search space, by path in the config: values, or a string as on the command line, ``4,8`` or
+            ``1e-4..1e-1``. A range of integers is sampled uniformly, one of other numbers (above 0) log-uniformly.
+        trials: Number of combinations to draw, by the config's seed; by default all of them, without ranges.
+        rounds: Number of rounds of a trial; by default the config's. ``best.yaml`` keeps the config's number.
+        seeds: Seeds of every trial, whose mean score is compared. ``partition.seed`` is the first unless the config
+            sets it.
+        overrides: Changes to the config, each ``section.field=value``.
+        listener: The listener that is notified of every event.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If the input is invalid in a way that the user can correct.
     """
     settings = {
         "command": command_line(sys.argv),
@@ -77,14 +78,14 @@ def sweep(
 
 
 def resume_sweep(folder: str | Path, *, listener: Watcher | None = None) -> SweepReport:
-    """Go on with a sweep under the settings that it was begun with.
+    """Resume a sweep with its original settings.
 
     Args:
-        folder: the sweep's.
-        listener: told what happens.
+        folder: Folder of the sweep.
+        listener: The listener that is notified of every event.
 
     Raises:
-        FedspanError: if no sweep was begun there, and as ``sweep`` does.
+        FedspanError: If the folder holds no sweep, and as ``sweep`` does.
     """
     settings = read_settings(Path(folder), SWEEP, _SETTINGS)
     return _play(settings, Path(folder), listener or Watcher())
@@ -111,7 +112,7 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepR
 
 
 def _played(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, RunReport], dict[str, str]]:
-    """All runs but those of trials that failed under an earlier seed; failures are kept, so that none is repeated."""
+    """Execute all runs except those of trials that failed for an earlier seed; failures are stored and not repeated."""
     place = RunFolder(folder)
     path = folder / _FAILURES
     failures = cast(dict[str, str], place.read_json(path)) if path.is_file() else {}
@@ -125,7 +126,7 @@ def _played(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, RunR
                 reports[step.name] = _validated(step, run_step(step, folder, watcher, validation_score))
                 continue
             except FedspanError as error:
-                if error.field != "training.lr":  # the one complaint of training itself: it diverges
+                if error.field != "training.lr":  # the one error of training itself: divergence
                     raise
                 failures[step.name] = str(error)
                 place.write_json(path, failures)

@@ -1,7 +1,7 @@
-"""A search for settings: which trials, by grid or at random, and which of them is best by validation.
+"""Hyperparameter search: the plan of the trials, by grid or at random, and their ranking by validation.
 
-Scores of a test set or of the clients' test parts are not read here: settings that were chosen by them would make the
-test part of the training.
+Scores on a test set or on the clients' test parts are not read here: selecting settings by them would make the test
+data part of the training.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Sweep", "SweepReport", "Trial", "plan_sweep", "trials_of", "validati
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is to be tried.
+    """The plan of a sweep.
 
     Args:
-        metric: by which is chosen.
-        seeds: of every trial.
-        values: of every trial, by path.
-        configs: of every trial, to be trained in earnest: with the config's own rounds, seed and baselines.
-        steps: the runs, trial by trial.
+        metric: The metric by which the best trial is selected.
+        seeds: Seeds of every trial.
+        values: The values of every trial, by path.
+        configs: The final config of every trial, with the rounds, seed and baselines of the original config.
+        steps: The runs, trial by trial.
     """
 
     metric: str
@@ -50,17 +50,17 @@ def plan_sweep(
     rounds: int | None,
     seeds: Sequence[int],
 ) -> Sweep:
-    """The runs of a sweep, every config checked.
+    """Plan the runs of a sweep and validate every config.
 
     Args:
-        values: the config.
-        over: what to try, as for ``space_of``.
-        trials: how many combinations to draw; None for all.
-        rounds: of a trial; None for the config's.
-        seeds: of every trial.
+        values: Values of the config.
+        over: The search space, as for ``space_of``.
+        trials: Number of combinations to draw; None for all.
+        rounds: Number of rounds of a trial; None for the config's.
+        seeds: Seeds of every trial.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If the input is invalid in a way that the user can correct.
     """
     base = parse_config(values)
     seeds = valid_seeds(seeds)
@@ -90,19 +90,19 @@ def plan_sweep(
             )
             for seed, config in zip(seeds, played, strict=True)
         ]
-        # On the trials' own division: what they validated on must not come to be in the test set.
+        # The same partition as the trials: their validation examples must not enter the test set.
         configs.append(own.model_copy(update={"partition": played[0].partition}))
     metric = base.evaluation.metric or METRICS_OF[base.task][0]
     return Sweep(metric, seeds, tuple(chosen), tuple(configs), tuple(steps))
 
 
 def _set(values: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any]:
-    """The config's values with those of a trial; through ``override``, so that paths mean what they mean there."""
+    """Return the config's values with those of a trial, set by ``override`` so that paths are interpreted equally."""
     texts: list[str] = []
     for path, value in setting.items():
         try:
             text = yaml.safe_dump(value, default_flow_style=True)
-        except yaml.YAMLError:  # from Python, a number of numpy's
+        except yaml.YAMLError:  # for example a NumPy number, passed from Python
             raise FedspanError("--over", f"{path}={value!r}", "plain numbers, texts and lists") from None
         texts.append(f"{path}={text.removesuffix(chr(10)).removesuffix('...')}")
     return override(values, texts)
@@ -110,16 +110,16 @@ def _set(values: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting and how it did.
+    """One setting and its result.
 
     Args:
-        number: from 1, in the order of the search.
-        values: by path in the config.
-        scores: the validation metric, one for each seed that was played.
-        mean: of the scores; None for a trial that failed.
-        deviation: standard deviation (n - 1); None for one seed.
-        seconds: wall-clock time of the rounds, of all seeds; None for a trial that failed.
-        failed: why, if it diverged.
+        number: Number of the trial from 1, in the order of the search.
+        values: The values, by path in the config.
+        scores: The validation metric, one value for each seed that was run.
+        mean: Mean of the scores; None for a failed trial.
+        deviation: Standard deviation (n - 1); None for one seed.
+        seconds: Wall-clock time of the rounds of all seeds; None for a failed trial.
+        failed: Reason of the failure, such as divergence; None for a trial that succeeded.
     """
 
     number: int
@@ -136,12 +136,12 @@ class SweepReport:
     """The table of a sweep; ``table.csv`` and ``table.md`` in its folder hold the same.
 
     Args:
-        metric: by which was chosen, on the clients' validation parts.
-        higher: whether more of the metric is better.
-        seeds: of every trial.
-        trials: the best first, those that failed last.
-        folder: with the runs and the tables.
-        best: the config with the best values, to be run; None if every trial failed.
+        metric: The metric of the selection, on the clients' validation parts.
+        higher: Whether higher values of the metric are better.
+        seeds: Seeds of every trial.
+        trials: The trials, best first, failed ones last.
+        folder: Folder of the runs and the tables.
+        best: Path of the config with the best values, ready to run; None if every trial failed.
     """
 
     metric: str
@@ -152,7 +152,7 @@ class SweepReport:
     best: str | None
 
     def table(self) -> Table:
-        """As people read it."""
+        """Return the table in its readable form."""
         paths = list(self.trials[0].values)
         several = len(self.seeds) > 1
         rows = tuple(
@@ -177,7 +177,7 @@ class SweepReport:
         )
 
     def plain(self) -> list[dict[str, object]]:
-        """Rows for machines."""
+        """Return machine-readable rows."""
         return [
             {
                 "trial": trial.number,
@@ -195,17 +195,17 @@ class SweepReport:
 
 
 def validation_score(report: RunReport) -> float | None:
-    """What a sweep takes from a run."""
+    """Return the score of a run that a sweep uses."""
     return finite(report.scores.get("validation"), report.metric)
 
 
 def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[str, str]) -> tuple[Trial, ...]:
-    """All trials, the best first (of equal ones that of the smaller validation loss), those that failed last.
+    """Rank all trials: best first (ties by the smaller validation loss), failed ones last.
 
     Args:
-        sweep: the plan.
-        reports: of the runs that came to their end, by name.
-        failures: why the others did not, by name.
+        sweep: The plan.
+        reports: Reports of the completed runs, by name.
+        failures: Reasons of the failed runs, by name.
     """
     metric, trials, losses = sweep.metric, list[Trial](), dict[int, float]()
     for number, values in enumerate(sweep.values, 1):
@@ -231,5 +231,5 @@ def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[
             )
         )
     ranks = {trial.number: rank_of(metric, {} if trial.mean is None else {metric: trial.mean}) for trial in trials}
-    # An accuracy on few examples is often that of several trials.
+    # On few examples, several trials often have the same accuracy.
     return tuple(sorted(trials, key=lambda trial: (-ranks[trial.number], losses[trial.number])))

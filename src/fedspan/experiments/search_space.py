@@ -1,4 +1,4 @@
-"""What a sweep tries: lists of values and ranges, all combinations or some at random."""
+"""Search space of a sweep: lists of values and ranges, with all combinations or a random sample of them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Range", "Space", "combinations", "space_of"]
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\.\.({_NUMBER})\s*")
-_TRIES = 200  # at drawing what was not drawn before, for each trial
+_TRIES = 200  # attempts to draw a new combination, for each trial
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included: integers all alike, others log-uniform.
+    """Numbers from ``low`` to ``high``, both included: integers uniform, others log-uniform.
 
     Args:
-        low: above 0 if it is no integer.
-        high: above ``low``.
+        low: Lower end, above 0 unless it is an integer.
+        high: Upper end, above ``low``.
     """
 
     low: float
@@ -39,7 +39,7 @@ class Range:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def draw(self, seed: int, attempt: int, path: str) -> float:
-        """The number of one attempt: four significant digits, so that it can be read and typed."""
+        """Draw the number of one attempt, with four significant digits so that it can be read and typed."""
         rng = generator(seed, "sweep", attempt, path)
         if self.whole:
             return int(rng.integers(int(self.low), int(self.high), endpoint=True))
@@ -48,17 +48,17 @@ class Range:
 
 
 Space = Mapping[str, Range | tuple[Any, ...]]
-"""What to try, by path in the config."""
+"""Values to try, by path in the config."""
 
 
 def space_of(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tuple[Any, ...]]:
-    """What to try for each field.
+    """Parse the values to try for each field.
 
     Args:
-        over: by path in the config: values, or a text ``4,8`` or ``1e-4..1e-1``.
+        over: Values by path in the config, or a string such as ``4,8`` or ``1e-4..1e-1``.
 
     Raises:
-        FedspanError: nothing to try, a text that is neither, or a range that is none.
+        FedspanError: If there is nothing to try, or a string is neither a list of values nor a valid range.
     """
     if not over:
         raise FedspanError("--over", None, "at least one field with values to try, such as training.lr=1e-4,1e-3")
@@ -96,15 +96,15 @@ def _range(said: str, low: str, high: str) -> Range:
 
 
 def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:
-    """The values of every trial: all combinations, or so many different ones at random.
+    """Return the values of every trial: all combinations, or a number of distinct random ones.
 
     Args:
-        space: what to try for each field.
-        trials: how many; None for all combinations.
-        seed: of the draws; the first ones are the same however many there are.
+        space: Values to try for each field.
+        trials: Number of trials; None for all combinations.
+        seed: Seed of the draws. The number of trials does not change the first draws.
 
     Raises:
-        FedspanError: a range without a number of trials, or more trials than there are combinations.
+        FedspanError: If a range has no number of trials, or there are more trials than combinations.
     """
     if trials is None:
         for path, values in space.items():
@@ -129,7 +129,7 @@ def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, 
 
 
 def _size(choice: Range | tuple[Any, ...]) -> float:
-    """How many different values there are to draw, at the least."""
+    """Return the number of distinct values; infinite for a continuous range."""
     if not isinstance(choice, Range):
         return len(choice)
     return int(choice.high) - int(choice.low) + 1 if choice.whole else math.inf

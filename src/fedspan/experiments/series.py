@@ -1,4 +1,4 @@
-"""Several runs that belong together: what they share, what is told of them, and the numbers over their seeds."""
+"""A series of runs: the shared fields of their configs, their events, and statistics over their seeds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Step:
     """One run of a series.
 
     Args:
-        name: of its folder.
-        label: for people.
-        group: what its seeds are averaged under: a method, or a trial's number.
-        seed: the run's.
-        config: the run's, whole.
+        name: Name of the run's folder.
+        label: Readable label.
+        group: The group within which seeds are averaged: a method, or the number of a trial.
+        seed: Seed of the run.
+        config: Complete config of the run.
     """
 
     name: str
@@ -38,26 +38,26 @@ class Step:
 
 
 class Watcher(Listener):
-    """What a series tells whoever watches, beside what its runs tell; every method does nothing by default."""
+    """Listener for the events of a series and of its runs; every method does nothing by default."""
 
     def series_started(self, steps: Sequence[Step]) -> None:
-        """All runs are planned, and their folder is there."""
+        """Handle the start of a series: all runs are planned and the folder exists."""
 
     def run_started(self, step: Step) -> None:
-        """A run is loaded, or read if it was finished before."""
+        """Handle the start of a run, which is loaded, or read if it is already finished."""
 
     def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
-        """A run has its report; ``value`` is what the series compares, ``played`` is False if it was read only."""
+        """Handle the report of a run; ``value`` is the compared score, ``played`` is False for a run that was read."""
 
     def run_failed(self, step: Step, why: str) -> None:
-        """A run diverged, and the series goes on without it."""
+        """Handle the divergence of a run; the series continues without it."""
 
 
 def valid_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    """The seeds of a series.
+    """Validate the seeds of a series.
 
     Raises:
-        FedspanError: none, one that is no seed, or one twice.
+        FedspanError: If there are no seeds, or one is invalid or duplicated.
     """
     if not seeds:
         raise FedspanError("--seeds", [], "at least one whole number, such as 0,1,2")
@@ -70,13 +70,13 @@ def valid_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
 
 
 def under_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> RunConfig:
-    """A run's config with a seed, on the division of the first seed unless the config names one.
+    """Return a run's config with a seed, on the partition of the first seed unless the config sets its seed.
 
     Args:
-        config: without a seed of its own.
-        seed: the run's.
-        first: of the series.
-        baselines: whether the run trains the config's baselines too.
+        config: The config, whose seed is replaced.
+        seed: Seed of the run.
+        first: First seed of the series.
+        baselines: Whether the run trains the config's baselines too.
     """
     partition = config.partition
     if partition.seed is None:
@@ -86,16 +86,16 @@ def under_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> Run
 
 
 def with_shared(shared: RunConfig, config: RunConfig, field: str, value: object) -> RunConfig:
-    """``config``, if it can be compared with ``shared``: on the same data, and judged by the same metric.
+    """Return ``config`` if it is comparable with ``shared``: the same data and the same metric.
 
     Args:
-        shared: what all runs of the series have.
-        config: of one of them.
-        field: where the user said what differs.
-        value: what the user said.
+        shared: The config that holds the fields shared by all runs of the series.
+        config: Config of one run.
+        field: The option or field in which the user set the difference, named in the error.
+        value: The user's value, named in the error.
 
     Raises:
-        FedspanError: if it can't.
+        FedspanError: If the two are not comparable.
     """
     differ = [name for name in _SHARED if getattr(shared, name) != getattr(config, name)]
     if shared.evaluation.metric != config.evaluation.metric:
@@ -108,24 +108,24 @@ def with_shared(shared: RunConfig, config: RunConfig, field: str, value: object)
 
 
 def finite(scores: Mapping[str, Any] | None, metric: str) -> float | None:
-    """A metric's value; None where it has none."""
+    """Return the value of a metric; None if it is missing or not finite."""
     value = (scores or {}).get(metric)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """The mean; None if any value is missing: a mean over fewer seeds is another number."""
+    """Return the mean; None if any value is missing, as a mean over fewer seeds is a different quantity."""
     there = [value for value in values if value is not None]
     return float(np.mean(there)) if there and len(there) == len(values) else None
 
 
 def spread(values: Sequence[float | None]) -> float | None:
-    """The standard deviation of a sample (n - 1); None for fewer than two values, or if any is missing."""
+    """Return the sample standard deviation (n - 1); None for fewer than two values, or if any is missing."""
     there = [value for value in values if value is not None]
     return float(np.std(there, ddof=1)) if len(there) == len(values) > 1 else None
 
 
 def standard_error(values: Sequence[float | None]) -> float | None:
-    """Of the mean: the deviation over the root of n; None where there is no deviation."""
+    """Return the standard error of the mean: the deviation over the square root of n; None without a deviation."""
     deviation = spread(values)
     return None if deviation is None else deviation / math.sqrt(len(values))

@@ -1,4 +1,4 @@
-"""The table of a series: the same cells for the terminal and for markdown, plain numbers for csv."""
+"""Table of a series: the same cells for the terminal and Markdown, plain numbers for CSV."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OTHER = (*_MACHINE, "seed", "command")
 
 @dataclass(frozen=True)
 class Table:
-    """A table as people read it.
+    """A readable table.
 
     Args:
-        head: titles of the columns; the first is aligned left, all others right.
-        rows: cells.
-        best: the row to be marked, if any.
-        notes: what the numbers are, line by line.
+        head: Titles of the columns; the first is left-aligned, all others are right-aligned.
+        rows: Cells of the rows.
+        best: Index of the highlighted row, if any.
+        notes: Explanation of the numbers, line by line.
     """
 
     head: tuple[str, ...]
@@ -40,18 +40,18 @@ class Table:
 
 
 def heading(what: str, metric: str) -> str:
-    """A column's title with the metric and its unit."""
+    """Return a column title with the metric and its unit."""
     return f"{what} {METRICS[metric].title}{', %' if METRICS[metric].percent else ''}"
 
 
 def plus_minus(metric: str, value: float | None, error: float | None, sign: bool = False) -> str:
-    """``95.4 ± 0.7`` of a metric in percent, four decimals of any other; without the error if there is none.
+    """Format ``95.4 ± 0.7`` for a metric in percent, four decimals for any other; without the error if it is None.
 
     Args:
-        metric: whose unit to take.
-        value: of it, or a difference; None is a dash.
-        error: a standard deviation or error, in the same unit.
-        sign: whether to show a plus.
+        metric: The metric that determines the unit.
+        value: Value of the metric, or a difference; None is a dash.
+        error: Standard deviation or standard error, in the same unit.
+        sign: Whether to show a plus sign.
     """
     if value is None:
         return "-"
@@ -61,12 +61,12 @@ def plus_minus(metric: str, value: float | None, error: float | None, sign: bool
 
 
 def megabytes(count: float | None) -> str:
-    """Bytes in millions, with three digits behind the point where they are few."""
+    """Format bytes in millions, with three decimals for small numbers."""
     return "-" if count is None else f"{count / 1e6:.{1 if count >= 1e7 else 3}f}"
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units: 3 412 345 as 3.4 MB."""
+    """Format bytes in decimal units: 3 412 345 as 3.4 MB."""
     if count < 1000:
         return f"{count:.0f} B"
     for unit in ("kB", "MB", "GB"):
@@ -77,7 +77,7 @@ def size(count: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds with one decimal."""
+    """Format seconds with one decimal."""
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -90,19 +90,19 @@ def write_tables(
     runs: Sequence[str],
     more: Table | None = None,
 ) -> None:
-    """Write ``table.csv`` and ``table.md``, which says by which command, where and when its numbers came about.
+    """Write ``table.csv`` and ``table.md``, which states the command, machine and date of its numbers.
 
     Args:
-        folder: of the series.
-        title: of the markdown page.
-        table: for people.
-        plain: the same for machines, by column.
-        command: the command line.
-        runs: folders of the runs inside ``folder`` that were played.
-        more: a further table for the page.
+        folder: Folder of the series.
+        title: Title of the Markdown page.
+        table: The readable table.
+        plain: The same table in machine-readable form, by column.
+        command: The command line.
+        runs: Folders of the completed runs inside ``folder``.
+        more: A further table for the page.
 
     Raises:
-        FedspanError: if the folder cannot be written, or the runs were on different data.
+        FedspanError: If the folder cannot be written, or the runs used different data.
     """
     lines = [f"# {title}", "", *_provenance(folder, command, runs), "", *markdown(table)]
     if more is not None:
@@ -121,7 +121,7 @@ def _csv(plain: Sequence[Mapping[str, object]]) -> str:
 
 
 def markdown(table: Table) -> list[str]:
-    """The lines of a table with its notes."""
+    """Return the Markdown lines of a table with its notes."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
@@ -134,7 +134,7 @@ def markdown(table: Table) -> list[str]:
 
 
 def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> list[str]:
-    """Who made the numbers: read from the runs, so that a table made anew later says the same."""
+    """Return the provenance of the numbers, read from the runs so that a regenerated table states the same."""
     places = [RunFolder(folder / name) for name in runs]
     found = [cast(dict[str, Any], place.read_json(place.environment)) for place in places]
     divisions = {str(cast(dict[str, Any], place.read_json(place.partition))["fingerprint"]): place for place in places}

@@ -1,4 +1,4 @@
-"""The one rule by which a claim holds, is contradicted, or neither."""
+"""The rule that decides whether a claim holds, is contradicted, or is inconclusive."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Within:
     """A mean with its standard error and the verdict on it.
 
     Args:
-        mean: in the unit of what was compared.
-        error: standard error of the mean; infinite for a single value.
-        verdict: by the rule.
+        mean: The mean, in the unit of the compared values.
+        error: Standard error of the mean; infinite for a single value.
+        verdict: The verdict by the rule.
     """
 
     mean: float
@@ -31,7 +31,7 @@ class Within:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean, from the sample variance; infinite for a single value, which says nothing of its error."""
+    """Return the standard error of the mean, from the sample variance; infinite for a single value."""
     if len(values) < 2:
         return math.inf
     mean = math.fsum(values) / len(values)
@@ -39,17 +39,17 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def paired(better: Sequence[float], worse: Sequence[float]) -> Within:
-    """Whether ``better`` is above ``worse``, seed by seed.
+    """Decide whether ``better`` is above ``worse``, seed by seed.
 
     *holds* if the mean difference exceeds two standard errors in that direction, *contradicted* if in the other,
     else *inconclusive*.
 
     Args:
-        better: one value for each seed, of what is said to be above.
-        worse: under the same seeds, in their order.
+        better: One value for each seed, of the side that is claimed to be above.
+        worse: Values of the other side for the same seeds, in the same order.
 
     Raises:
-        ValueError: if there are more of one than of the other.
+        ValueError: If the two differ in length.
     """
     differences = [one - other for one, other in zip(better, worse, strict=True)]
     mean, error = math.fsum(differences) / len(differences), standard_error(differences)
@@ -60,15 +60,15 @@ def paired(better: Sequence[float], worse: Sequence[float]) -> Within:
 
 
 def near(values: Sequence[float], target: float, tolerance: float) -> Within:
-    """Whether a mean is within ``tolerance`` of a number that a paper names.
+    """Decide whether a mean is within ``tolerance`` of a number reported in a paper.
 
-    *holds* if the mean with two standard errors either way lies within the tolerance, *contradicted* if all of that
-    lies outside it, else *inconclusive*.
+    *holds* if the interval of two standard errors around the mean lies within the tolerance, *contradicted* if it lies
+    entirely outside, else *inconclusive*.
 
     Args:
-        values: one for each seed.
-        target: the paper's number.
-        tolerance: how far from it still counts as reproduced, in the same unit.
+        values: One value for each seed.
+        target: The number in the paper.
+        tolerance: Largest distance from it that counts as reproduced, in the same unit.
     """
     mean, error = math.fsum(values) / len(values), standard_error(values)
     apart, verdict = abs(mean - target), "inconclusive"

@@ -19,18 +19,19 @@ from fedspan.federation.validation import untrained_reply
 __all__ = ["apply_change", "change_of", "clip_change", "origin_of"]
 
 
-def origin_of(method: Method, sent: Message, client: Client) -> Tensors:
+def origin_of(method: Method, sent: Message, client: Client, round: int) -> Tensors:
     """What a client contributes that was sent a message and trained nothing.
 
     Args:
         method: the run's; its replies sum.
         sent: what the client was sent.
         client: who.
+        round: Number of the round, from 0.
 
     Raises:
         ValueError: if the method keeps replies apart.
     """
-    contribution = method.contribute(untrained_reply(method, sent, client), client)
+    contribution = method.contribute(untrained_reply(method, sent, client, round), client)
     if contribution.stack:
         raise ValueError("replies that are kept apart have no sum")
     return contribution.sum

@@ -90,7 +90,7 @@ class Evaluator:
         engine.adapted.set_base(progress.state.base)
         client = None if client_id is None else self.federation.client(client_id, progress)
         memory = {} if client_id is None else progress.memories.get(client_id, {})
-        return method.start(method.sync(progress.state, client), client, memory)
+        return method.start(method.sync(progress.state, client), client, memory, progress.state.round)
 
     def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
         """The distinct models with the clients that use each: one for a global method, one a client for a personal.

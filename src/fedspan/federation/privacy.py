@@ -100,6 +100,7 @@ def order_charges(
     method: Method,
     sent: Message,
     client: Client,
+    round: int,
     memory: Memory | None = None,
 ) -> tuple[Charge, ...]:
     """What an order to train costs the client.
@@ -110,13 +111,14 @@ def order_charges(
         method: the run's.
         sent: with the order.
         client: who.
+        round: Number of the round, from 0.
         memory: its own, where that is at hand; else it must be sent everything.
     """
     if privacy is None or privacy.mechanism == "central":
         return ()
     if privacy.mechanism == "local":
         return (Charge(client.id, Mechanism(1.0, client_noise(privacy, 1.0) / 2), 1),)
-    jobs, _ = untrained_jobs(method, sent, client, memory)
+    jobs, _ = untrained_jobs(method, sent, client, round, memory)
     mechanism, steps = release_of(privacy, training, jobs, client.examples)
     return (Charge(client.id, mechanism, steps),)
 
@@ -134,17 +136,17 @@ def expected_charges(
         client: The client.
     """
     fresh = replace(client, held=None)
-    return order_charges(privacy, training, method, method.sync(state, fresh), fresh)
+    return order_charges(privacy, training, method, method.sync(state, fresh), fresh, state.round)
 
 
 def training_noise(
-    training: TrainingSettings, method: Method, sent: Message, client: Client, memory: Memory | None = None
+    training: TrainingSettings, method: Method, sent: Message, client: Client, round: int, memory: Memory | None = None
 ) -> float:
     """The noise of DP-SGD in an order's jobs, arguments as in ``order_charges``; 0 without it."""
     privacy = training.privacy
     if privacy is None or privacy.mechanism != "dp-sgd":
         return 0.0
-    return noise_for(privacy, training, untrained_jobs(method, sent, client, memory)[0], client.examples)
+    return noise_for(privacy, training, untrained_jobs(method, sent, client, round, memory)[0], client.examples)
 
 
 def privatize(privacy: Privacy | None, started: Tensors, client: Client, reply: Message, round: int) -> Message:

@@ -60,19 +60,20 @@ class ReplyRules:
         return min(cohort, wanted)
 
 
-def untrained_reply(method: Method, sent: Message, client: Client) -> Message:
+def untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
     """The reply to a message of a client that remembers nothing, and whose training moved nothing.
 
     Args:
         method: the run's.
         sent: what the client is sent.
         client: who.
+        round: Number of the round, from 0.
     """
-    return untrained_jobs(method, sent, client)[1]
+    return untrained_jobs(method, sent, client, round)[1]
 
 
 def untrained_jobs(
-    method: Method, sent: Message, client: Client, memory: Memory | None = None
+    method: Method, sent: Message, client: Client, round: int, memory: Memory | None = None
 ) -> tuple[list[Job], Message]:
     """The jobs of a client whose training moves nothing, phase by phase, and its reply.
 
@@ -80,10 +81,11 @@ def untrained_jobs(
         method: the run's.
         sent: what the client is sent.
         client: who.
+        round: Number of the round, from 0.
         memory: its own; None: it remembers nothing, and is sent everything.
     """
     memory = memory or {}
-    job = method.start(sent, client, memory)
+    job = method.start(sent, client, memory, round)
     jobs = [job]
     while True:
         zeros = {name: torch.zeros_like(job.tensors[name]) for name in job.trainable_names}
@@ -95,7 +97,7 @@ def untrained_jobs(
             gradient=zeros,
             metrics={"loss": 0.0, "examples": 1.0},
         )
-        result, memory = method.finish(job, trained, client, memory)
+        result, memory = method.finish(job, trained, client, memory, round)
         if not isinstance(result, Job):
             return jobs, result
         job = result

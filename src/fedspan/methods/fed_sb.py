@@ -70,13 +70,13 @@ class FedSB(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if not state.round:
-            return Message(scalars={"round": 0})
+            return Message()
         has_factors = client is not None and client.held is not None and client.held > 0
         slots = ("R",) if has_factors else ("A", "B", "R")
-        return Message(select(state.tensors, names(self.spec, *slots)), {"round": state.round})
+        return Message(select(state.tensors, names(self.spec, *slots)))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        if not message.scalars["round"]:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        if not round:
             return Job(
                 parametrization={layer.name: DenseChange() for layer in self.spec.layers},
                 tensors={tensor_name(layer.name, "D"): torch.zeros(layer.shape) for layer in self.spec.layers},
@@ -91,7 +91,7 @@ class FedSB(RegisteredMethod):
             trainable=(Group(names(self.spec, "R")),),
         )
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         if job.phase == PROBE:
             gradients = {layer.name: trained.gradient[tensor_name(layer.name, "D")] for layer in self.spec.layers}
             return Message({tensor_name(layer, "gradient"): value for layer, value in gradients.items()}), memory

@@ -58,14 +58,14 @@ class FedAvg(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return Job(
             parametrization={layer.name: Dense() for layer in self.spec.layers},
             tensors=message.tensors,
             trainable=(Group(names(self.spec, "W")),),
         )
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

@@ -62,10 +62,10 @@ class FeDeRA(RegisteredMethod):
         held = None if client is None else client.held
         return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

@@ -56,10 +56,10 @@ class FedExLoRA(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors, base=state.base.since(None if client is None else client.held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return lora_job(self, message.tensors, client, train=("A", "B"))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

@@ -59,6 +59,7 @@ from fedspan.errors import FedspanError
 __all__ = ["FedGaLore"]
 
 _ROUND = "round"
+"""Layer name of the counts of a round in a reply."""
 _SAMPLES = 200
 
 
@@ -149,10 +150,10 @@ class FedGaLore(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         held = None if client is None else client.held
-        return Message(state.memory, {"round": state.round, **state.scalars}, state.base.since(held))
+        return Message(state.memory, state.scalars, state.base.since(held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        round, steps = int(message.scalars["round"]), int(message.scalars["steps"])
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        steps = int(message.scalars["steps"])
         tensors: dict[str, Tensor] = {}
         second: dict[str, Tensor] = {}
         for layer in self.spec.layers:
@@ -174,11 +175,10 @@ class FedGaLore(RegisteredMethod):
                 self.period or None, self.projectors, self.adaptive(round), self.seed_of(round), self.moments
             ),
             decay_base=self.decay_base,
-            scalars={"round": round},
         )
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
-        adaptive, reply = self.adaptive(int(job.scalars["round"])), dict[str, Tensor]()
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
+        adaptive, reply = self.adaptive(round), dict[str, Tensor]()
         for layer in self.spec.layers:
             accs, Ps = self._trained(layer, slots_of(trained.tensors, layer.name))
             reply[tensor_name(layer.name, "acc")] = accs

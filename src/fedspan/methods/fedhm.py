@@ -106,7 +106,7 @@ class FedHM(RegisteredMethod):
         random = kaiming(missing, columns, generator(self.seed, "V", layer.name, state.round)).to(kept.A)
         return concatenate([kept, LowRank(kept.B.new_zeros(rows, missing), random)])
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         decay = ProductDecay(
             self.frobenius_decay,
             tuple((tensor_name(layer.name, "U"), tensor_name(layer.name, "V")) for layer in self.spec.layers),
@@ -123,7 +123,7 @@ class FedHM(RegisteredMethod):
             generation=int(message.scalars.get("generation", 0)),
         )
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

@@ -86,17 +86,19 @@ class FedLoRU(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         held = None if client is None else client.held
-        scalars = {"generation": state.generation, "round": state.round}
+        scalars = {"generation": state.generation}
         if state.round == max(0, state.base.round):  # just re-initialised (or never trained): the seed says it all
             return Message(scalars=scalars, base=state.base.since(held))
         return Message(state.tensors, scalars, state.base.since(held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         generation = int(message.scalars["generation"])
         tensors = message.tensors or self.fresh(generation)
         return lora_job(self, tensors, client, train=("A", "B"), generation=generation)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

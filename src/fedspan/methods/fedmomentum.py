@@ -57,7 +57,7 @@ class FedMomentum(RegisteredMethod):
         held = None if client is None else client.held
         return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank, scaling = self.rank(client), self.scaling(client)
         share = (self.scaling(None) / scaling) ** 0.5
         tensors = map_tensors(lambda factor: factor * share, resized(self, message.tensors, rank))
@@ -70,7 +70,7 @@ class FedMomentum(RegisteredMethod):
         both = PairSum(scaling, self.scaling(None))
         return replace(job, parametrization=dict.fromkeys(job.parametrization, both), tensors=tensors)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

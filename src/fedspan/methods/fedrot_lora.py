@@ -53,21 +53,20 @@ class FedRotLoRA(RegisteredMethod):
         return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors, {"round": state.round})
+        return Message(state.tensors)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        job = lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["round"]))
-        return replace(job, scalars=message.scalars)
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return lora_job(self, message.tensors, client, ("A", "B"), round)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
-        if job.scalars["round"] == 0:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
+        if round == 0:
             return reply(job, trained), memory
         turned: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
             A, B = trained.tensors[a].double(), trained.tensors[b].double()
             # R^T is the rotation that takes the client's factor to the global one.
-            if int(job.scalars["round"]) % 2:
+            if round % 2:
                 wanted = nearest_rotation(job.tensors[a].double() @ A.T)
             else:
                 wanted = nearest_rotation(job.tensors[b].double().T @ B)

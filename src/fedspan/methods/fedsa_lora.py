@@ -53,11 +53,11 @@ class FedSALoRA(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         own = memory or b_factors(self.spec, self.r)
         return lora_job(self, {**own, **message.tensors}, client, train=("A", "B"))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         shared = select(trained.tensors, names(self.spec, "A"))
         return Message(shared), select(trained.tensors, names(self.spec, "B"))
 

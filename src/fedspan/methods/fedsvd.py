@@ -53,10 +53,10 @@ class FedSVD(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors, {"generation": state.generation})
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return lora_job(self, message.tensors, client, ("B",), int(message.scalars["generation"]))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

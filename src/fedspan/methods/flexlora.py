@@ -66,11 +66,11 @@ class FlexLoRA(RegisteredMethod):
             cut |= {a: A if self.split == "B" else A / share, b: B / share}
         return Message(cut, {"generation": state.generation})
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         tensors = resized(self, message.tensors, self.rank(client))
         return lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

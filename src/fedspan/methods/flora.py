@@ -58,14 +58,14 @@ class FLoRA(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         held = None if client is None else client.held
-        return Message(scalars={"round": state.round}, base=state.base.since(held))
+        return Message(base=state.base.since(held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        round, rank = int(message.scalars["round"]), self.rank(client)
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        rank = self.rank(client)
         fresh = a_factors(self, rank, round, "" if client is None else client.id)
         return lora_job(self, {**fresh, **b_factors(self.spec, rank)}, client, train=("A", "B"), generation=round)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

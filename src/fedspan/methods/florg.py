@@ -119,7 +119,7 @@ class FLoRG(RegisteredMethod):
         held = None if client is None else client.held
         return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         parametrization: dict[str, Parametrization] = {}
         tensors = dict(message.tensors)
         for layer in self.spec.layers:
@@ -128,7 +128,7 @@ class FLoRG(RegisteredMethod):
         generation = int(message.scalars["generation"])
         return Job(parametrization, tensors, trainable=(Group(names(self.spec, "A")),), generation=generation)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

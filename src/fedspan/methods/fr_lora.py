@@ -66,11 +66,11 @@ class FRLoRA(RegisteredMethod):
         tensors = state.tensors if held is None else {}  # A0 and B0 never change
         return Message(tensors, {"generation": state.generation}, state.base.since(held))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         slots = ("A", "B") if self.train == "both" else ("B",)
         return lora_job(self, {**memory, **message.tensors}, client, slots, int(message.scalars["generation"]))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
 
     def contribute(self, message: Message, client: Client) -> Contribution:

@@ -107,14 +107,14 @@ class HetLoRA(RegisteredMethod):
             wide[b] = pad(tensors[b], (0, rank - known))
         return wide
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         job = lora_job(self, message.tensors, client, train=("A", "B"))
         rank = _rank(message.tensors)
         first = math.floor(self.gamma * rank)
         tail = SlotProduct(self.penalty, first, tuple(layer.name for layer in self.spec.layers))
         return replace(job, penalties=(tail,)) if 0 < first < rank else job
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         message = reply(job, trained)
         for tail in job.penalties:
             assert isinstance(tail, SlotProduct)

@@ -48,12 +48,12 @@ class LocalOnly(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message()
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = self.rank(client)
         own = memory or {**a_factors(self, rank), **b_factors(self.spec, rank)}
         return lora_job(self, own, client, train=("A", "B"))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return Message(), trained.tensors
 
     def contribute(self, message: Message, client: Client) -> Contribution:

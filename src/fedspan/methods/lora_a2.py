@@ -74,16 +74,18 @@ class LoRAA2(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         slots = alternating_since(state.round, None if client is None else client.held)
-        return Message(select(state.tensors, names(self.spec, *slots)), {"round": state.round})
+        return Message(select(state.tensors, names(self.spec, *slots)))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        active = alternating_factor(int(message.scalars["round"]))
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        active = alternating_factor(round)
         job = lora_job(self, {**(memory or self._initial()), **message.tensors}, None, train=(active,))
         groups = (Group(job.trainable_names, lr_scale=self.b_lr_scale if active == "B" else 1.0),)
         scalars = {"active": active}
         return replace(job, trainable=groups, epochs=1, phase="probe", extras=False, scalars=scalars)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         active = str(job.scalars["active"])
         if job.phase == "probe":
             masks = self._masks(job.tensors, trained.tensors, active, client.rank)

@@ -52,13 +52,13 @@ class MFedLoRU(FedLoRU):
             return LoRA(self.scaling(None))
         return Nested(self.scaling(None), self.nested_scaling * client.rank)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        job = super().start(message, client, memory)
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        job = super().start(message, client, memory, round)
         parametrization = self._parametrization(client)
         job = replace(job, parametrization={layer.name: parametrization for layer in self.spec.layers})
         if client is None or isinstance(parametrization, LoRA):
             return job
-        tensors, round = dict(job.tensors), int(message.scalars["round"])
+        tensors = dict(job.tensors)
         for layer in self.spec.layers:
             for slot, rows, columns in (("A", self.r, layer.in_features), ("B", layer.out_features, self.r)):
                 rng = generator(self.seed, f"{slot}_u", layer.name, round, client.id)

@@ -74,7 +74,7 @@ class PFedLoRA(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return Message(state.tensors)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         own = memory or personal_pair(self, self.rank(client), client)
         together = self.variant == 2
         return Job(
@@ -86,7 +86,9 @@ class PFedLoRA(RegisteredMethod):
             extras=together,
         )
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         if job.phase == PERSONAL:
             shared = (Group(names(self.spec, "W")),)
             tensors = trained.tensors

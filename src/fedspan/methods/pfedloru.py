@@ -49,8 +49,8 @@ class PFedLoRU(FedLoRU):
     personal_alpha: float = 8.0
     personal_epochs: int = 1
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        job = super().start(message, client, {})
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        job = super().start(message, client, {}, round)
         own = memory or personal_pair(self, self.personal_r, client)
         personal_scaling = scaling_of(self.personal_alpha, self.personal_r, self.use_rslora)
         parametrization = PairSum(self.scaling(client), personal_scaling)
@@ -64,7 +64,9 @@ class PFedLoRU(FedLoRU):
             extras=False,
         )
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         if job.phase == PERSONAL:
             shared = (Group(names(self.spec, "A", "B")),)
             tensors = trained.tensors

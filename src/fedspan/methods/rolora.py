@@ -66,13 +66,13 @@ class RoLoRA(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         slots = alternating_since(state.round, None if client is None else client.held)
-        return Message(select(state.tensors, names(self.spec, *slots)), {"round": state.round})
+        return Message(select(state.tensors, names(self.spec, *slots)))
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         tensors = {**(memory or self._initial()), **message.tensors}
-        return lora_job(self, tensors, client, train=(alternating_factor(int(message.scalars["round"])),))
+        return lora_job(self, tensors, client, train=(alternating_factor(round),))
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), select(job.tensors, names(self.spec, "A", "B"))
 
     def contribute(self, message: Message, client: Client) -> Contribution:

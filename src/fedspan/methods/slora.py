@@ -79,10 +79,10 @@ class SLoRA(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         # The values begin at 0, so the first round needs none.
-        return Message(state.tensors if state.round else {}, {"round": state.round})
+        return Message(state.tensors if state.round else {})
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        if int(message.scalars["round"]) >= self.sparse_rounds:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        if round >= self.sparse_rounds:
             return lora_job(self, message.tensors, client, train=("A", "B"), generation=1)
         entries = {tensor_name(layer.name, "entries"): self._entries(layer) for layer in self.spec.layers}
         return Job(
@@ -91,7 +91,7 @@ class SLoRA(RegisteredMethod):
             trainable=(Group(names(self.spec, "values"), lr_scale=self.sparse_lr_scale),),
         )
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Message, Memory]:
+    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:

@@ -1,1 +1,1 @@
-"""Pretrained models: loading, target layers, the hooks, PEFT's adapters."""
+"""Pretrained models: loading, target layers, hooks and PEFT adapters."""

@@ -1,6 +1,6 @@
-"""A pretrained model whose target layers compute what a parametrization says.
+"""A pretrained model whose target layers compute as a parametrization defines.
 
-The module tree stays as it is: only the ``forward`` of the target layers is replaced, so names, hooks and exports are
+The module tree is unchanged: only the ``forward`` of the target layers is replaced, so names, hooks and exports are
 those of the original model. Shapes: O output features, I input features, R rank.
 """
 
@@ -30,10 +30,10 @@ class AdaptedModel:
     """The pretrained model, its target layers and its extras.
 
     Args:
-        model: any module; frozen here (no parameter requires grad until a job trains it).
-        targets: target layers by module path.
-        extras: parameters that train beside them, by parameter path; float32 from here on.
-        buffers: running statistics that belong to them, by path.
+        model: Any module; frozen here (no parameter requires grad until a job trains it).
+        targets: Target layers by module path.
+        extras: Parameters that train beside the target layers, by parameter path; converted to float32.
+        buffers: Running statistics that belong to the extras, by path.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class AdaptedModel:
 
     @property
     def operators(self) -> dict[str, Operator]:
-        """Of the target layers, by module path."""
+        """Operators of the target layers, by module path."""
         return {name: layer.operator for name, layer in self.layers.items()}
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def weight(self, layer: str) -> Tensor:
-        """W0 of a target layer, (O, I), float32 on the CPU; a copy."""
+        """Return a copy of a target layer's W0, (O, I), as float32 on the CPU."""
         return self.layers[layer].original().to("cpu", torch.float32, copy=True).contiguous()
 
     def extra(self, parameter: str) -> Tensor:
-        """The value of one of the extras as loaded, on the CPU; a copy."""
+        """Return a copy of an extra's value as loaded, on the CPU."""
         return self.initial(parameter).to("cpu", copy=True)
 
     def initial(self, path: str) -> Tensor:
-        """The value of one of the extras, or of its buffers, as loaded or adopted, where the model lives."""
+        """Return the value of an extra or of one of its buffers, as loaded or adopted, on the model's device."""
         return self._initial_extras[path]
 
     def adopt(self, factors: Mapping[str, LowRank], extras: Mapping[str, Tensor]) -> None:
-        """Start from an adapter: its update stays fixed beside the base, its saved modules are the extras' values.
+        """Start from an adapter: fix its update beside the base and use its saved modules as values of the extras.
 
         Args:
-            factors: by target layer.
-            extras: by parameter path.
+            factors: Factors of the adapter's update, by target layer.
+            extras: Values of the adapter's saved modules, by parameter path.
         """
         for name, pair in factors.items():
             self.layers[name].adopted = pair.to(self.device)
@@ -97,7 +97,7 @@ class AdaptedModel:
         self._base = base
 
     def replica(self) -> AdaptedModel:
-        """Another model object on the same weights, with extras and a state of its own: for another thread."""
+        """Create another model object on the same weights, with its own extras and state, for use in another thread."""
         own = {id(value) for value in self.values().values()}
         kept: list[object] = [
             value for value in (*self.model.parameters(), *self.model.buffers()) if id(value) not in own
@@ -106,7 +106,7 @@ class AdaptedModel:
         return copy.deepcopy(self, {id(thing): thing for thing in kept})
 
     def share_base(self, other: AdaptedModel) -> None:
-        """Compute with the base that a replica of this one (or what it is a replica of) has been given."""
+        """Compute with the base that was set on a replica of this model, or on the model that this one replicates."""
         self._base = other._base
         for name, layer in self.layers.items():
             layer.shared = other.layers[name].shared
@@ -114,17 +114,17 @@ class AdaptedModel:
     def install(
         self, parametrization: Mapping[str, Parametrization], tensors: Mapping[str, Tensor], trainable: frozenset[str]
     ) -> dict[str, Tensor]:
-        """Put a job's tensors into the model.
+        """Install a job's tensors in the model.
 
         Args:
-            parametrization: by target layer.
-            tensors: slots of target layers and extras; left as they are.
-            trainable: names that require grad.
+            parametrization: Parametrization of each target layer.
+            tensors: Slots of target layers and extras; not modified.
+            trainable: Names of the tensors that require grad.
 
         Returns:
-            The live tensors by name: leaves that an optimizer may write to (extras: the model's own parameters).
+            The live tensors by name: leaves that an optimizer may update (for extras, the model's own parameters).
         """
-        self.set_dropout(None)  # a job that failed midway leaves its dropout here, and gradients of the extras
+        self.set_dropout(None)  # a job that failed midway leaves its dropout and gradients of the extras
         live: dict[str, Tensor] = {}
         for adapted in self.layers.values():
             adapted.shrink = 1.0
@@ -146,36 +146,36 @@ class AdaptedModel:
         return live
 
     def bind(self, parametrization: Mapping[str, Parametrization], live: Mapping[str, Tensor]) -> None:
-        """Point the target layers at live tensors (again, after a tensor was replaced)."""
+        """Point the target layers at live tensors; call this again after a tensor was replaced."""
         grouped = by_layer(live)
         for name, layer in self.layers.items():
             layer.parametrization = parametrization.get(name)
             layer.slots = grouped.get(name, {})
 
     def values(self) -> dict[str, Tensor]:
-        """The extras and their buffers, live. Buffers are looked up: a module may have replaced its own."""
+        """Return the live extras and their buffers; buffers are looked up, since a module may have replaced its own."""
         return {**self.extras, **{path: self.model.get_buffer(path) for path in self.buffers}}
 
     def train_mode(self, moving: frozenset[str]) -> None:
-        """Training mode, but for norms whose statistics must stay: all whose buffers are not among ``moving``."""
+        """Enter training mode, except for norms with buffers outside ``moving``, whose statistics must not change."""
         self.model.train()
         for name, norm in self._norms.items():
             norm.train(extra_name(f"{name}.running_mean") in moving)
 
     def set_dropout(self, dropout: Dropout | None) -> None:
-        """Dropout on the input of the adapters' pairs (``lora_dropout``), or none."""
+        """Set the dropout on the input of the adapter pairs (``lora_dropout``); None removes it."""
         for layer in self.layers.values():
             layer.dropout = dropout
 
     @contextmanager
     def captured_gradients(self, take: Callable[[str, LowRank], None]) -> Generator[None]:
-        """Within this context, forward and backward passes hand the gradients by whole weights to ``take``.
+        """Pass whole-weight gradients of the forward and backward passes within this context to ``take``.
 
-        They are no training: afterwards running statistics are as they were before.
+        These passes do not train: running statistics are restored afterwards.
 
         Args:
-            take: called once a layer (that has a gradient) and pass, with its name and dY^T X as factors of rank
-                tokens, float32.
+            take: Callback, called once per pass for each layer that has a gradient, with the layer's name and dY^T X as
+                float32 factors whose rank is the number of tokens.
         """
         before = {path: self.model.get_buffer(path).clone() for path in self.buffers}
         try:
@@ -183,7 +183,7 @@ class AdaptedModel:
                 layer.capture = take
             yield
             for layer in self.layers.values():
-                layer.hand_over()  # with recomputed activations, more uses are counted than gradients come
+                layer.hand_over()  # recomputed activations count more uses than there are gradients
         finally:
             for layer in self.layers.values():
                 layer.capture = None

@@ -1,9 +1,9 @@
-"""Texts in bins for attention, and numbers of places.
+"""Attention bins of texts, and rounded numbers of places.
 
-Numbers are rounded up a little, so that few different shapes occur: on a CPU, oneDNN compiles its bfloat16 products for
-every new one.
+Numbers of places are rounded up slightly, so that few distinct shapes occur: on a CPU, oneDNN compiles its bfloat16
+products for every new shape.
 
-Shapes: B texts, T tokens of the longest, W places of a bin.
+Shapes: B texts, T tokens of the longest text, W places of a bin.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["Bins", "binned", "rounded"]
 
 @dataclass(frozen=True)
 class Bins:
-    """Rows of attention, all of one width, each with one text or several in it.
+    """Attention rows of one width, each with one or several texts.
 
     Args:
-        width: places of a bin, W.
-        text: whose each place is, (bins, W); -1: nobody's.
-        position: of the token within its text, (bins, W).
+        width: Number of places of a bin, W.
+        text: Index of the text at each place, (bins, W); -1 at empty places.
+        position: Position of the token within its text, (bins, W).
     """
 
     width: int
@@ -33,7 +33,7 @@ class Bins:
     position: np.ndarray
 
     def masked(self, mask: Tensor) -> Tensor:
-        """Additive, (bins, 1, W, W): what the batch's mask (B, 1, 1 or T, T) says within a text, else all is masked."""
+        """Return the additive mask (bins, 1, W, W): the batch's (B, 1, 1 or T, T) within a text, masked elsewhere."""
         text, at = (torch.from_numpy(one).to(mask.device) for one in (self.text, self.position))
         own = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
         query = at[:, :, None] if mask.shape[2] > 1 else torch.zeros_like(at)[:, :, None]
@@ -42,7 +42,7 @@ class Bins:
 
 
 def rounded(count: int) -> int:
-    """A number of places, at least so many: sixteen different ones up to each power of two."""
+    """Round a number of places up; at most sixteen distinct results lie between consecutive powers of two."""
     return _rounded(count, 16)
 
 
@@ -52,14 +52,14 @@ def _rounded(count: int, parts: int) -> int:
 
 
 def binned(lengths: np.ndarray) -> list[Bins]:
-    """Texts in bins for attention, best fit and longest first; empty ones are left out.
+    """Pack texts into attention bins, best fit and longest first; leave out empty texts.
 
-    Widths are multiples of 32: softmax is several times slower in rows that do not fill a processor's vectors, and
-    many small products cost more than few larger ones with other texts masked.
+    Widths are multiples of 32: softmax is several times slower in rows that do not fill a processor's vectors, and many
+    small products cost more than a few larger ones with other texts masked.
     """
     widths: list[int] = []
     contents: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of every bin, sorted, with its number
+    room: list[tuple[int, int]] = []  # free places and number of every bin, sorted
     for text in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[text])
         if not length:

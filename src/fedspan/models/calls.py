@@ -1,4 +1,4 @@
-"""What a forward pass calls, and in which order, as hooks see it; nothing is guessed from names."""
+"""Modules that a forward pass calls, in call order, as hooks observe them; nothing is inferred from names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["DROPOUTS", "HIDDEN", "Call", "block_chains", "evaluating", "hidden_o
 HIDDEN = "hidden_states"
 """The name of a block's first argument."""
 DROPOUTS = nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
-"""What draws at random in training."""
+"""Base class of the modules that draw random numbers in training."""
 
 
 @dataclass
 class Call:
-    """One use of a block: when it began, what it was given (hidden states first), what it answered."""
+    """One call of a block: when it began, its inputs (hidden states first) and its result."""
 
     entered: int
     hidden: Tensor | None
@@ -30,21 +30,21 @@ class Call:
 
     @property
     def width(self) -> int | None:
-        """How many values it returned as a tuple; None for a bare tensor."""
+        """Number of values in the returned tuple; None for a bare tensor."""
         return len(self.result) if isinstance(self.result, tuple) else None
 
     @property
     def output(self) -> Tensor | None:
-        """The hidden states that it returned."""
+        """The returned hidden states; None if the block returned none."""
         first = self.result[0] if isinstance(self.result, tuple) and self.result else self.result
         return first if isinstance(first, Tensor) else None
 
     def keeps(self, shape: torch.Size) -> bool:
-        """Whether hidden states of a shape went in and came out."""
+        """Check whether both the input and the output are hidden states of the given shape."""
         return all(one is not None and one.shape == shape for one in (self.hidden, self.output))
 
     def hands_on_to(self, after: Call) -> bool:
-        """Whether another block took the hidden states that this one returned, and nothing else of what it returned."""
+        """Check whether another call took this one's returned hidden states, and none of its other returned values."""
         others = self.result[1:] if isinstance(self.result, tuple) else ()
         taken = {id(value) for value in after.given}
         return after.hidden is self.output and not any(one is not None and id(one) in taken for one in others)
@@ -52,7 +52,7 @@ class Call:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Evaluation mode without gradients; afterwards every module is in the mode that it was in."""
+    """Enter evaluation mode without gradients; on exit, restore the mode of every module."""
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():
@@ -64,16 +64,17 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 
 def hidden_of(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
-    """The hidden states that a block is called with: its first argument; None if that is something else."""
+    """Return the hidden states that a block is called with (its first argument); None if that is no tensor."""
     value = args[0] if args else options.get(HIDDEN)
     return value if isinstance(value, Tensor) else None
 
 
 def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list[Call]]]:
-    """When each module is first entered, and all calls of the members of lists, in a forward pass of a tiny batch.
+    """Trace a forward pass of a tiny batch: when each module is first entered, and all calls of modules in lists.
 
     Raises:
-        ValueError: if the model takes neither tokens nor images. Beside that, what a model makes of such a batch.
+        ValueError: If the model takes neither tokens nor images. Errors that the model raises on such a batch
+            propagate.
     """
     entered: dict[nn.Module, int] = {}
     calls = {block: list[Call]() for one in model.modules() if isinstance(one, nn.ModuleList) for block in one}
@@ -101,19 +102,19 @@ def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list
 
 
 def block_chains(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> list[list[nn.Module]]:
-    """The lists of blocks that hand on hidden states (examples, tokens, features), each in the order of its calls."""
+    """Return the lists of blocks that hand on hidden states (examples, tokens, features), each in call order."""
     return [made for one in _outer_lists(model) if (made := _chain(one, calls))]
 
 
 def _outer_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """The lists of modules that are not inside a member of another one."""
+    """Return the module lists that are not nested in an element of another list."""
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
     inside = {module for one in lists for member in one for module in member.modules()}
     return [one for one in lists if one not in inside]
 
 
 def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
-    """A list's blocks in the order of their calls, if they are called once each, each with what the last one gave."""
+    """Return a list's blocks in call order if each is called once, with hidden states of the one before; else None."""
     used = sorted((block for block in blocks if calls[block]), key=lambda block: calls[block][0].entered)
     if not used or any(len(calls[block]) > 1 for block in used):
         return None
@@ -126,7 +127,7 @@ def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> 
 
 @contextmanager
 def replaced(module: nn.Module, forward: Any) -> Generator[None]:
-    """Within this context a module computes something else; a forward of its own (an adapted layer's) comes back."""
+    """Replace a module's forward within this context; on exit, restore any forward of its own (an adapted layer's)."""
     own = vars(module).get("forward")
     module.forward = forward
     try:
@@ -139,7 +140,7 @@ def replaced(module: nn.Module, forward: Any) -> Generator[None]:
 
 
 def _tiny_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Two texts of three tokens, or two images, of which nothing but the shape matters."""
+    """Build a batch of two texts of three tokens, or of two images; only its shape matters."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     parameter = next(model.parameters())
     if name == "input_ids":

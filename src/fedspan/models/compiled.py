@@ -1,4 +1,4 @@
-"""A model's blocks, compiled by ``torch.compile`` for the passes that several clients share."""
+"""Model blocks compiled by ``torch.compile`` for passes that several clients share."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ __all__ = ["CompiledBlocks"]
 
 
 class CompiledBlocks:
-    """The blocks of an adapted model; the whole model where it has no list of blocks.
+    """The compiled blocks of an adapted model, or the whole model if it has no list of blocks.
 
-    Only what runs within ``within`` is compiled: jobs that train alone, refreshed projectors (which hook into the
-    backward pass) and evaluation are not. Shapes are dynamic, or every number of tokens would be compiled anew.
+    Only passes inside the context ``within`` are compiled: jobs that train alone, refreshed projectors (which hook into
+    the backward pass) and evaluation are not. Shapes are dynamic, since static ones would need a compilation for every
+    number of tokens.
 
     Args:
-        adapted: the model.
+        adapted: The adapted model.
     """
 
     def __init__(self, adapted: AdaptedModel) -> None:
         model = adapted.model
         try:
             chains = block_chains(model, traced(model)[1])
-        except Exception:  # whatever a model makes of a batch that is not what it expects
+        except Exception:  # a model may raise anything on a batch that it does not expect
             chains = []
         blocks: list[nn.Module] = [block for chain in chains for block in chain] or [model]
         self._compiled = {block: torch.compile(block.forward, dynamic=True) for block in blocks}
 
     @contextmanager
     def within(self) -> Generator[None]:
-        """Within this context forward passes take the compiled blocks.
+        """Use the compiled blocks in forward passes within this context.
 
         Raises:
-            FedspanError: if one can't be compiled.
+            FedspanError: If a block can't be compiled.
         """
-        from torch._dynamo.exc import TorchDynamoException  # seconds to import, for those who compile
+        from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, so only when compiling
 
         with ExitStack() as contexts:
             for block, forward in self._compiled.items():

@@ -1,6 +1,6 @@
-"""Models without weights of their own: what a run would train, known before anything is downloaded.
+"""Models without weights of their own: what a run would train, known before any download.
 
-Only the model's config is read: from the hub, a local folder, or given as an architecture. The classes, heads and
+Only the model's config is read: from the hub, from a local folder, or given as an architecture. Classes, heads and
 settings are those of ``models.loading``, so modules and shapes are those of the run.
 """
 
@@ -22,7 +22,7 @@ from fedspan.models.resnet import SmallResNetConfig
 __all__ = ["META", "load_empty"]
 
 META = torch.device("meta")
-_SPREAD = 0.03  # of the numbers that weights are drawn from
+_SPREAD = 0.03  # spread of the distribution that weights are drawn from
 
 
 def load_empty(
@@ -38,24 +38,24 @@ def load_empty(
     device: torch.device = META,
     depth: int | None = None,
 ) -> Any:
-    """A model of the meta device: modules and shapes, no values, in eval mode.
+    """Build a model on the meta device: modules and shapes, no values, in eval mode.
 
-    On a real device it has values, drawn so that nothing overflows, and good for nothing but to see how long it takes.
+    On a real device it has values, drawn so that nothing overflows; they serve only to measure time.
 
     Args:
-        name: as for `load_pretrained`.
-        head: a classifier over ``labels``, one number, or a language model head.
-        labels: label names by index.
-        architecture: a Transformers config as plain values with its ``model_type``, in place of the named model's.
-        revision: of a hub model.
-        dtype: of all weights.
-        attention: ``eager`` or ``sdpa``; None: Transformers' choice.
-        image_size: rows and columns of images; None: as the config says.
-        device: where it is.
-        depth: blocks, where the config has their number; None: as many as it says.
+        name: Name of the model, as for `load_pretrained`.
+        head: A classifier over ``labels``, a single number, or a language model head.
+        labels: Label names by index.
+        architecture: A Transformers config as plain values with its ``model_type``, in place of the named model's.
+        revision: Revision of a hub model.
+        dtype: Number format of all weights.
+        attention: ``eager`` or ``sdpa``; None: Transformers' default.
+        image_size: Rows and columns of images; None: the config's value.
+        device: Device of the model.
+        depth: Number of blocks, if the config has such a field; None: the config's value.
 
     Raises:
-        FedspanError: no config that can be read, or one that has no such head.
+        FedspanError: If no config can be read, or its model has no such head.
     """
     shape = architecture_of(name)
     if shape and head != "image-classification":
@@ -73,7 +73,7 @@ def load_empty(
             config.image_size = image_size
         if depth is not None and hasattr(config, "num_hidden_layers"):
             config.num_hidden_layers = min(depth, config.num_hidden_layers)
-        if getattr(config, "pad_token_id", None) is None:  # a run takes its tokenizer's; a classifier looks for it
+        if getattr(config, "pad_token_id", None) is None:  # a run takes its tokenizer's; a classifier requires one
             config.pad_token_id = 0
         options = {} if attention is None else {"attn_implementation": attention}
         with no_init_weights(), device:
@@ -92,7 +92,7 @@ def load_empty(
 
 @torch.no_grad()
 def _draw(model: nn.Module) -> None:
-    """Small numbers for matrices, ones for vectors (a norm's scale), from a generator of their own."""
+    """Draw small numbers for matrices from a separate generator, and set vectors (a norm's scale) to ones."""
     for value in model.parameters():
         if value.ndim > 1:
             rng = torch.Generator(value.device).manual_seed(0)

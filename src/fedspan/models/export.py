@@ -1,4 +1,4 @@
-"""From a job and a base update to one standard PEFT adapter, and from a PEFT adapter to factors to start from.
+"""Conversion of a job and a base update to one standard PEFT adapter, and of a PEFT adapter to starting factors.
 
 Shapes: O output features, I input features, R rank.
 """
@@ -43,7 +43,7 @@ __all__ = [
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.*)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 NOTES = "fedspan.json"
-"""What fedspan writes beside a model that it trained."""
+"""File that fedspan writes beside a model that it trained."""
 _WEIGHTS = "adapter_model.safetensors"
 
 
@@ -52,8 +52,8 @@ class StartingAdapter:
     """An adapter to start from.
 
     Args:
-        factors: its update, by target layer, scaling folded in.
-        extras: its saved modules' parameters, by parameter path.
+        factors: Factors of its update by target layer, scaling folded in.
+        extras: Parameters of its saved modules, by parameter path.
     """
 
     factors: Mapping[str, LowRank]
@@ -63,19 +63,19 @@ class StartingAdapter:
 def layer_updates(
     job: Job, base: BaseUpdate, weights: Weights, adopted: Mapping[str, LowRank] | None = None
 ) -> dict[str, LowRank]:
-    """Everything that a model adds to its pretrained weights, by target layer, as one exact pair of factors.
+    """Return everything that a model adds to its pretrained weights, by target layer, as one exact pair of factors.
 
     The rank is the sum of the parts' ranks, at most min(O, I): beyond it the dense update is written as itself times an
-    identity, which is exact too and no larger.
+    identity, which is also exact and no larger.
 
     Args:
-        job: the model (``start(sync(state, client), client, memory)``).
-        base: the state's base update.
-        weights: the model that the federation started from.
-        adopted: update of the adapter that it started from, by layer.
+        job: The model as a job (``start(sync(state, client), client, memory)``).
+        base: The state's base update.
+        weights: Weights of the model that the federation started from.
+        adopted: Update of the adapter that the federation started from, by layer.
 
     Raises:
-        FedspanError: if the base itself was scaled (rho != 1): no low-rank update expresses that.
+        FedspanError: If the base itself was scaled (rho != 1): no low-rank update expresses that.
     """
     if base.rho != 1.0:
         raise FedspanError("export", f"rho={base.rho}", "a merged model: the method scales the base's own weights")
@@ -124,12 +124,12 @@ def export_adapter(
     """Write a PEFT adapter (one rank for all layers, padded with zeros) and a ``fedspan.json`` beside it.
 
     Args:
-        folder: created; files of an earlier export in it are replaced.
-        updates: by target layer.
-        extras: saved modules' parameters and buffers, by path.
-        operators: of the target layers.
-        config: target modules as the user named them, modules to save, base model's name.
-        notes: plain facts for ``fedspan.json`` (labels, method, maximal length).
+        folder: Folder to write to; it is created, and files of an earlier export in it are replaced.
+        updates: Update of each target layer.
+        extras: Parameters and buffers of saved modules, by path.
+        operators: Operators of the target layers.
+        config: Target modules as the user named them, modules to save and the base model's name.
+        notes: Plain facts for ``fedspan.json`` (labels, method, maximal length).
 
     Returns:
         The adapter's rank.
@@ -154,16 +154,16 @@ def _write_notes(folder: Path, notes: Mapping[str, object]) -> None:
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], config: PeftConfig, rank: int) -> None:
-    """An adapter's two files, of one rank and with scaling 1."""
+    """Write the two files of an adapter with one rank and scaling 1."""
     assert isinstance(config, LoraConfig)
     config = copy.copy(config)
     config.r, config.lora_alpha, config.inference_mode = rank, rank, True
-    for name in ("target_modules", "exclude_modules"):  # PEFT writes a set in whatever order the process has
+    for name in ("target_modules", "exclude_modules"):  # PEFT writes a set in the process's arbitrary order
         value = getattr(config, name)
         setattr(config, name, sorted(value) if isinstance(value, set) else value)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    # Not save_file: what the disk refuses is an OSError here, as everywhere else.
+    # Not save_file: a failed write raises OSError here, as everywhere else.
     (folder / _WEIGHTS).write_bytes(safetensors.torch.save(dict(tensors), metadata={"format": "pt"}))
 
 
@@ -171,13 +171,13 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     """Replace an adapter that fedspan wrote by its best approximation of a rank, layer by layer (Eckart and Young).
 
     Args:
-        folder: the adapter's; its files are replaced.
-        rank: at least 1.
+        folder: Folder of the adapter, whose files are replaced.
+        rank: Rank of the approximation, at least 1.
 
     Its fedspan.json then holds, under ``relative_error``, ``||W - W_rank||_F / ||W||_F`` of each layer's update.
 
     Raises:
-        FedspanError: the adapter's rank is smaller.
+        FedspanError: If the adapter's rank is smaller.
     """
     config = PeftConfig.from_pretrained(str(folder))
     assert isinstance(config, LoraConfig)
@@ -191,7 +191,7 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     errors: dict[str, float] = {}
     for layer, own in names.items():
         A, B = tensors[own["A"]], tensors[own["B"]]
-        U, S, Vt = svd(LowRank(B.flatten(1), A.flatten(1)))  # of a convolution the unfolded matrix
+        U, S, Vt = svd(LowRank(B.flatten(1), A.flatten(1)))  # for a convolution, the unfolded matrix
         root, least = S[:rank].sqrt(), min(rank, len(S))
         cut_B, cut_A = B.new_zeros(len(B), rank), A.new_zeros(rank, A[0].numel())
         cut_B[:, :least], cut_A[:least] = (U[:, :rank] * root).to(B.dtype), (root[:, None] * Vt[:rank]).to(A.dtype)
@@ -205,26 +205,26 @@ def truncate_adapter(folder: Path, rank: int) -> None:
 
 
 def job_extras(job: Job, model: AdaptedModel) -> dict[str, Tensor]:
-    """The values of extras and buffers in a job, or as loaded where the job does not carry them, by path."""
+    """Return the values of extras and buffers in a job, or as loaded if the job does not contain them, by path."""
     return {path: job.tensors.get(extra_name(path), model.extra(path)) for path in model.spec.extras}
 
 
 def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdapter:
-    """A PEFT LoRA adapter's update and saved modules.
+    """Read a PEFT LoRA adapter's update and saved modules.
 
     Args:
-        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
-        operators: of the run's target layers.
+        folder: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        operators: Operators of the run's target layers.
 
     Raises:
-        FedspanError: no such folder, no LoRA, unreadable weights, a layer that the run does not target, or shapes of
-            another model.
+        FedspanError: If there is no such folder, no LoRA or no readable weights, or if the adapter has a layer that the
+            run does not target or shapes of another model.
     """
     path = Path(os.path.expanduser(folder))
     try:
         config = PeftConfig.from_pretrained(str(path))
         tensors = safetensors.torch.load_file(str(path / _WEIGHTS))
-    # AttributeError, ArithmeticError: a config whose fields are of other types than PEFT expects.
+    # AttributeError, ArithmeticError: a config whose fields have other types than PEFT expects.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SafetensorError) as error:
         raise FedspanError(
             "model.adapter", folder, f"a folder with adapter_config.json and {_WEIGHTS} ({error})"
@@ -261,7 +261,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdap
 
 
 def _is_base(name: str, value: Tensor, operators: Mapping[str, Operator]) -> bool:
-    """Whether a tensor is the weight that a target layer has anyway; PEFT saves those of embeddings, unasked."""
+    """Check whether a tensor is a target layer's frozen weight; PEFT saves those of embeddings unasked."""
     layer, found, _ = name.partition(".base_layer.weight")
     if not found or layer not in operators:
         return False
@@ -275,7 +275,7 @@ def _fit(B: Tensor, A: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def _scaling(config: LoraConfig, layer: str) -> float:
-    """alpha / r of a layer, with PEFT's per-layer patterns."""
+    """Return alpha / r of a layer, with PEFT's per-layer patterns."""
     ranks, alphas = config.rank_pattern or {}, config.alpha_pattern or {}
     rank = int(ranks.get(get_pattern_key(list(ranks), layer), config.r))
     alpha = float(alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha))

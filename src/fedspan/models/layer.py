@@ -1,4 +1,4 @@
-"""A target layer that computes what a parametrization says, in place of its module's own forward.
+"""A target layer that computes as a parametrization defines, in place of its module's own forward.
 
 Shapes: O output features, I input features.
 """
@@ -26,8 +26,8 @@ class AdaptedLayer:
     """One target layer's replaced forward.
 
     Args:
-        name: module path.
-        module: of one of `operators.TARGET_TYPES`.
+        name: Module path of the layer.
+        module: Module of one of `operators.TARGET_TYPES`.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -43,21 +43,21 @@ class AdaptedLayer:
         self.stacked: Callable[[Tensor], Tensor] | None = None  # while several clients train in one pass
         self.capture: Callable[[str, LowRank], None] | None = None
         self._captured: list[LowRank] = []
-        self._expected = 0  # uses in the forward passes since the last gradient was handed over
+        self._expected = 0  # uses in forward passes since the last gradient was handed over
         self.base_forward = module.forward
         self._original: Tensor | None = None
         module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def stored_weight(self) -> nn.Parameter:
-        """The module's parameter, as it is stored."""
+        """The module's parameter, as stored."""
         weight = self.module.weight
         assert isinstance(weight, nn.Parameter)
         return weight
 
     @property
     def shared(self) -> tuple[LowRank | None, Delta | None, Tensor | None]:
-        """What replicas of the layer have in common beside the stored weight."""
+        """Values that replicas of the layer share beside the stored weight."""
         return self.adopted, self.moved, self._original
 
     @shared.setter
@@ -65,7 +65,7 @@ class AdaptedLayer:
         self.adopted, self.moved, self._original = values
 
     def original(self) -> Tensor:
-        """W0, (O, I), in its stored dtype; of a quantised layer, the numbers that it stands for."""
+        """Return W0, (O, I), in its stored dtype; for a quantised layer, the dequantised numbers."""
         if is_quantized(self.module):
             return dequantized(self.module)
         stored = self.stored_weight.detach() if self._original is None else self._original
@@ -74,11 +74,11 @@ class AdaptedLayer:
     def set_base(self, base: BaseUpdate) -> None:
         """Let the layer compute with ``rho * W0 + total``.
 
-        A float32 module gets a working copy (W0 is kept aside). Narrower formats would round small changes away, so
-        there, and in quantised layers, W0 stays in place and the total is applied beside it.
+        A float32 module gets a working copy (W0 is stored separately). Narrower formats would round small changes away,
+        so there, and in quantised layers, W0 stays in place and the total is applied beside it.
 
         Raises:
-            FedspanError: for rho != 1 on a base that is not float32.
+            FedspanError: If rho != 1 on a base that is not float32.
         """
         delta = base.total.get(self.name)
         if torch.promote_types(self.stored_weight.dtype, torch.float32) != self.stored_weight.dtype:
@@ -95,7 +95,7 @@ class AdaptedLayer:
             self.stored_weight.copy_(self.operator.stored(working))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output under the installed parametrization, in the dtype the base computes in."""
+        """Return the layer's output under the installed parametrization, in the base's compute dtype."""
         if self.stacked is not None:
             return self.stacked(x)
         if self.parametrization is None:
@@ -120,7 +120,7 @@ class AdaptedLayer:
         return y
 
     def _without_pair(self, x: Tensor, effective: Effective, pair: Tensor | None) -> Tensor:
-        """The base's product, that of a whole weight in its place, or (where the pair is all there is) the bias."""
+        """Return the product of the base or of its replacement weight, or only the bias if the pair is everything."""
         bias = getattr(self.module, "bias", None)
         if effective.base:
             y = self.base_forward(x)
@@ -142,10 +142,10 @@ class AdaptedLayer:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Give what was captured to ``capture``: the loss's gradient by the layer's whole weight, as factors.
+        """Pass the captured loss gradient with respect to the layer's whole weight to ``capture``, as factors.
 
-        Called as soon as every use of the layer in the forward pass has met its gradient, so that activations do not
-        pile up over layers.
+        Called as soon as every use of the layer in the forward pass has received its gradient, so that activations do
+        not accumulate over layers.
         """
         if self._captured and self.capture is not None:
             self.capture(self.name, concatenate(self._captured))

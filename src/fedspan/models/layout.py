@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand without padding: in one row, by client, and in attention.
+"""Layouts of a batch's tokens without padding: in one row, by client, and in attention.
 
 Shapes: B examples, T tokens of the longest, P places in the row, C clients, S places of a client, D features.
 """
@@ -20,18 +20,18 @@ __all__ = ["Move", "Padded", "TokenLayout"]
 
 
 class Padded(Exception):
-    """A model, or a batch, that needs its padding; the text is the reason, without a full stop."""
+    """A model or batch that needs its padding; the text is the reason, without a full stop."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of one layout in the places of another; places that are nobody's are zero.
+    """Mapping of rows from one layout to the places of another; places without a row are zero.
 
     Args:
-        take: for each place, the row that it is filled from, (M,).
-        empty: places that are filled from none.
-        back: for each row, the place that it went to, (N,).
-        lost: rows that went nowhere.
+        take: Source row of each place, (M,).
+        empty: Places without a source row.
+        back: Target place of each row, (N,).
+        lost: Rows without a target place.
     """
 
     take: Tensor
@@ -41,7 +41,7 @@ class Move:
 
     @classmethod
     def of(cls, source: np.ndarray, rows: int, device: torch.device) -> Move:
-        """From the row of each place (M,), -1 where there is none; no row has two places."""
+        """Build the move from the source row of each place (M,), -1 at empty places; no row has two places."""
         filled = np.flatnonzero(source >= 0)
         target = np.full(rows, -1, dtype=np.int64)
         target[source[filled]] = filled
@@ -50,7 +50,7 @@ class Move:
 
     @property
     def reverse(self) -> Move:
-        """The way back."""
+        """The inverse move."""
         return Move(self.back, self.lost, self.take, self.empty)
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Move:
 
 
 class _Moved(torch.autograd.Function):
-    """Its own gradient goes the way back: selecting rows, where autograd would add them up."""
+    """Row selection whose backward pass selects rows by the inverse move, where autograd would add them up."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, take: Tensor, empty: Tensor, back: Tensor, lost: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ def _selected(rows: Tensor, take: Tensor, empty: Tensor) -> Tensor:
 
 
 class TokenLayout:
-    """Where the tokens of a batch stand, padded on the right, in one row, by client, and in attention.
+    """Places of a batch's tokens: padded on the right, in one row, by client, and in attention.
 
     Args:
-        lengths: of each example, (B,); 0: it is nobody's, and left out.
-        tokens: T.
-        device: where the batch is.
-        clients: C, whose examples stand one below the other, as many of each.
+        lengths: Length of each example, (B,); examples of length 0 belong to no client and are left out.
+        tokens: Number of tokens of the longest example, T.
+        device: Device of the batch.
+        clients: Number of clients, C, with equally many examples each, one client below the other.
     """
 
     def __init__(self, lengths: np.ndarray, tokens: int, device: torch.device, clients: int = 1) -> None:
@@ -99,7 +99,7 @@ class TokenLayout:
 
     @property
     def padding(self) -> float:
-        """Share of the padded batch that the row does without."""
+        """Share of the padded batch that the row saves."""
         return 1 - self.places / (len(self.lengths) * self.tokens)
 
     @cached_property
@@ -118,13 +118,13 @@ class TokenLayout:
         return self._row.reverse(x_1PD[0]).view(len(self.lengths), self.tokens, -1)
 
     def along(self, value: Any) -> Any:
-        """What a block is given beside hidden states: values by token (positions' sines, say) are packed with them."""
+        """Pack an argument of a block beside the hidden states if it has values by token (such as positions' sines)."""
         if isinstance(value, tuple):
             return tuple(self.along(one) for one in value)
         whole = (len(self.lengths), self.tokens)
         if not isinstance(value, Tensor) or value.ndim != 3 or value.shape[1] != self.tokens:
             return value
-        if id(value) not in self._along:  # the same for every block; it is held, so that its id stays its own
+        if id(value) not in self._along:  # the same for every block; holding it keeps its id unique
             self._along[id(value)] = (value, self.pack(value.expand(*whole, -1)))
         return self._along[id(value)][1]
 
@@ -140,12 +140,12 @@ class TokenLayout:
         return Move.of(source.ravel(), self.places, self.device)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether it is in one row: (1, P, D), or (P, D), as some models have it."""
+        """Check whether a tensor is in one row: (1, P, D), or (P, D) in some models."""
         return x.ndim > 1 and x.shape[:-1] in ((1, self.places), (self.places,))
 
     def by_client(self, x_PD: Tensor) -> Tensor:
         """(P, D) or (1, P, D) -> (C, S, D)."""
-        if self._grouped is None or self._grouped[0] is not x_PD:  # queries, keys and values have one input
+        if self._grouped is None or self._grouped[0] is not x_PD:  # queries, keys and values share one input
             made = self._by_client(x_PD.reshape(self.places, -1)).view(self.clients, -1, x_PD.shape[-1])
             self._grouped = (x_PD, made)
         return self._grouped[1]
@@ -160,11 +160,11 @@ class TokenLayout:
 
     @cached_property
     def _bin_places(self) -> list[np.ndarray]:
-        """The row's place of every bin's places, (bins, W) of each width; -1: nobody's."""
+        """Place in the row of every bin's places, (bins, W) for each width; -1 at empty places."""
         return [np.where(bins.text < 0, -1, self._starts[bins.text] + bins.position) for bins in self._bins]
 
     def _to_bins(self, heads: int) -> Move:
-        """From the row's places and heads, (P * heads, d), to all bins' (bins, heads, W) one after another."""
+        """Return the move from the row's places and heads, (P * heads, d), to all bins' (bins, heads, W) in sequence."""
         if heads not in self._moves:
             places, own = (place[:, None, :] for place in self._bin_places), np.arange(heads)[:, None]
             parts = [np.where(place < 0, -1, place * heads + own).ravel() for place in places]
@@ -173,7 +173,7 @@ class TokenLayout:
 
     @cached_property
     def _from_bins(self) -> Move:
-        """From all bins' places to the row's."""
+        """Move from the places of all bins to those of the row."""
         places = np.concatenate([place.ravel() for place in self._bin_places])
         return Move.of(places, self.places, self.device).reverse
 
@@ -187,16 +187,16 @@ class TokenLayout:
         mask: Any,
         options: dict[str, Any],
     ) -> Tensor:
-        """A model's own attention, bin by bin.
+        """Run a model's own attention bin by bin.
 
         Args:
             forward: Transformers' eager attention of the model's family.
-            module: it is called for.
-            query: (1, heads, P, d).
-            key: as the query, maybe of fewer heads.
-            value: as the key.
-            mask: of the padded batch, additive, (B or 1, 1, 1 or T, T); None: no text is padded.
-            options: others of ``forward``.
+            module: Attention module that calls it.
+            query: Queries, (1, heads, P, d).
+            key: Keys, shaped like the queries but possibly with fewer heads.
+            value: Values, shaped like the keys.
+            mask: Additive mask of the padded batch, (B or 1, 1, 1 or T, T); None: no text is padded.
+            options: Other arguments of ``forward``.
 
         Returns:
             (1, P, heads, d).
@@ -211,7 +211,7 @@ class TokenLayout:
         return self._from_bins(whole.flatten(1)).view(1, self.places, heads, width)
 
     def _parts(self, x_1HPd: Tensor) -> list[Tensor]:
-        """(bins, heads, W, d) of every width."""
+        """Return (bins, heads, W, d) for every width."""
         heads, width = x_1HPd.shape[1], x_1HPd.shape[3]
         rows = self._to_bins(heads)(x_1HPd[0].transpose(0, 1).reshape(-1, width))
         shapes = [(len(bins.text), heads, bins.width, width) for bins in self._bins]
@@ -221,7 +221,7 @@ class TokenLayout:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _bin_masks(self, mask: Any, like: Tensor) -> list[Tensor]:
-        if mask is None:  # Transformers leaves it out where no text is padded, although some may be nobody's
+        if mask is None:  # Transformers omits it if no text is padded, although some texts may belong to no client
             if ((self.lengths > 0) & (self.lengths < self.tokens)).any():
                 raise Padded("attention is given no mask although texts differ in length")
             if self._open is None:
@@ -231,7 +231,7 @@ class TokenLayout:
             raise Padded("attention is given a mask of a form of its own")
         if not mask.is_floating_point():
             raise Padded("attention is given a mask that is not added")
-        if id(mask) not in self._masks:  # the same for many blocks; it is held, so that its id stays its own
+        if id(mask) not in self._masks:  # the same for many blocks; holding it keeps its id unique
             whole = mask.expand(len(self.lengths), *mask.shape[1:])
             self._masks[id(mask)] = (mask, [bins.masked(whole) for bins in self._bins])
         return self._masks[id(mask)][1]

@@ -1,6 +1,6 @@
-"""Loading a model with the head of a task: pretrained, or with weights drawn anew.
+"""Loading of a model with a task's head: pretrained, or with randomly initialised weights.
 
-Names are hub ids, local folders, or ``builtin:`` ones (``models.names``).
+Names are hub ids, local folders, or ``builtin:`` names (``models.names``).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from fedspan.models.resnet import SmallResNetConfig
 __all__ = ["CLASSES", "Head", "Loaded", "Processor", "load_pretrained", "load_scratch", "prepare_config", "source_of"]
 
 Processor = Any
-"""What turns rows into tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
+"""Converter of rows to tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, its processor, and the modules whose weights are new (not in the checkpoint).
+    """A model, its processor, and the modules with new weights (not from the checkpoint).
 
     Args:
-        model: in eval mode, without dropout.
-        processor: the model's tokenizer or image processor.
-        new_modules: paths of the modules with newly initialised parameters (the head; from scratch, all).
+        model: The model, in eval mode and without dropout.
+        processor: The model's tokenizer or image processor.
+        new_modules: Paths of the modules with newly initialised parameters (the head; from scratch, all).
     """
 
     model: Any
@@ -74,25 +74,25 @@ def load_pretrained(
     image_size: int | None = None,
     device: torch.device | None = None,
 ) -> Loaded:
-    """A pretrained model and its processor; a new head is drawn from ``seed``.
+    """Load a pretrained model and its processor; draw a new head from ``seed``.
 
     The frozen base runs without dropout, so every dropout rate of the config is set to 0.
 
     Args:
-        name: hub id, local folder, or ``builtin:NAME``.
-        head: a classifier over ``labels``, one number, or the model's own language model head.
-        labels: label names by index.
-        revision: of a hub model.
-        dtype: of all weights that are not quantised (Transformers would keep the checkpoint's).
-        attention: ``eager`` or ``sdpa``; None: Transformers' choice.
-        seed: of the new head.
+        name: Hub id, local folder, or ``builtin:NAME``.
+        head: A classifier over ``labels``, a single number, or the model's own language model head.
+        labels: Label names by index.
+        revision: Revision of a hub model.
+        dtype: Number format of all weights that are not quantised (Transformers would use the checkpoint's).
+        attention: ``eager`` or ``sdpa``; None: Transformers' default.
+        seed: Seed of the new head.
         quantization: ``nf4`` (4 bits, double quantisation) or ``int8``, by bitsandbytes.
-        keep: modules that are not quantised, beside the head.
-        image_size: rows and columns that images are resized to; None: as the model's processor says.
-        device: where it goes; None: the CPU.
+        keep: Modules that are not quantised, beside the head.
+        image_size: Rows and columns that images are resized to; None: the default of the model's processor.
+        device: Target device; None: the CPU.
 
     Raises:
-        FedspanError: the model can't be found or read, has no such head, or bitsandbytes is missing.
+        FedspanError: If the model can't be found or read, has no such head, or bitsandbytes is missing.
     """
     source = source_of(name)
     if architecture_of(name) is not None:
@@ -115,7 +115,7 @@ def load_pretrained(
                     ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
                     **options,
                 )
-        # Whatever Transformers, its tokenizers (a bare Exception) or the hub's client make of the files there.
+        # Transformers, its tokenizers (a bare Exception) or the hub's client may raise anything on the files there.
         except Exception as error:
             expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({_reason(error)})"
             raise FedspanError("model.name", name, expected) from error
@@ -150,23 +150,23 @@ def load_scratch(
     image_size: int | None = None,
     device: torch.device | None = None,
 ) -> Loaded:
-    """A model's architecture with all weights drawn from ``seed``, and its processor.
+    """Build a model's architecture with all weights drawn from ``seed``, and its processor.
 
     Images are scaled to [-1, 1].
 
     Args:
-        name: as for `load_pretrained`, or an architecture (``builtin:resnet-18``).
-        head: a classifier over ``labels``, one number, or a language model head.
-        labels: label names by index.
-        revision: of a hub model.
-        dtype: of all weights.
-        attention: ``eager`` or ``sdpa``; None: Transformers' choice.
-        seed: of all weights.
-        image_size: rows and columns of images; None: as the architecture says.
-        device: where it goes; None: the CPU.
+        name: Name as for `load_pretrained`, or an architecture (``builtin:resnet-18``).
+        head: A classifier over ``labels``, a single number, or a language model head.
+        labels: Label names by index.
+        revision: Revision of a hub model.
+        dtype: Number format of all weights.
+        attention: ``eager`` or ``sdpa``; None: Transformers' default.
+        seed: Seed of all weights.
+        image_size: Rows and columns of images; None: the architecture's default.
+        device: Target device; None: the CPU.
 
     Raises:
-        FedspanError: there is no such architecture, or it has no such head.
+        FedspanError: If there is no such architecture, or it has no such head.
     """
     source, shape = source_of(name), architecture_of(name)
     if shape and head != "image-classification":
@@ -201,21 +201,21 @@ def load_scratch(
 
 
 def source_of(name: str) -> str:
-    """What to hand to ``from_pretrained``: as `resolve_model` says, and a folder may be under one's home (``~``)."""
+    """Return the argument for ``from_pretrained``: that of `resolve_model`, with ``~`` expanded in local folders."""
     source = resolve_model(name)
-    # os.path's, as Path's own raise for names that are too long for the disk and for homes of unknown users.
+    # os.path, since Path raises for names that are too long for the disk and for homes of unknown users.
     return os.path.expanduser(source) if os.path.isdir(os.path.expanduser(source)) else source
 
 
 def _processor(source: str, head: Head, revision: str | None, image_size: int | None) -> Processor:
     if head != "image-classification":
         return AutoTokenizer.from_pretrained(source, revision=revision)
-    # Pillow's resizing on every machine: torchvision's, where it is installed, gives other pixels.
+    # Pillow's resizing on every machine: torchvision, if installed, gives other pixels.
     processor = AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil")
     if image_size is None:
         return processor
     size = {"size": {"height": image_size, "width": image_size}}
-    if isinstance(processor, ConvNextImageProcessorPil):  # ResNets have it, too; it knows short edges only
+    if isinstance(processor, ConvNextImageProcessorPil):  # ResNets use it too; it supports short edges only
         names = ("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
         return ViTImageProcessorPil(**size, **{name: getattr(processor, name) for name in names})
     return AutoImageProcessor.from_pretrained(source, revision=revision, backend="pil", do_center_crop=False, **size)
@@ -231,19 +231,19 @@ def _prepare(model: Any, processor: Processor, name: str) -> None:
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if not text or isinstance(error, LookupError):  # a KeyError says no more than the key
+    if not text or isinstance(error, LookupError):  # the text of a KeyError is only the key
         text = f"{type(error).__name__} {text}".strip()
     return text if len(text) <= 240 else f"{text[:237]}..."
 
 
 def _is_body(key: str, model: Any) -> bool:
-    """Whether a weight is of the pretrained body: not of a head, nor of a pooler, which some checkpoints leave out."""
+    """Check whether a weight belongs to the pretrained body, not to a head or a pooler (absent from some checkpoints)."""
     return key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without Transformers' warnings (a new head is no surprise here) and progress bars."""
+    """Silence Transformers' progress bars and warnings (a new head is expected here)."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -255,7 +255,7 @@ def _quiet() -> Generator[None]:
 
 
 def prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
-    """Give a Transformers config the task's head, and take all dropout from it."""
+    """Set the task's head in a Transformers config and remove all dropout."""
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
@@ -269,10 +269,10 @@ def prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
 
 
 def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Any, name: str) -> None:
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what Transformers makes of a missing file
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # Transformers' result for a missing file
         raise FedspanError("model.name", name, "a model with its tokenizer; there is none beside this one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
         raise FedspanError("model.name", name, "a tokenizer with a token for padding, the end of a text or the unknown")
-    model.config.pad_token_id = tokenizer.pad_token_id  # by which some models find a text's last token
+    model.config.pad_token_id = tokenizer.pad_token_id  # some models find a text's last token by it

@@ -1,4 +1,4 @@
-"""A trained model as a plain Transformers model: for weights that no adapter of the pretrained ones expresses."""
+"""Export of a trained model as a plain Transformers model, for weights that no adapter of the pretrained ones expresses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["export_merged", "merged_weights", "needs_merging", "save_model"]
 
 
 def needs_merging(job: Job, base: BaseUpdate) -> bool:
-    """Whether a model is no sum of its pretrained weights and a change: those were scaled, or factors replace them.
+    """Check whether a model is more than pretrained weights plus a change: they were scaled or are replaced by factors.
 
     Args:
-        job: the model (``start(sync(state, client), client, memory)``).
-        base: the state's base update.
+        job: The model as a job (``start(sync(state, client), client, memory)``).
+        base: The state's base update.
     """
     slots = by_layer(job.tensors)
     effective = (parametrization.effective(slots[layer]) for layer, parametrization in job.parametrization.items())
@@ -39,12 +39,12 @@ def needs_merging(job: Job, base: BaseUpdate) -> bool:
 
 
 def merged_weights(adapted: AdaptedModel, job: Job, base: BaseUpdate) -> dict[str, Tensor]:
-    """All of the model's weights with the target layers' as they compute, by path; extras and buffers as in the job.
+    """Return all weights of the model by path: target layers as they compute, extras and buffers as in the job.
 
-    On the CPU, where a job's tensors are.
+    They are on the CPU, as a job's tensors are.
 
     Raises:
-        FedspanError: for a quantised model, whose weights are no numbers that could be written.
+        FedspanError: If the model is quantised, since its weights can't be written as plain numbers.
     """
     adapted.install(job.parametrization, job.tensors, frozenset())
     weights = {path: value.detach().cpu() for path, value in adapted.model.state_dict().items()}
@@ -74,13 +74,13 @@ def export_merged(
     """Write a model that ``from_pretrained`` loads, its processor, and a ``fedspan.json`` beside them.
 
     Args:
-        folder: created; files of an earlier export in it are replaced.
-        adapted: the model that the job runs in.
-        job: what it trained.
-        base: the state's base update.
-        processor: tokenizer or image processor.
-        notes: plain facts for ``fedspan.json``; ``base_model`` among them.
-        revision: of a base from the hub.
+        folder: Folder to write to; it is created, and files of an earlier export in it are replaced.
+        adapted: The model that the job runs in.
+        job: The trained job.
+        base: The state's base update.
+        processor: Tokenizer or image processor.
+        notes: Plain facts for ``fedspan.json``; ``base_model`` among them.
+        revision: Revision of a base from the hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = merged_weights(adapted, job, base)
@@ -96,17 +96,17 @@ def save_model(
     revision: str | None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """``save_pretrained`` of a model and its processor.
+    """Write a model and its processor with ``save_pretrained``.
 
-    Training and serving run without the model's dropout; who trains the saved model on wants it back, and gets it.
+    Training and serving run without the model's dropout; the saved config contains it again, for further training.
 
     Args:
-        folder: where to.
-        model: a Transformers model.
-        processor: its tokenizer or image processor.
-        name: what it was loaded as.
-        revision: of a model from the hub.
-        weights: in place of the model's own.
+        folder: Folder to write to.
+        model: A Transformers model.
+        processor: The model's tokenizer or image processor.
+        name: Name that the model was loaded by.
+        revision: Revision of a model from the hub.
+        weights: Weights to save in place of the model's own.
     """
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
     if architecture_of(name) is None:

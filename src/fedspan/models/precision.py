@@ -1,4 +1,4 @@
-"""Keeping what trains in float32 inside a model whose frozen weights are narrower."""
+"""Training of float32 parameters inside a model whose frozen weights are narrower."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["keep_in_float32", "tolerance"]
 
 
 def keep_in_float32(model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
-    """Turn the modules that own trained parameters to float32, in place; the model around them stays as it is.
+    """Convert the modules that own trained parameters to float32, in place; the rest of the model is unchanged.
 
     A step of the size of a learning rate is mostly rounded away in bfloat16 (8 bits of mantissa), so weights that an
-    optimizer writes to are float32. Such a module gets its floating inputs cast up, and its floating outputs cast back
-    to the format that the rest of the model computes in. Parameters keep their identity (tied ones too).
+    optimizer updates are float32. The floating inputs of such a module are cast up, and its floating outputs are cast
+    back to the format that the rest of the model computes in. Parameters keep their identity (tied ones too).
 
     Args:
-        model: any module.
-        trained: parameters that an optimizer will write to.
+        model: Any module.
+        trained: Parameters that an optimizer will update.
     """
     ids = {id(parameter) for parameter in trained}
     for module in _owners(model, ids):
@@ -36,7 +36,7 @@ def _is_narrow(tensor: Tensor) -> bool:
 
 
 def _owners(module: nn.Module, trained: set[int]) -> list[nn.Module]:
-    """The topmost modules that hold nothing but trained parameters, or own one directly."""
+    """Return the topmost modules that contain only trained parameters, or own one directly."""
     inside = [id(parameter) in trained for parameter in module.parameters()]
     if not any(inside):
         return []
@@ -71,5 +71,5 @@ def _cast_back(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
 
 
 def tolerance(model: nn.Module) -> float:
-    """Relative, for predictions in the number format of a model's weights, of what may be called rounding."""
+    """Return the relative rounding tolerance of predictions in the number format of a model's weights."""
     return 5e-2 if torch.finfo(next(model.parameters()).dtype).bits == 16 else 1e-3

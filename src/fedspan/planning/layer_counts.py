@@ -155,7 +155,7 @@ def _measure(
     method = config.build(Spec((layer,), clients=clients), 0)
     client = Client("client", rank, scaling, 1, 1.0)
     state = method.init(_Noise(layer))
-    job = method.start(method.sync(state, client), client, {})
+    job = method.start(method.sync(state, client), client, {}, state.round)
     kept = [*state.tensors.values(), *state.memory.values()]
     held = sum(value.numel() for value in job.tensors.values())
     base = sum(delta.numel() for delta in state.base.total.values())

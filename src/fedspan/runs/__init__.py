@@ -1,1 +1,1 @@
-"""The run folder, and a run from config to report."""
+"""Runs: the run folder, and everything that takes a run from its config to its report."""

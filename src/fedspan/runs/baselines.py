@@ -1,4 +1,4 @@
-"""What a federation is compared with: every client alone, and all examples in one place, with as many passes."""
+"""Baselines of a federation: local-only and centralized training, with as many passes over the data."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["BASELINES", "alone", "pooled", "train_baseline"]
 
 
 def pooled(prepared: Prepared) -> Prepared:
-    """The same run with all clients' training examples on one client: centralised training, moments kept.
+    """Build the centralized baseline: all training examples on one client, optimizer moments stored.
 
-    The clients' validation parts, pooled too, choose the epoch; it is measured on every client's own test part.
+    The pooled validation parts of the clients select the epoch; its model is evaluated on each client's own test part.
     """
     members = prepared.federation.members
     changed, method = _with_method(prepared, "fedit")
@@ -43,14 +43,14 @@ def pooled(prepared: Prepared) -> Prepared:
     member = ClientData(client, train, validation, test)
     variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
     federation = variant.federation
-    for own, _, _ in parts:  # as each client would alone: the same bits, whether or not the federation did it before
+    for own, _, _ in parts:  # client by client: the same bits, whether or not the federation did it before
         variant.engine.ready(prepared.train, own)
     judged = simulate(federation.method, variant.engine, members, prepared.train, federation.settings)
     return replace(variant, evaluator=_evaluator(judged, changed))
 
 
 def alone(prepared: Prepared) -> Prepared:
-    """The same run without a federation: every client trains LoRA on its own examples, moments kept."""
+    """Build the local-only baseline: every client trains LoRA on its own examples, optimizer moments stored."""
     changed, method = _with_method(prepared, "local-only")
     members = prepared.federation.members
     ids = tuple(members)
@@ -63,7 +63,7 @@ def alone(prepared: Prepared) -> Prepared:
 
 
 def _with_method(prepared: Prepared, name: str) -> tuple[RunConfig, RegisteredMethod]:
-    """The run's config with another method of the same rank and scaling and its own way with the head; that method."""
+    """Return the run's config with another method of the same rank and scaling and its own head, and that method."""
     config = prepared.config
     options = {key: value for key, value in config.method.options.items() if key in ("r", "lora_alpha", "use_rslora")}
     model = config.model.model_copy(update={"extras": None})
@@ -79,7 +79,7 @@ def _variant(
     members: Sequence[ClientData] | Mapping[str, ClientData],
     lr: float | None,
 ) -> Prepared:
-    """A baseline on the same model and data: everybody takes part in every round, and keeps the moments."""
+    """Build a baseline on the same model and data: all clients participate in every round and store their moments."""
     settings = replace(prepared.engine.settings, keep_optimizer=True, privacy=None)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
@@ -98,15 +98,15 @@ BASELINES = {"local": alone, "centralised": pooled}
 
 
 def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Path) -> dict[str, Any]:
-    """Train a baseline for as many epochs as the federation has rounds; the best epoch by validation counts.
+    """Train a baseline for as many epochs as the federation has rounds, and score its best epoch by validation.
 
     Every epoch is saved, and a finished baseline is read instead of trained again.
 
     Args:
-        prepared: the federation's run.
+        prepared: The run of the federation.
         name: ``local`` or ``centralised``.
-        listener: told of every epoch.
-        folder: its own, inside a run whose lock this process holds.
+        listener: Listener that receives an event after every epoch.
+        folder: The baseline's own folder, inside a run whose lock this process holds.
 
     Returns:
         ``best_round``, ``scores`` and ``by_client``, as in a ``RunReport``.
@@ -135,7 +135,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     scores, by_client = final_scores(variant, progress)
     report = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
     place.write_json(place.report, report)
-    with disk_errors(folder):  # they are as large as the run's own, and nothing goes on from them
+    with disk_errors(folder):  # as large as the run's own checkpoints, and nothing resumes from them
         remove(place.checkpoints)
         remove(place.clients)
         remove(place.best)

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it."""
+"""The events that a run reports to a listener."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ __all__ = ["Listener"]
 
 
 class Listener:
-    """What a run tells whoever watches; every method does nothing by default."""
+    """Receives the events of a run; every method does nothing by default."""
 
     def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
-        """A run goes on under other versions or threads, ``{name: (then, now)}``: its last bits may differ."""
+        """A run resumes with other versions or threads, ``{name: (then, now)}``: its last bits may differ."""
 
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        """Everything is built; ``done`` rounds are finished already."""
+        """The run is built; ``done`` rounds are already finished."""
 
     def noted(self, text: str) -> None:
-        """Something that a user should know, a sentence without its full stop."""
+        """A note for the user is available: one sentence without its full stop."""
 
     def client_finished(self, round: int, client: str, loss: float) -> None:
-        """A client has trained (rounds count from 1)."""
+        """A client has finished training (rounds count from 1)."""
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
         """A round is committed; ``row`` is its line of metrics.jsonl."""
 
     def baseline_started(self, name: str, rounds: int) -> None:
-        """A baseline begins to train."""
+        """A baseline starts to train."""
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
-        """A baseline's epoch is over."""
+        """An epoch of a baseline is finished."""

@@ -1,4 +1,4 @@
-"""A run's score by round, with what it had cost by then, and the cost of reaching a score."""
+"""The score of a run by round, its cumulative cost, and the cost of reaching a target score."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fedspan.runs.ledger import Totals, read_lines, read_totals
 __all__ = ["Point", "curve_of", "reached", "score_of", "sent_until", "target_of"]
 
 SHARE = 0.9
-"""Of the way from the worst first score to the best score: what runs are timed to."""
+"""Target score, as a share of the distance from the worst first score to the best score."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A round that was evaluated.
+    """One evaluated round.
 
     Args:
-        round: counted from 1.
-        score: on held-out examples; without them, the mean over the clients' own tests.
-        bytes: of the training's messages until then, both ways, as sent.
-        seconds: of wall-clock time in rounds until then.
+        round: Number of the round, counted from 1.
+        score: Score on held-out examples; without them, the mean over the clients' own test parts.
+        bytes: Cumulative bytes of the training messages in both directions, as sent.
+        seconds: Cumulative wall-clock time of the rounds.
     """
 
     round: int
@@ -35,7 +35,7 @@ class Point:
 
 
 def curve_of(place: RunFolder, metric: str) -> tuple[Point, ...]:
-    """The rounds of a run that have a score, ascending."""
+    """Return the rounds of a run that have a score, ascending."""
     rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(place.metrics)))
     sent, points = sent_until(read_totals(place.ledger), len(rows)), list[Point]()
     for number, row in enumerate(rows, 1):
@@ -45,29 +45,29 @@ def curve_of(place: RunFolder, metric: str) -> tuple[Point, ...]:
 
 
 def score_of(scores: Mapping[str, Any], metric: str) -> float | None:
-    """On held-out examples, else the mean over the clients' own tests; of a line of metrics or a report's scores."""
+    """Return the score in a line of metrics or a report: held-out, else the mean over the clients' own test parts."""
     found = (scores.get("test") or scores.get("clients") or {}).get(metric)
     return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
 
 
 def sent_until(totals: Totals, rounds: int) -> list[int]:
-    """Bytes of the training's messages, both ways, until the end of each of the first rounds."""
+    """Return the cumulative bytes of the training messages, both directions, at the end of each of the first rounds."""
     each = (totals.round("down", round).bytes + totals.round("up", round).bytes for round in range(1, rounds + 1))
     return list(accumulate(each))
 
 
 def target_of(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
-    """What some runs are timed to: nine tenths of the way from the worst of their first scores to the best of all.
+    """Compute the target score of several runs: nine tenths of the way from the worst first score to the best score.
 
-    Not the best score that all of them come to: where one of them learns nothing, that is what an untrained model has,
-    and everything is there at once.
+    The best score that all runs reach is no useful target: if one run learns nothing, it is the score of an untrained
+    model, and every run reaches it at once.
 
     Args:
-        curves: of the runs.
-        higher: whether more is better.
+        curves: Curves of the runs.
+        higher: Whether a higher score is better.
 
     Returns:
-        The score; None if a run has none at all.
+        The target score; None if a run has no score at all.
     """
     if not all(curves):
         return None
@@ -77,5 +77,5 @@ def target_of(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:
 
 
 def reached(curve: Sequence[Point], target: float, higher: bool) -> Point | None:
-    """The first round with such a score; None if there is none."""
+    """Return the first round that reaches the target score; None if no round does."""
     return next((point for point in curve if (point.score >= target if higher else point.score <= target)), None)

@@ -1,4 +1,4 @@
-"""Looking into a round of a run that was played."""
+"""Diagnostics of one round of an existing run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["diagnose"]
 def diagnose(
     run_folder: str | Path, round: int | Literal["best", "last"] = "last", *, pairs: int = 3, examples: int = 500
 ) -> Diagnosis:
-    """Play one more round from a checkpoint, keep nothing of it, and tell what the clients' updates look like.
+    """Run one more round from a checkpoint, store nothing of it, and measure the clients' updates.
 
     Args:
-        run_folder: of a run on this machine, finished or not.
-        round: the checkpoint to go on from: ``last``, ``best`` (by validation), or a number; a run keeps those of its
+        run_folder: Folder of a run on this machine, finished or not.
+        round: The checkpoint to start from: ``last``, ``best`` (by validation), or a number; a run stores those of its
             last two rounds and of the best one.
-        pairs: of clients between whose models the loss is measured, at most; 0: none.
-        examples: held-out ones for that, at most.
+        pairs: Maximum number of client pairs between whose models the loss is measured; 0: none.
+        examples: Maximum number of held-out examples for these measurements.
 
     Returns:
-        Numbers by layer (``layers``) and by pair (``barriers``); the dataclasses say how to read each.
+        Numbers by layer (``layers``) and by pair (``barriers``); the dataclasses document each.
 
     Raises:
-        FedspanError: no run, no such checkpoint, a deployment's run (its clients' data are elsewhere), or a number
-            that is none.
+        FedspanError: If there is no run or no such checkpoint, the run is a deployment's (its clients' data are
+            elsewhere), or a number is invalid.
     """
     for name, value, least in (("pairs", pairs, 0), ("examples", examples, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

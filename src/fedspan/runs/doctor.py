@@ -1,4 +1,4 @@
-"""What of fedspan works here: packages, accelerator, memory, disk, port, model."""
+"""Checks of whether fedspan works on this machine: packages, accelerator, memory, disk, port, model."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from packaging.requirements import Requirement
 __all__ = ["Check", "checks"]
 
 _LEAST_MEMORY = 4.0
-"""GiB that are free: torch, Transformers and a small model."""
+"""Free memory in GiB: torch, Transformers and a small model."""
 _LEAST_DISK = 5.0
-"""GiB: a model of a few hundred million parameters, and checkpoints."""
+"""Free disk space in GiB: a model of a few hundred million parameters, and checkpoints."""
 _NOT_FOR_USERS = {"dev"}
 _PORT = 9092
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        what: it is.
-        state: ``ok``; ``missing``, which keeps something from working; ``note``, which may be as you want it.
-        found: in words.
-        cure: what to do about it; empty if nothing.
+        what: Name of what was checked.
+        state: ``ok``; ``missing``, which prevents something from working; ``note``, which may be intended.
+        found: Description of what was found.
+        cure: Advice for the user; empty if nothing is to be done.
     """
 
     what: str
@@ -42,16 +42,16 @@ class Check:
 
 
 def checks(folder: Path) -> tuple[Check, ...]:
-    """Everything.
+    """Run all checks.
 
     Args:
-        folder: where runs would be kept.
+        folder: Folder that runs would be written to.
     """
     return (*_packages(), *_torch(), _memory(), _disk(folder), _port(), _model(), _hub())
 
 
 def _packages() -> Iterator[Check]:
-    """The core's packages in one line, and each extra in one."""
+    """Check the core packages, and the packages of each extra, with one result for each group."""
     core: list[Requirement] = []
     extras: dict[str, list[Requirement]] = {}
     for text in requires("fedspan") or ():
@@ -75,13 +75,13 @@ def _packages() -> Iterator[Check]:
 
 
 def _extra(requirement: Requirement) -> str | None:
-    """The extra that a requirement is of."""
+    """Return the extra that a requirement belongs to; None: the core."""
     _, found, rest = str(requirement.marker or "").partition("extra ==")
     return rest.strip(" \"'") if found else None
 
 
 def _wrong(wanted: Sequence[Requirement]) -> list[str]:
-    """What is not installed, or in another version."""
+    """Describe the requirements that are missing or have another version."""
     wrong: list[str] = []
     for requirement in wanted:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": _extra(requirement) or ""}):
@@ -148,7 +148,7 @@ def _port() -> Check:
 
 
 def _model() -> Check:
-    """The model of the demo and of configs that name none."""
+    """Check the model of the demo and of configs that name no model."""
     from fedspan.errors import FedspanError
     from fedspan.models.names import resolve_model
 

@@ -1,4 +1,4 @@
-"""The engine of a run, and what it chose at the start, which stays the run's to its end."""
+"""The engine of a run, and its stacking plan, which is chosen at the start and stays the same to the run's end."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def make_engine(
     settings: TrainingSettings,
     prefixes: PrefixCaches | None = None,
 ) -> Engine:
-    """The engine that a config names.
+    """Build the engine that a config names.
 
     Args:
-        config: the run's.
-        adapted: the model.
-        task: the learning problem.
-        settings: local training.
-        prefixes: of another engine on the same model and task, to be shared.
+        config: Config of the run.
+        adapted: The adapted model.
+        task: The learning problem.
+        settings: Settings of local training.
+        prefixes: Prefix caches of another engine on the same model and task, to be shared.
 
     Raises:
-        FedspanError: if blocks are to be compiled that can't be.
+        FedspanError: If the config asks to compile blocks that cannot be compiled.
     """
     chosen, seed = config.engine, config.seed
     prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
@@ -53,16 +53,16 @@ def make_engine(
 
 
 def engine_note(engine: Engine) -> str | None:
-    """What a user should know of how the clients trained; None if it went as wanted."""
+    """Return a note for the user on how the clients trained; None if they trained as requested."""
     why = engine.why_not if isinstance(engine, BatchedEngine) else None
     return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
 
 
 def load_stacking_plan(place: RunFolder, engine: Engine) -> None:
-    """Let the engine of a run that is resumed do as many clients at once as before: its bits depend on it.
+    """Restore the stacking plan of a resumed run: the bits of its results depend on the number of stacked clients.
 
     Raises:
-        FedspanError: if the file can't be read.
+        FedspanError: If the file cannot be read.
     """
     if not isinstance(engine, BatchedEngine) or not place.engine.exists():
         return
@@ -74,6 +74,6 @@ def load_stacking_plan(place: RunFolder, engine: Engine) -> None:
 
 
 def store_stacking_plan(place: RunFolder, engine: Engine) -> None:
-    """Write down how many clients the engine chose to train at once, if it has and nobody wrote it down yet."""
+    """Write the engine's stacking plan to the run folder, if there is one and the file does not exist yet."""
     if isinstance(engine, BatchedEngine) and engine.stacking is not None and not place.engine.exists():
         place.write_json(place.engine, asdict(engine.stacking))

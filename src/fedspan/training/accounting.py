@@ -1,8 +1,8 @@
-"""What privacy costs: epsilon for a delta, by Opacus' accountants, of subsampled Gaussian mechanisms.
+"""Privacy cost: the epsilon for a delta of subsampled Gaussian mechanisms, computed by Opacus' accountants.
 
-Every release is a Gaussian mechanism on a Poisson sample: its rate (1: everybody takes part) and its noise, the
-standard deviation over the L2 sensitivity. Renyi accounting (``rdp``: Mironov et al., arXiv 1908.10530) is quick and
-slightly loose; ``prv`` (Gopi et al., NeurIPS 2021) is tight and takes seconds where many clients differ.
+Every release is a Gaussian mechanism on a Poisson sample, described by its rate (1: every unit participates) and its
+noise, the standard deviation over the L2 sensitivity. Renyi accounting (``rdp``: Mironov et al., arXiv 1908.10530) is
+quick and slightly loose; ``prv`` (Gopi et al., NeurIPS 2021) is tight and takes seconds if many clients differ.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Accounting", "Charge", "Mechanism", "PrivacySpend", "calibrate_noise
 Accounting = Literal["rdp", "prv"]
 
 _STEP = 0.01
-"""Of a target epsilon, how much calibration may leave unspent."""
+"""Share of a target epsilon that calibration may leave unspent."""
 _ORDERS = (*(1 + tenth / 10 for tenth in range(1, 110)), *range(12, 64), 80, 96, 128, 192, 256, 384, 512, 1024)
-"""Of Renyi divergences. Opacus' own end at 63, where much noise and few releases look more expensive than they are."""
+"""Orders of Renyi divergences. Opacus' own list ends at 63, which overestimates the cost of few very noisy releases."""
 _COARSE = 8
-"""Calibration looks at every so many of them first: a divergence takes milliseconds."""
+"""Calibration first tries every eighth order: a divergence takes milliseconds."""
 
 
 @dataclass(frozen=True, order=True)
@@ -33,8 +33,8 @@ class Mechanism:
     """One kind of release.
 
     Args:
-        rate: probability with which a protected unit takes part.
-        noise: standard deviation over sensitivity.
+        rate: Probability that a protected unit participates.
+        noise: Standard deviation over sensitivity.
     """
 
     rate: float
@@ -46,9 +46,9 @@ class Charge:
     """Releases of one kind.
 
     Args:
-        payer: the client whose data they are about; empty: the whole federation's.
-        mechanism: their kind.
-        count: how many.
+        payer: The client whose data are released; empty: the data of the whole federation.
+        mechanism: The kind of the releases.
+        count: Number of releases.
     """
 
     payer: str
@@ -60,8 +60,8 @@ class PrivacySpend:
     """All releases so far, by payer.
 
     Args:
-        delta: of the guarantee.
-        accounting: the accountant.
+        delta: Delta of the guarantee.
+        accounting: The accountant.
     """
 
     def __init__(self, delta: float, accounting: Accounting) -> None:
@@ -76,30 +76,30 @@ class PrivacySpend:
             own[one.mechanism] = own.get(one.mechanism, 0) + one.count
 
     def epsilon(self, payer: str, more: tuple[Charge, ...] = ()) -> float:
-        """What a payer has spent, with more charges of its own on top."""
+        """Compute the epsilon that a payer has spent, with more charges of its own on top."""
         counts = dict(self._counts.get(payer, {}))
         for one in more:
             counts[one.mechanism] = counts.get(one.mechanism, 0) + one.count
         return epsilon_of(counts, self.delta, self.accounting)
 
     def worst(self, more: tuple[Charge, ...] = ()) -> float:
-        """The largest epsilon of all payers: each has data of its own, so that they don't add up."""
+        """Compute the largest epsilon of all payers; they do not add up, since each payer has its own data."""
         payers = {*self._counts, *(one.payer for one in more)}
         own = {payer: tuple(one for one in more if one.payer == payer) for payer in payers}
         return max((self.epsilon(payer, own[payer]) for payer in payers), default=0.0)
 
     def dump(self) -> dict[str, list[list[float]]]:
-        """As plain values, for a checkpoint."""
+        """Return the counts as plain values, for a checkpoint."""
         return {
             payer: [[one.rate, one.noise, count] for one, count in sorted(counts.items())]
             for payer, counts in sorted(self._counts.items())
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """What ``dump`` gave, in place of what there is.
+        """Replace the counts by those that ``dump`` returned.
 
         Raises:
-            ValueError: if it is something else.
+            ValueError: If the values do not come from ``dump``.
         """
         try:
             self._counts = {
@@ -114,7 +114,7 @@ def require_opacus() -> None:
     """Raise a clear error where the extra is missing.
 
     Raises:
-        FedspanError: if Opacus can't be imported.
+        FedspanError: If Opacus can't be imported.
     """
     try:
         import opacus  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -123,12 +123,12 @@ def require_opacus() -> None:
 
 
 def epsilon_of(counts: Mapping[Mechanism, int], delta: float, accounting: Accounting) -> float:
-    """The epsilon of a composition; infinite where anything was released without noise.
+    """Compute the epsilon of a composition; infinite if anything was released without noise.
 
     Args:
-        counts: releases by kind.
-        delta: of the guarantee.
-        accounting: the accountant.
+        counts: Number of releases by kind.
+        delta: Delta of the guarantee.
+        accounting: The accountant.
     """
     spent = {one: count for one, count in counts.items() if count}
     if not spent:
@@ -153,13 +153,13 @@ def _tight(spent: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
 def _renyi_bound(
     spent: tuple[tuple[Mechanism, int], ...], delta: float, orders: tuple[float, ...]
 ) -> tuple[float, float]:
-    """The epsilon by the best of some orders, and that order: a bound, and no looser with more of them."""
+    """Compute the epsilon by the best of some orders, and that order: a bound that more orders can only tighten."""
     require_opacus()
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
     total = sum(count * _renyi(one, orders) for one, count in spent)
     with warnings.catch_warnings():
-        # that the best order is the first or the last: a bound all the same
+        # The warning that the best order is the first or the last: the result is still a bound.
         warnings.simplefilter("ignore", UserWarning)
         epsilon, order = get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
     return max(0.0, float(epsilon)), float(order)
@@ -167,7 +167,7 @@ def _renyi_bound(
 
 @lru_cache(maxsize=4096)
 def _renyi(mechanism: Mechanism, orders: tuple[float, ...]) -> Any:
-    """The Renyi divergences of one release; those of several add up."""
+    """Compute the Renyi divergences of one release; those of several releases add up."""
     from opacus.accountants.analysis.rdp import compute_rdp
 
     return compute_rdp(q=mechanism.rate, noise_multiplier=mechanism.noise, steps=1, orders=list(orders))
@@ -175,17 +175,17 @@ def _renyi(mechanism: Mechanism, orders: tuple[float, ...]) -> Any:
 
 @lru_cache(maxsize=4096)
 def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accounting: Accounting) -> float:
-    """The noise with which so many releases cost at most an epsilon; no more than a hundredth of it is left over.
+    """Find the noise with which ``count`` releases cost at most ``epsilon``, of which at most 1 % is left unspent.
 
     Args:
-        rate: probability with which a unit takes part in one of them.
-        count: releases.
-        epsilon: the target.
-        delta: of the guarantee.
-        accounting: the accountant.
+        rate: Probability that a unit participates in one release.
+        count: Number of releases.
+        epsilon: The target.
+        delta: Delta of the guarantee.
+        accounting: The accountant.
 
     Raises:
-        FedspanError: if no noise is enough.
+        FedspanError: If no noise is enough.
     """
     require_opacus()
 
@@ -195,7 +195,7 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
             return epsilon_of({release: count}, delta, accounting)
         return _renyi_bound(((release, count),), delta, orders)[0]
 
-    few = tuple(sorted({*_ORDERS[::_COARSE], *_ORDERS[-_COARSE:]}))  # the last ones are far apart
+    few = tuple(sorted({*_ORDERS[::_COARSE], *_ORDERS[-_COARSE:]}))  # the last orders are far apart
     high = 1.0
     while cost(high, few) > epsilon:
         high *= 2
@@ -204,7 +204,7 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
     high = _calibrated(high, epsilon, lambda noise: cost(noise, few))
     if accounting == "prv":
         return high
-    # Epsilon has one minimum over the orders: the best of all is among the best one's neighbours.
+    # Epsilon has one minimum over the orders: the best order of all lies near the best coarse one.
     best = _renyi_bound(((Mechanism(rate, high), count),), delta, few)[1]
     at = few.index(best)
     first, last = few[max(0, at - 1)], few[min(at + 1, len(few) - 1)]
@@ -213,7 +213,7 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
 
 
 def _calibrated(high: float, epsilon: float, cost: Callable[[float], float]) -> float:
-    """A noise that costs an epsilon or nearly so, from one that costs no more."""
+    """Find a noise that costs an epsilon or slightly less, starting from a noise that costs no more."""
     low = high
     while low > 1e-3 and cost(low) <= epsilon:
         low /= 2

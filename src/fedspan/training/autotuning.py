@@ -1,8 +1,8 @@
-"""How many clients train at once: measured at the start of a run, and remembered on the machine.
+"""The stacking plan: how many clients train at once, measured at the start of a run and cached on the machine.
 
-Stacking pays where a client's own batch is too small to keep the processor busy, and costs where it is not: batches of
-several clients are padded to the longest of them. So it is tried out on the run's own first jobs, which are left as
-they are. What was found is kept in the user's cache folder, so that a run that is repeated is repeated to the bit.
+Stacking pays if a client's own batch is too small to keep the processor busy. Otherwise it costs time, because batches
+of several clients are padded to the longest of them. The measurement uses the run's own first jobs and leaves them
+unchanged. Its result is stored in the user's cache folder, so that a rerun gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fedspan.training.worker import Worker
 
 __all__ = ["DEFAULT", "StackingPlan", "StackingRequest", "cache_file", "tune"]
 
-_WORTH, _TOKENS = 200, 10_000  # batches and tokens of a round below both of which measuring takes more than it saves
-_PASSES, _SECONDS = 4, 0.3  # of one measurement, at most
-_GAIN = 0.97  # more at once must take at most this share of the time
-_PATIENCE = 2  # sizes in a row that may be no faster: a busy moment spoils a measurement
+_WORTH, _TOKENS = 200, 10_000  # a round below both (batches, tokens) is too small for measuring to pay
+_PASSES, _SECONDS = 4, 0.3  # limits of one measurement
+_GAIN = 0.97  # a larger group must take at most this share of the time
+_PATIENCE = 2  # sizes in a row that may be no faster: other load can spoil a measurement
 _MOST = 64  # clients in a pass
 
 
 @dataclass(frozen=True)
 class StackingPlan:
-    """How many clients train at the same time.
+    """The number of clients that train at the same time.
 
     Args:
-        at_once: in one pass.
-        workers: threads, each with passes of its own.
+        at_once: Number of clients in one pass.
+        workers: Number of threads, each with its own passes.
     """
 
     at_once: int
@@ -49,14 +49,14 @@ class StackingPlan:
 
 @dataclass(frozen=True)
 class StackingRequest:
-    """What the user has set; None: measured."""
+    """The user's settings; None: measured."""
 
     at_once: int | None = None
     workers: int | None = None
 
 
 DEFAULT = StackingPlan(4, 2)
-"""Where there is too little to train for measuring to pay; one worker where torch has one thread, or on a GPU."""
+"""The plan where training is too short for measuring to pay; one worker if torch has one thread, or on a GPU."""
 
 
 def tune(
@@ -67,15 +67,15 @@ def tune(
     clients: int,
     examples: Examples,
 ) -> StackingPlan:
-    """How many clients at once, for a round that begins with these jobs.
+    """Decide how many clients train at once in a round that begins with these jobs.
 
     Args:
-        wish: what is set already.
-        workers: gives so many workers.
-        together: makes calls at the same time, each with its share of torch's threads.
-        works: the first jobs of the round; left as they are.
-        clients: in the round.
-        examples: what the jobs' indices point into.
+        wish: The settings that are fixed already.
+        workers: Returns the requested number of workers.
+        together: Runs calls in parallel, each with its share of torch's threads.
+        works: The first jobs of the round; they are not changed.
+        clients: Number of clients in the round.
+        examples: The data set that the jobs' indices point into.
     """
     if wish.at_once is not None and wish.workers is not None:
         return StackingPlan(wish.at_once, wish.workers)
@@ -85,7 +85,7 @@ def tune(
     tokens = 0 if probe is None else clients * sum(int(examples.lengths[batch].sum()) for batch in probe.batches)
     few = probe is None or (len(probe.batches) * clients < _WORTH and tokens < _TOKENS)
     if probe is None or few or first.why_not is not None:
-        # Alone they still can train side by side.
+        # Clients that train one by one can still train in parallel threads.
         return StackingPlan(wish.at_once or DEFAULT.at_once, wish.workers or min(DEFAULT.workers, threads))
     key = _key(wish, first, probe, clients, examples)
     if known := _read().get(key):
@@ -125,7 +125,7 @@ def _search(
                 best, least, failed = other, taken, 0
         if best != start:
             break
-    if wish.workers is None and threads > 1 and clients > 1:  # small passes say little of how large ones share a CPU
+    if wish.workers is None and threads > 1 and clients > 1:  # small passes do not predict how large ones share a CPU
         workers = 1 if best.workers > 1 else threads
         other = StackingPlan(min(best.at_once, -(-clients // workers)), workers)
         if seconds(other) < _GAIN * least:
@@ -140,9 +140,9 @@ def _seconds_a_token(
     at_once: int,
     examples: Examples,
 ) -> float:
-    """Wall-clock seconds for each token that is no padding; infinite where it does not fit into memory.
+    """Measure wall-clock seconds per token that is not padding; infinite if the passes do not fit into memory.
 
-    The same passes are made three times; the faster of the last two counts: libraries prepare for every new shape.
+    The same passes run three times and the faster of the last two counts: libraries prepare for every new shape.
     """
     tokens = [0] * len(team)
     made: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]
@@ -180,14 +180,14 @@ def _seconds_a_token(
 def _seats(
     worker: Worker, works: Sequence[Assignment], number: int, at_once: int, examples: Examples
 ) -> list[ClientSlot]:
-    """More jobs than fit into a pass, as in training; the same ones again where there are too few."""
+    """Open more jobs than fit into a pass, as in training; jobs are repeated if there are too few."""
     repeated = [works[(number + at) % len(works)] for at in range(2 * at_once)]
     seats = [worker.seat(work, examples) for work in repeated]
     return [seat for seat in seats if seat is not None]
 
 
 def _key(wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, examples: Examples) -> str:
-    """All that the choice depends on: machine, model, jobs."""
+    """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
     model = worker.adapted.model
     parts = {
         "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__],
@@ -205,14 +205,14 @@ def _key(wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, 
 
 
 def cache_file() -> Path:
-    """Where choices are remembered: under FEDSPAN_CACHE, XDG_CACHE_HOME or ~/.cache."""
+    """Return the file of cached plans: under FEDSPAN_CACHE, XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("FEDSPAN_CACHE")
     base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedspan"
     return base / "stacking.json"
 
 
 def _read() -> dict[str, dict[str, int]]:
-    """What is remembered; nothing where the file is missing or no such file."""
+    """Read the cached plans; empty if the file is missing or invalid."""
     try:
         found = json.loads(cache_file().read_text(encoding="utf-8"))
         return {key: {name: int(one[name]) for name in ("at_once", "workers")} for key, one in found.items()}
@@ -227,5 +227,5 @@ def _write(key: str, found: StackingPlan) -> None:
         part = place.with_name(f"{place.name}.{os.getpid()}")
         part.write_text(json.dumps({**_read(), key: asdict(found)}), encoding="utf-8")
         part.replace(place)
-    except OSError:  # a home that can't be written to: measured again next time
+    except OSError:  # the home folder is not writable: measure again next time
         return

@@ -1,7 +1,7 @@
-"""The batched engine: many clients in one forward and backward pass over one frozen base; what `loop` does, faster.
+"""The batched engine: many clients in one forward and backward pass over one frozen base; a faster `loop`.
 
-Clients are divided among threads with a model object each (its weights are the same memory); each thread trains several
-of its clients at once (``worker.py``). Who trains with whom follows from the data alone: two runs have the same bits.
+Clients are distributed among threads, each with its own model object (the weights share memory); each thread trains
+several of its clients at once (``worker.py``). The grouping depends on the data alone: two runs have the same bits.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fedspan.training.worker import Worker
 
 __all__ = ["BatchedEngine"]
 
-_TRIED = 16  # clients whose jobs are tried out
+_TRIED = 16  # clients whose jobs are measured
 
 
 class BatchedEngine:
     """Trains and evaluates jobs on one model, many clients at once.
 
     Args:
-        adapted: the model.
-        task: the learning problem.
-        settings: local training.
-        seed: of every draw.
-        wish: how many clients at once, as far as that is not to be measured.
-        prefix: where hidden states that leave the model's frozen prefix are kept, or the caches of another engine on
-            this model and task; None: it is computed every time.
-        padding_free: train without padding where the model can.
-        compiled: compile the model's blocks for passes that clients share; batches are padded then.
+        adapted: The model.
+        task: The learning problem.
+        settings: Settings of local training.
+        seed: Seed of every random draw (batches, dropout).
+        wish: The stacking request: the number of clients at once, as far as it is not to be measured.
+        prefix: Where hidden states that leave the model's frozen prefix are stored, or the caches of another engine on
+            this model and task; None: they are computed every time.
+        padding_free: Train without padding where the model can.
+        compiled: Compile the model's blocks for passes that clients share; batches are padded then.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BatchedEngine:
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.wish = wish or StackingRequest()
         self.stacking: StackingPlan | None = None
-        """How many clients at once; known from the first round on, or set beforehand."""
+        """The stacking plan; known from the first round on, or set beforehand."""
         self.compiled = compiled
         loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled)
         self._workers = [Worker(loop, compiled)]
@@ -72,7 +72,7 @@ class BatchedEngine:
         opened: Callable[[str], Assignment],
         finished: Callable[[Assignment, Trained], Assignment | None],
     ) -> None:
-        """Several clients at once (``Engine.train_all``)."""
+        """Train several clients at once (``Engine.train_all``)."""
         lock = Lock()
         early: dict[str, Assignment] = {}
 
@@ -98,7 +98,7 @@ class BatchedEngine:
         run_parallel(calls)
 
     def settle(self, works: Sequence[Assignment], clients: int, examples: Examples) -> StackingPlan:
-        """How many clients at once: chosen by the first jobs of a round of so many clients, if it is not known yet."""
+        """Choose the stacking plan by the first jobs of a round of ``clients`` clients, if it is not known yet."""
         if self.stacking is None:
             self.stacking = tune(self.wish, self._ready, run_parallel, works, clients, examples)
         return self.stacking
@@ -129,12 +129,12 @@ class BatchedEngine:
 
     @property
     def why_not(self) -> str | None:
-        """Why clients, or some of their jobs, train one by one although several at once were wanted."""
+        """The reason why clients, or some of their jobs, train one by one although stacking was requested."""
         reasons = [worker.why_not or worker.why_alone for worker in self._workers]
         return next((reason for reason in reasons if reason is not None), None)
 
     def _ready(self, count: int) -> Sequence[Worker]:
-        """So many workers, all with the base as it stands."""
+        """Return ``count`` workers, all with the current base."""
         while len(self._workers) < max(1, count):
             loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed)
             loop.prefixes = self._workers[0].loop.prefixes.replica(loop.adapted)
@@ -147,7 +147,7 @@ class BatchedEngine:
 
 
 def balance(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Clients in parts of about the same work: the largest first, each to the part that has least."""
+    """Distribute clients into parts of about equal work: the largest first, each to the part with the least work."""
     shares: list[list[str]] = [[] for _ in range(parts)]
     loads = [0] * parts
     for client in sorted(sizes, key=lambda id: (-sizes[id], id)):
@@ -158,7 +158,7 @@ def balance(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
 
 
 def run_parallel(calls: Sequence[Callable[[], None]]) -> None:
-    """Make calls at the same time, torch's threads divided among them; the first error is raised in the end."""
+    """Run calls in parallel, sharing torch's threads; the first error is raised after all calls have ended."""
     if len(calls) == 1:
         calls[0]()
         return
@@ -170,7 +170,7 @@ def run_parallel(calls: Sequence[Callable[[], None]]) -> None:
 @contextmanager
 def _threads(count: int) -> Generator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)  # what the pool's threads begin with
+    torch.set_num_threads(count)  # the initial value in the pool's threads
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Which examples make which batch: a function of (seed, client, round, phase, epoch), the same in every engine."""
+"""The examples of every batch: a function of (seed, client, round, phase, epoch), the same in every engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WINDOW = 8
 def epoch_batches(
     indices: np.ndarray, lengths: np.ndarray, batch_size: int, rng: torch.Generator, group_by_length: bool
 ) -> list[np.ndarray]:
-    """One epoch: every index once, in batches of ``batch_size`` (the last may be smaller).
+    """Draw the batches of one epoch: every index once, ``batch_size`` at a time (the last batch may be smaller).
 
     With ``group_by_length``, each window of 8 shuffled batches is sorted by length before it is cut, and the batches
-    are shuffled again: less padding, and batches still differ from epoch to epoch.
+    are shuffled again. This reduces padding, and batches still differ from epoch to epoch.
     """
     shuffled = indices[torch.randperm(len(indices), generator=rng).numpy()]
     if not group_by_length:
@@ -48,9 +48,9 @@ def training_batches(
     key: tuple[int | str, ...],
     group_by_length: bool,
 ) -> Iterator[np.ndarray]:
-    """The batches of a job: ``epochs`` epochs, or exactly ``batches`` batches (as many epochs as that takes)."""
+    """Yield the batches of a job: ``epochs`` epochs, or exactly ``batches`` batches (over as many epochs as needed)."""
     epoch, given = 0, 0
-    if not len(indices):  # or no number of epochs would ever give a batch
+    if not len(indices):  # no number of epochs would ever yield a batch
         return
     while epoch < epochs if batches is None else given < batches:
         rng = generator(seed, "batches", *key, epoch)
@@ -63,7 +63,7 @@ def training_batches(
 
 
 def job_batches(settings: TrainingSettings, seed: int, work: Assignment, examples: Examples) -> Iterator[np.ndarray]:
-    """The batches of an assignment: as many epochs or steps as its job, or else the run, says; a probe: one epoch."""
+    """Yield an assignment's batches: epochs or steps as set by its job, or else by the run; one epoch for a probe."""
     job = work.job
     steps = settings.steps if job.steps is None and job.epochs is None else job.steps
     epochs = settings.epochs if job.epochs is None else job.epochs
@@ -80,6 +80,6 @@ def job_batches(settings: TrainingSettings, seed: int, work: Assignment, example
 
 
 def evaluation_batches(indices: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """All indices in batches of similar length."""
+    """Split all indices into batches of similar length."""
     ordered = indices[np.argsort(lengths[indices], kind="stable")]
     return [ordered[at : at + batch_size] for at in range(0, len(ordered), batch_size)]

@@ -1,4 +1,4 @@
-"""One client's job in the batched engine, between its opening and its result."""
+"""A client slot: one client's job in the batched engine, from its start to its result."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["ClientSlot"]
 
 
 class ClientSlot:
-    """A client's tensors, moments and place in its batches.
+    """A client's tensors, moments and position in its batches.
 
     Args:
-        work: what it trains.
-        layout: of its trainable tensors.
-        settings: local training.
-        seed: of the batches.
-        examples: that its indices point into.
-        device: where the model lives.
+        work: The assignment that the client trains.
+        layout: Layout of its trainable tensors.
+        settings: Settings of local training.
+        seed: Seed of the batches.
+        examples: The data set that its indices point into.
+        device: Device of the model.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class ClientSlot:
         self.spec = spec_of(work, settings)
         self.batches = list(job_batches(settings, seed, work, examples))
         self.costs = [int(examples.lengths[batch].max()) for batch in self.batches]
-        self.taken = 0  # batches
-        self.steps = 0  # of the optimizer
+        self.taken = 0  # batches used so far
+        self.steps = 0  # optimizer steps so far
         self.values = layout.row(job.tensors, device)
         self.others = {
             name: value.detach().to(device, copy=True)
@@ -63,12 +63,12 @@ class ClientSlot:
         self.moments = {kind: layout.row(state.moments.get(kind, {}), device) for kind in kinds}
         first = state.moments.get("exp_avg", {})
         self.counts = np.array([state.steps.get(name, 0) for name in layout.names], dtype=np.int64)
-        # A first moment that starts at zero beside a second one that is handed over is corrected from here on.
+        # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self.before = np.array([0 if n in first else state.steps.get(n, 0) for n in layout.names], dtype=np.int64)
         self.mask = layout.row(job.masks, device, missing=1.0) if job.masks else None
         self.offset = layout.row(job.gradient_offset, device) if job.gradient_offset else None
-        self.kind = 0  # whom it can share a pass with; the engine's to set
-        self.gathered: Tensor | None = None  # gradient of the micro-batches of one step
+        self.kind = 0  # clients of one kind can share a pass; set by the engine
+        self.gathered: Tensor | None = None  # summed gradient of one step's micro-batches
         self.gradient: Tensor | None = None  # sum of the raw gradients
         self._losses: list[Tensor] = []
 
@@ -79,7 +79,7 @@ class ClientSlot:
 
     @property
     def left(self) -> int:
-        """Batches that are still to be taken."""
+        """The number of batches left."""
         return len(self.batches) - self.taken
 
     @property
@@ -94,11 +94,11 @@ class ClientSlot:
 
     @property
     def share(self) -> float:
-        """Of the next batch in its step's gradient."""
+        """Weight of the next batch in its step's gradient."""
         return len(self.batch) / len(self.work.indices) if self.probing else 1 / self.settings.accumulate
 
     def key(self) -> tuple[object, ...]:
-        """Clients with equal keys can share a pass."""
+        """The grouping key: clients with equal keys can share a pass."""
         job = self.work.job
         shapes = tuple((name, value.shape, value.dtype) for name, value in self.others.items())
         parametrization = tuple(job.parametrization.items())
@@ -106,45 +106,45 @@ class ClientSlot:
 
     @property
     def evenly(self) -> bool:
-        """Whether AdamW, with both bias corrections, has taken as many steps with each tensor and moment."""
+        """Whether AdamW, with both bias corrections, has taken equally many steps with every tensor and moment."""
         same = bool((self.counts == self.counts[0]).all()) and not self.before.any()
         return self.spec.name == "adamw" and all(self.spec.bias_correction) and same
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of the job's tensors as they stand; those that train are views."""
+        """Return the current tensors of the job; trainable ones are views."""
         own = self.layout.views(self.values)
         return {name: own[name] if name in own else self.others[name] for name in self._names}
 
     def moment(self, kind: str, name: str) -> Tensor:
-        """A view of one tensor's moment; writing to it changes the optimizer."""
+        """Return a view of one tensor's moment; writing to it changes the optimizer."""
         return self.layout.views(self.moments[kind])[name]
 
     def absorb(self, live: Mapping[str, Tensor]) -> None:
-        """Take over tensors that were changed outside (a projector's refresh), new names included."""
+        """Copy in tensors that were changed outside (by a projector refresh), new names included."""
         own = self.layout.views(self.values)
         for name, value in live.items():
             if name in own:
                 own[name].copy_(value.detach())
             else:
-                self.others[name] = value.detach().clone()  # extras live in the model, which others will use
+                self.others[name] = value.detach().clone()  # extras live in the model, which other clients will use
         self._names = (*self._names, *(name for name in live if name not in self._names))
 
     def take_gathered(self) -> Tensor:
-        """The gradient of the step that is complete, (P,); the next one begins anew."""
+        """Return the gradient of the completed step, (P,), and reset it for the next step."""
         assert self.gathered is not None
         made, self.gathered = self.gathered, None
         return made
 
     def count(self, loss: Tensor) -> None:
-        """Note the loss of the batch that was taken, a scalar that is looked at when the job has ended."""
+        """Record the loss of the last batch, a scalar that is read when the job has ended."""
         self._losses.append(loss)
         self.taken += 1
 
     def result(self) -> Trained:
-        """What came of the job.
+        """Return the result of the job.
 
         Raises:
-            FedspanError: if a loss was not finite.
+            FedspanError: If a loss was not finite.
         """
         work = self.work
         losses = torch.stack(self._losses).double().tolist()
@@ -175,7 +175,7 @@ class ClientSlot:
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A job's tensors in the order in which an installed model holds them: layer by layer, then the extras."""
+    """Order a job's tensors as an installed model does: layer by layer, then the extras."""
     made = {
         f"{layer}/{slot}": value
         for layer, slots in by_layer(tensors).items()

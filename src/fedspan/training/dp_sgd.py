@@ -1,11 +1,11 @@
-"""DP-SGD: each example's gradient clipped, their sum made noisy.
+"""DP-SGD: each example's gradient is clipped, and noise is added to their sum.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1:
 
     g = ( sum over a Poisson sample of clip(grad loss(x), C) + N(0, (z C)^2) ) / (expected sample size)
 
-Opacus samples, clips and scales. Examples' gradients come from the layers that stack clients, with every example as a
-client of its own that holds a copy of the factors; whether a model keeps examples apart is tried on its first sample.
+Opacus samples, clips and scales. Per-example gradients come from the layers that stack clients: every example is
+treated as a client with its own copy of the factors. The first sample verifies that the model keeps examples apart.
 
 Shapes: K examples in a pass.
 """
@@ -40,25 +40,25 @@ class PrivateTraining:
 
     Args:
         trainer: The model and what training on it takes.
-        privacy: of the run.
+        privacy: Privacy settings of the run.
     """
 
     def __init__(self, trainer: Trainer, privacy: Privacy) -> None:
         self.trainer, self.privacy = trainer, privacy
         self.stacked = StackedModel(trainer.adapted)
         self.why_single = self.stacked.refusal()
-        """Why examples go through the model one by one, if they must."""
+        """The reason why examples go through the model one by one, if they must."""
         self._verified = False
 
     def train(self, work: Assignment, examples: Examples) -> Trained:
         """Run one job on one client's examples (``LoopEngine.train``).
 
         Args:
-            work: with its noise.
-            examples: the data set that the client's indices point into.
+            work: The assignment, with its noise.
+            examples: The data set that the client's indices point into.
 
         Raises:
-            FedspanError: if the loss stops being finite, or if the job would release anything else.
+            FedspanError: If the loss stops being finite, or if the job would release more than the noisy sums.
         """
         require_opacus()
         from fedspan.training.noisy_sum import NoisySum
@@ -99,7 +99,7 @@ class PrivateTraining:
     def _gradients(
         self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses (K,) and gradients (K, ...) of examples."""
+        """Compute losses (K,) and gradients (K, ...) of examples."""
         if not len(indices):
             empty = {name: live[name].new_zeros(0, *live[name].shape) for name in names}
             return torch.zeros(0), empty
@@ -110,7 +110,7 @@ class PrivateTraining:
         return self._singles(live, names, examples, indices)
 
     def _masked(self, job: Job, name: str, gradients: Tensor) -> Tensor:
-        """What does not move takes nothing of the norm."""
+        """Zero the gradients of masked entries, which then do not count in the norm."""
         return gradients * job.masks[name].to(gradients) if name in job.masks else gradients
 
     def _stacked(
@@ -152,9 +152,9 @@ class PrivateTraining:
     def _verify(
         self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> None:
-        """Whether examples that share a pass have the gradients that each has alone: the bound on each rests on it."""
+        """Check that examples in a shared pass have the gradients of single passes; the clipping bound relies on it."""
         before = {name: live[name].detach().clone() for name in names}
-        with torch.no_grad():  # where B is 0, A has no gradient that could be wrong
+        with torch.no_grad():  # where B is 0, A has a zero gradient, which would hide errors
             for name in names:
                 moved = gaussian(key_of_seed(0), live[name].shape, "verify", name) * 0.02
                 live[name].add_(moved.to(live[name]))
@@ -173,10 +173,10 @@ class PrivateTraining:
 
 
 def _require_private(job: Job, packing: bool) -> None:
-    """Refuse what would release more than the noisy sums.
+    """Refuse a job that would release more than the noisy sums.
 
     Raises:
-        FedspanError: with the reason.
+        FedspanError: If the job is refused, with the reason.
     """
     reasons = {
         "it asks for raw gradients": job.want_gradient or job.steps == 0,

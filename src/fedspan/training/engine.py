@@ -1,4 +1,4 @@
-"""What every engine offers."""
+"""The interface of every engine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Engine(Protocol):
 
     @property
     def settings(self) -> TrainingSettings:
-        """Local training."""
+        """Settings of local training."""
         ...
 
     @property
     def seed(self) -> int:
-        """Of every draw."""
+        """Seed of every random draw."""
         ...
 
     @property
@@ -47,9 +47,9 @@ class Engine(Protocol):
         ...
 
     def ready(self, examples: Examples, indices: np.ndarray) -> None:
-        """Compute beforehand what can be left out of passes over some examples. The model loses its job.
+        """Precompute what passes over some examples can then skip. The model loses its job.
 
-        Last bits may depend on which examples are given together: give every client's part on its own.
+        The last bits may depend on which examples are computed together: pass every client's part separately.
         """
         ...
 
@@ -63,18 +63,18 @@ class Engine(Protocol):
         """Train a round's clients, in any order.
 
         Args:
-            examples: what the assignments' indices point into.
-            sizes: the clients, and about how much work each is.
-            opened: gives a client's first job; called once for each, shortly before it begins, by one thread at a time.
-            finished: takes what came of a job and gives the client's next one, or None; by one thread at a time.
+            examples: The data set that the assignments' indices point into.
+            sizes: The clients, with the approximate work of each.
+            opened: Returns a client's first job; called once a client, shortly before it begins, by one thread a time.
+            finished: Takes a job's result and returns the client's next job, or None; by one thread at a time.
 
         Raises:
-            FedspanError: if a loss stops being finite.
+            FedspanError: If a loss stops being finite.
         """
         ...
 
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
     ) -> Tensor:
-        """The model's predictions for some examples, one row each, in the order of ``indices``, float32 on the CPU."""
+        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
         ...

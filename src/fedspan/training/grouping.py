@@ -1,4 +1,4 @@
-"""Who shares a pass, and what a pass takes of those who do. Shapes: C clients in a pass."""
+"""The clients that share a pass, and the tensors that the pass takes from them. Shapes: C clients in a pass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LIKE = 1.2
 
 
 def select_group(seats: Sequence[ClientSlot], at_once: int, padded: bool = True) -> list[ClientSlot]:
-    """The clients of the next pass: that with the most batches left, and those whose next batches are most like its.
+    """Select the clients of the next pass: the one with the most batches left, and those with the most similar batches.
 
     Args:
-        seats: open clients.
-        at_once: clients in a pass.
-        padded: whether batches that are unlike would be padded to the longest.
+        seats: Open client slots.
+        at_once: Number of clients in a pass.
+        padded: Whether batches of different lengths would be padded to the longest.
     """
     leader = max(seats, key=lambda seat: seat.left)
     same = [seat for seat in seats if seat.kind == leader.kind]
-    if leader.work.job.buffers:  # norms that measure their batch
+    if leader.work.job.buffers:  # norm layers that use statistics of their batch
         same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
     low, high = leader.cost / _LIKE, leader.cost * _LIKE
     same = [seat for seat in same if seat is not leader and (not padded or low <= seat.cost <= high)]
@@ -36,7 +36,7 @@ def select_group(seats: Sequence[ClientSlot], at_once: int, padded: bool = True)
 
 
 def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
-    """What does not train, (C, ...) each; tensors that all clients share are not copied."""
+    """Stack the tensors that do not train, (C, ...) each; tensors that all clients share are not copied."""
     made: dict[str, Tensor] = {}
     for name, first in group[0].others.items():
         own = [seat.others[name] for seat in group]
@@ -46,7 +46,7 @@ def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
 
 
 def perturb(seat: ClientSlot) -> dict[str, Tensor]:
-    """A client's tensors, with those that train moved a little: where B is 0, nothing could be told apart."""
+    """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal."""
     rng = generator(0, "verify", seat.work.client)
     tensors = {name: value.clone() for name, value in seat.tensors().items()}
     for name in seat.layout.names:

@@ -1,4 +1,4 @@
-"""What a federation gives an engine to do."""
+"""The assignments that a federation gives an engine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Assignment:
     """One job of one client, with all that its training depends on.
 
     Args:
-        client: id, for draws and errors.
-        round: number, for draws and errors.
-        job: what to train.
-        indices: the client's training examples, (examples,).
-        lr: learning rate of the round.
-        kept: moments of the client's earlier rounds, if the run keeps them.
-        noise: of DP-SGD, over the clipping norm.
+        client: The client's id, for random draws and errors.
+        round: The round's number, for random draws and errors.
+        job: The job to train.
+        indices: The client's training examples, (examples,).
+        lr: Learning rate of the round.
+        kept: Moments of the client's earlier rounds, if the run stores them.
+        noise: Noise of DP-SGD over the clipping norm.
     """
 
     client: str
@@ -37,7 +37,7 @@ class Assignment:
 
 
 def not_finite(work: Assignment, value: float) -> FedspanError:
-    """What is said of a loss that is infinite or no number."""
+    """Build the error for a loss that is infinite or NaN."""
     expected = (
         f"the loss of client {work.client} in round {work.round + 1} became {value}; "
         "lower the learning rate or set training.max_grad_norm"
@@ -46,5 +46,5 @@ def not_finite(work: Assignment, value: float) -> FedspanError:
 
 
 def spec_of(work: Assignment, settings: TrainingSettings) -> OptimizerSpec:
-    """The optimizer of a job."""
+    """Return the optimizer settings of a job."""
     return replace(settings.optimizer, lr=work.lr, **work.job.optimizer)  # pyright: ignore[reportArgumentType]

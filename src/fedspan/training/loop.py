@@ -1,4 +1,4 @@
-"""The loop engine: one client after another, obvious code, the oracle for the others.
+"""The loop engine: one client after another, in simple code; the reference for the other engines.
 
 Shapes: O output features, I input features, R rank.
 """
@@ -58,17 +58,17 @@ class LoopEngine(Trainer):
         """Run one job on one client's examples.
 
         Args:
-            job: what to train.
-            examples: the data set that the client's indices point into.
-            indices: the client's training examples, (examples,).
-            client: id, for draws and errors.
-            round: number, for draws and errors.
-            lr: learning rate of the round.
-            kept: moments of the client's earlier rounds, if the run keeps them.
-            noise: of DP-SGD, over the clipping norm.
+            job: The job to train.
+            examples: The data set that the client's indices point into.
+            indices: The client's training examples, (examples,).
+            client: The client's id, for random draws and errors.
+            round: The round's number, for random draws and errors.
+            lr: Learning rate of the round.
+            kept: Moments of the client's earlier rounds, if the run stores them.
+            noise: Noise of DP-SGD over the clipping norm.
 
         Raises:
-            FedspanError: if the loss stops being finite.
+            FedspanError: If the loss stops being finite.
         """
         settings, adapted = self.settings, self.adapted
         work = Assignment(client, round, job, indices, lr, kept, noise)
@@ -124,14 +124,14 @@ class LoopEngine(Trainer):
         opened: Callable[[str], Assignment],
         finished: Callable[[Assignment, Trained], Assignment | None],
     ) -> None:
-        """One client after another (``Engine.train_all``)."""
+        """Train one client after another (``Engine.train_all``)."""
         for client in sizes:
             work: Assignment | None = opened(client)
             while work is not None:
                 work = finished(work, self.take(work, examples))
 
     def take(self, work: Assignment, examples: Examples) -> Trained:
-        """``train``, of an assignment."""
+        """Run ``train`` on an assignment."""
         return self.train(
             work.job,
             examples,

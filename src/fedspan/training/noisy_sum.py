@@ -1,4 +1,4 @@
-"""One noisy sum of clipped gradients after the other. Imports Opacus: for whom ``require_opacus`` has let through.
+"""Noisy sums of clipped gradients, step by step. This module imports Opacus: call ``require_opacus`` first.
 
 Shapes: K examples.
 """
@@ -19,7 +19,7 @@ __all__ = ["NoisySum"]
 
 
 class _Keyed(DPOptimizer):
-    """Opacus' optimizer with noise from a key: torch's generators have too few streams to hide one."""
+    """Opacus' optimizer with noise from a key: torch's generators have too few streams to be secret."""
 
     label: tuple[int | str, ...] = ()
     names: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class _Keyed(DPOptimizer):
 
 
 def _summed(parameter: Tensor) -> Tensor:
-    """What ``DPOptimizer`` has clipped and added up."""
+    """Return the sum of the gradients that ``DPOptimizer`` has clipped."""
     return parameter.__dict__["summed_grad"]
 
 
@@ -44,15 +44,15 @@ class NoisySum:
     """Clips, sums, and adds noise, step by step.
 
     Args:
-        privacy: of the run.
-        work: whose gradients.
-        like: the trainable tensors by name.
+        privacy: Privacy settings of the run.
+        work: The assignment that the gradients belong to.
+        like: The trainable tensors by name.
     """
 
     def __init__(self, privacy: Privacy, work: Assignment, like: Mapping[str, Tensor]) -> None:
         self._work, self._names = work, tuple(like)
         self._params = [nn.Parameter(torch.zeros_like(value)) for value in like.values()]
-        # Its own step is never taken: what it leaves in ``grad`` is for the run's optimizer.
+        # Its own step is never called: the run's optimizer uses what it leaves in ``grad``.
         self._optimizer = _Keyed(
             torch.optim.SGD(self._params, lr=0.0),
             noise_multiplier=work.noise,
@@ -63,17 +63,17 @@ class NoisySum:
         self._optimizer.names, self._optimizer.key, self._optimizer.secret = self._names, privacy.key, privacy.secret
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take examples' gradients, (K, ...) each, into the step's sum; none may come more than once."""
+        """Add examples' gradients, (K, ...) each, to the step's sum; each example may be added only once."""
         for name, p in zip(self._names, self._params, strict=True):
             p.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.clip_and_accumulate()
 
     def taken(self, step: int, expected: int) -> dict[str, Tensor]:
-        """The step's noisy sum over the expected number of examples; the next one begins at zero.
+        """Return the step's noisy sum over the expected number of examples, and reset the sum.
 
         Args:
-            step: number in the job, from 0.
-            expected: examples of a step, on average.
+            step: The step's number in the job, from 0.
+            expected: Average number of examples of a step.
         """
         work = self._work
         self._optimizer.label = ("dp-sgd", work.round, work.client, work.job.phase, step)

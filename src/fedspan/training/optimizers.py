@@ -1,7 +1,7 @@
-"""Local optimizers over dicts of named tensors: SGD and AdamW, equal to ``torch.optim``'s step for step.
+"""Local optimizers over dicts of named tensors: SGD and AdamW, each step equal to that of ``torch.optim``.
 
 Why not ``torch.optim``: methods hand over initial second moments, switch bias correction off per moment, mask entries
-and keep moments by tensor name across rounds in which different tensors train; and state must be a plain value.
+and store moments by tensor name across rounds in which different tensors train; and state must be a plain value.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LocalOptimizer:
     """One client's optimizer for one job.
 
     Args:
-        spec: algorithm and hyperparameters.
-        groups: learning-rate multipliers and decay of the trainable tensors.
-        tensors: live tensors by name; the trainable ones are updated in place.
-        state: initial moments; names that do not train are carried through untouched.
-        masks: 0/1 tensors; masked entries neither move nor gather moments.
+        spec: Algorithm and hyperparameters.
+        groups: Learning-rate multipliers and weight decay of the trainable tensors.
+        tensors: Live tensors by name; the trainable ones are updated in place.
+        state: Initial moments; names that do not train are carried through unchanged.
+        masks: 0/1 tensors; masked entries neither move nor accumulate moments.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LocalOptimizer:
             for kind, values in state.moments.items()
         }
         self._steps = dict(state.steps)
-        # A first moment that starts at zero beside a second one that is handed over is corrected from here on.
+        # If the first moment starts at zero and the second one is handed over, the first is corrected from here on.
         self._before = {n: 0 if n in state.moments.get("exp_avg", {}) else steps for n, steps in state.steps.items()}
         self._masks = {name: mask.to(device[name]) for name, mask in (masks or {}).items()}
 
@@ -72,7 +72,7 @@ class LocalOptimizer:
         return tuple(self._hyper)
 
     def moment(self, kind: str, name: str) -> Tensor:
-        """A live moment (created as zeros on first use); writing to it changes the optimizer."""
+        """Return a live moment (created as zeros on first use); writing to it changes the optimizer."""
         moments = self._moments.setdefault(kind, {})
         if name not in moments:
             moments[name] = torch.zeros_like(self._tensors[name])
@@ -80,7 +80,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """One update of every trainable tensor from its gradient."""
+        """Update every trainable tensor once from its gradient."""
         for name, hyper in self._hyper.items():
             gradient = gradients[name]
             mask = self._masks.get(name)
@@ -101,7 +101,7 @@ class LocalOptimizer:
         tensor, spec = self._tensors[name], self._spec
         if spec.momentum:
             buffer = self.moment("momentum_buffer", name)
-            # From zero this is torch's first step (buffer = gradient) too: dampening is 0.
+            # Starting from zero, this equals torch's first step (buffer = gradient), since dampening is 0.
             gradient = buffer.mul_(spec.momentum).add_(gradient)
         tensor.add_(gradient, alpha=-hyper.lr)
 
@@ -118,7 +118,7 @@ class LocalOptimizer:
         tensor.addcdiv_(first, denominator, value=-hyper.lr / correct1)
 
     def state(self) -> OptimizerState:
-        """Moments and step counts, copied to the CPU."""
+        """Return moments and step counts, copied to the CPU."""
         return OptimizerState(
             {
                 kind: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
@@ -129,7 +129,7 @@ class LocalOptimizer:
 
 
 def join_states(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
-    """Moments kept of earlier rounds under those that the job itself hands over."""
+    """Merge the stored moments of earlier rounds with those of the job, which take precedence."""
     if kept is None or own is None:
         return own or kept
     kinds = {**kept.moments, **own.moments}

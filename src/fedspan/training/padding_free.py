@@ -1,4 +1,4 @@
-"""Training without padding, where a model can do that and where it pays."""
+"""Training without padding, where a model supports it and where it pays."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fedspan.tasks.task import Examples, Task
 __all__ = ["Padding"]
 
 _WORTH = 0.08
-"""Share of a batch that must be padding: moving the tokens takes time, too."""
+"""Minimum share of padding in a batch: moving the tokens takes time, too."""
 _SAMPLE = 4
-"""Examples on which a model is tried."""
+"""Number of examples on which a model is verified."""
 
 
 class Padding:
-    """Whether, and how, forward passes of an engine go without padding.
+    """Decides whether forward passes of an engine run without padding, and runs them so.
 
     Args:
-        adapted: the model.
-        task: the learning problem.
-        why_not: a reason why all batches are to be padded; None: it depends on the model.
+        adapted: The model.
+        task: The learning problem.
+        why_not: The reason why all batches are to be padded; None: it depends on the model.
     """
 
     def __init__(self, adapted: AdaptedModel, task: Task, why_not: str | None) -> None:
@@ -42,18 +42,18 @@ class Padding:
         self._own: Unpadded | None = None
 
     def replica(self, adapted: AdaptedModel) -> Padding:
-        """The same for a replica of the model, in another thread."""
+        """Return the same object for a replica of the model, in another thread."""
         made = copy.copy(self)
         made.adapted, made._own = adapted, None
         return made
 
     @property
     def why_not(self) -> str | None:
-        """Why batches are padded; None if they are not, or if no data set has been seen."""
+        """The reason why batches are padded; None if they are not, or if no data set has been seen."""
         return self._state.why_not
 
     def ensure(self, examples: Examples) -> None:
-        """Find out, at the first sight of a data set. The model is given its bare base then."""
+        """Verify the model on the first data set that it gets. This installs the bare base."""
         with self._state.lock:
             if not self._state.tried and self._state.why_not is None:
                 try:
@@ -67,18 +67,18 @@ class Padding:
 
     @property
     def possible(self) -> bool:
-        """Whether batches can go without padding, as far as is known."""
+        """Whether batches can run without padding, as far as is known."""
         return self._own is not None and self._state.why_not is None
 
     def remove_padding(
         self, batch: Mapping[str, Tensor], clients: int = 1, counted: np.ndarray | None = None
     ) -> AbstractContextManager[None]:
-        """Within this context forward passes of a batch go without padding, if that pays.
+        """Run a batch's forward passes within this context without padding, if that pays.
 
         Args:
-            batch: padded on the right.
-            clients: whose examples stand one below the other, as many of each.
-            counted: (B,), false for examples that are nobody's.
+            batch: The batch, padded on the right.
+            clients: Number of clients whose examples are stacked in the batch, equally many of each.
+            counted: (B,), false for filler examples that belong to no client.
         """
         if self._own is None or self._state.why_not is not None:
             return nullcontext()
@@ -89,7 +89,7 @@ class Padding:
         """Compare predictions with padding and without.
 
         Raises:
-            Padded: if they differ by more than rounding.
+            Padded: If they differ by more than rounding.
         """
         order = np.argsort(examples.lengths, kind="stable")
         if not len(order):
@@ -107,7 +107,7 @@ class Padding:
                     found = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
             except Padded:
                 raise
-            except Exception as error:  # whatever blocks make of tokens in one row
+            except Exception as error:  # blocks may fail in any way on tokens in one row
                 raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
         apart = float((found - wanted).norm() / wanted.norm())
         if not apart < tolerance(self.adapted.model):
@@ -115,14 +115,14 @@ class Padding:
 
 
 class _State:
-    """What the replicas share."""
+    """The state that the replicas share."""
 
     def __init__(self, why_not: str | None) -> None:
         self.why_not, self.tried, self.lock = why_not, False, Lock()
 
 
 def layout_of(batch: Mapping[str, Tensor], clients: int, counted: np.ndarray | None) -> TokenLayout | None:
-    """The layout of a batch that is padded on the right; None of any other."""
+    """Return the layout of a batch that is padded on the right; None for any other batch."""
     mask: Any = batch.get("attention_mask")
     if mask is None or mask.ndim != 2:
         return None

@@ -1,4 +1,4 @@
-"""Poisson samples of DP-SGD, and the noise that a privacy budget asks for."""
+"""Poisson samples of DP-SGD, and the noise that a privacy budget requires."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["expected_batch", "noise_for", "poisson_batches", "private_steps", "r
 
 
 def expected_batch(settings: TrainingSettings, count: int) -> int:
-    """Examples of an optimizer step, on average, of a client with so many."""
+    """Compute the average number of examples of an optimizer step for a client with ``count`` examples."""
     return min(count, settings.batch_size * settings.accumulate)
 
 
 def private_steps(settings: TrainingSettings, job: Job, count: int) -> int:
-    """Optimizer steps of a job over so many examples: as many as without privacy."""
+    """Compute the optimizer steps of a job over ``count`` examples: as many as without privacy."""
     if not count:
         return 0
     steps = settings.steps if job.steps is None and job.epochs is None else job.steps
@@ -33,17 +33,17 @@ def private_steps(settings: TrainingSettings, job: Job, count: int) -> int:
 
 
 def noise_for(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> float:
-    """The noise over the clipping norm of a client with so many examples: the run's, or as little as its budget allows.
+    """Compute a client's noise over the clipping norm: the run's, or the smallest noise that its budget allows.
 
     Args:
-        privacy: of the run.
-        settings: local training.
-        jobs: of a round.
-        count: of the client's training examples.
+        privacy: Privacy settings of the run.
+        settings: Settings of local training.
+        jobs: Jobs of a round.
+        count: Number of the client's training examples.
     """
     if privacy.noise is not None:
         return privacy.noise
-    assert privacy.epsilon is not None  # the config has one of the two
+    assert privacy.epsilon is not None  # the config has noise or epsilon
     steps = privacy.rounds * sum(private_steps(settings, job, count) for job in jobs)
     if not steps:
         return 0.0
@@ -52,17 +52,17 @@ def noise_for(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job],
 
 
 def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> tuple[Mechanism, int]:
-    """What a round's jobs release of a client with so many examples: the kind, and how often."""
+    """Return what a round's jobs release about a client with ``count`` examples: the mechanism and how often."""
     rate = expected_batch(settings, count) / max(1, count)
     steps = sum(private_steps(settings, job, count) for job in jobs)
     return Mechanism(rate, noise_for(privacy, settings, jobs, count)), steps
 
 
 def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignment) -> Iterator[np.ndarray]:
-    """The samples of a job, each example in each of them by itself; some may be empty.
+    """Yield the samples of a job, drawing each example independently; a sample may be empty.
 
     Raises:
-        FedspanError: if Opacus is not installed.
+        FedspanError: If Opacus is not installed.
     """
     require_opacus()
     from opacus.utils.uniform_sampler import UniformWithReplacementSampler

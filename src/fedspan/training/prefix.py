@@ -1,4 +1,4 @@
-"""Hidden states that leave a model's frozen prefix: computed once for an example, kept in memory or in a mapped file.
+"""Output hidden states of a model's frozen prefix: computed once an example, stored in memory or in a mapped file.
 
 Shapes: N examples, T tokens, D features of a hidden state.
 """
@@ -24,24 +24,24 @@ from fedspan.training.prefix_rows import KeptRows, PrefixStore, prefix_key
 __all__ = ["PrefixCache"]
 
 _SAMPLE = 4
-"""Examples on which a cache is tried."""
+"""Number of examples on which a cache is verified."""
 
 
 class PrefixCache:
     """The hidden states of a data set's examples.
 
     Args:
-        prefix: what is skipped.
-        adapted: the model that it is of.
-        task: makes the batches.
-        examples: the data set.
-        budget: bytes of memory.
-        file: holds the hidden states, mapped into memory, where they exceed the budget. It is made anew and has no name
-            from then on, so that it ends with the process.
-        store: has them of the run before, if they are the same; None: they end with this cache.
+        prefix: The frozen prefix that passes skip.
+        adapted: The model of the prefix.
+        task: The learning problem, which builds the batches.
+        examples: The data set.
+        budget: Memory in bytes.
+        file: The memory-mapped file for hidden states that exceed the budget. It is created anew and unlinked at once,
+            so that it ends with the process.
+        store: Store with equal hidden states of the previous run; None: they end with this cache.
 
     Raises:
-        NoPrefix: if there is neither memory nor a file for them, or if the number of an example's hidden states is
+        NoPrefix: If there is neither memory nor a file for them, or if the number of an example's hidden states is
             neither its length nor the same for all.
     """
 
@@ -63,12 +63,12 @@ class PrefixCache:
         ends = [int(lengths.argmin()), int(lengths.argmax())]
         found = [self._computed([index]) for index in ends]
         self.tokens = _tokens(lengths, ends, [hidden.shape[1] for hidden in found])
-        """Hidden states of each example, int64, (N,)."""
+        """Number of hidden states of each example, int64, (N,)."""
         self._tokens = torch.from_numpy(self.tokens)
-        self._starts = 1 + self._tokens.cumsum(0) - self._tokens  # the first row is zero: what padding points at
+        self._starts = 1 + self._tokens.cumsum(0) - self._tokens  # the first row is zero: padding points at it
         shape, dtype = (1 + int(self.tokens.sum()), found[0].shape[2]), found[0].dtype
         self.nbytes = shape[0] * shape[1] * dtype.itemsize
-        """Of all hidden states together."""
+        """Bytes of all hidden states together."""
 
         def made() -> KeptRows:
             return KeptRows.make(shape, dtype, len(lengths), budget, file)
@@ -76,10 +76,10 @@ class PrefixCache:
         self._kept = made() if store is None else store.rows(prefix_key(adapted, prefix, task, examples), made)
         self._rows = self._kept.values
         self.mapped = self._kept.mapped
-        """Whether they are in a file."""
+        """Whether the hidden states are in a file."""
         self.known = np.zeros(len(lengths), bool)
-        """Whether each example's hidden states have been asked for and are there, (N,)."""
-        self._taken = np.zeros(len(lengths), bool)  # by a thread that is at them
+        """Whether each example's hidden states were requested and are computed, (N,)."""
+        self._taken = np.zeros(len(lengths), bool)  # a thread is computing them
         self._turn = Condition()
 
     @classmethod
@@ -94,18 +94,18 @@ class PrefixCache:
         file: Path | None = None,
         store: PrefixStore | None = None,
     ) -> tuple[PrefixCache | None, str]:
-        """A cache that gave the logits of a few real examples, or None with the reason why there is none.
+        """Make a cache that is verified on the logits of a few examples, or return None and the reason why not.
 
         The model has its bare base afterwards (``AdaptedModel.install`` of nothing).
 
         Args:
-            adapted: the model.
-            task: the learning problem.
-            examples: the data set.
-            live: modules that change; None: all target layers and extras.
-            budget: bytes of memory.
-            file: for what exceeds them.
-            store: has hidden states of the run before.
+            adapted: The model.
+            task: The learning problem.
+            examples: The data set.
+            live: Modules that change; None: all target layers and extras.
+            budget: Memory in bytes.
+            file: The file for hidden states that exceed the budget.
+            store: Store with the hidden states of the previous run.
         """
         try:
             if getattr(task, "packing", False):
@@ -119,20 +119,20 @@ class PrefixCache:
         return made, ""
 
     def replica(self, adapted: AdaptedModel) -> PrefixCache:
-        """The same hidden states for a replica of the model, in another thread."""
+        """Return a cache with the same hidden states for a replica of the model, in another thread."""
         made = copy.copy(self)
         made.prefix, made.adapted = self.prefix.on(adapted), adapted
         return made
 
     def ensure(self, indices: np.ndarray, batch_size: int) -> None:
-        """Compute what is missing of some examples, in batches of similar length.
+        """Compute the missing hidden states of some examples, in batches of similar length.
 
-        The last bits of an example may depend on which others were missing with it: they are the same again if the
-        same sets (a client's part, a held-out set) are asked for.
+        The last bits of an example may depend on which other examples were missing: they are reproducible if the same
+        sets (a client's part, a held-out set) are requested.
 
         Args:
-            indices: (examples,).
-            batch_size: examples of a forward pass.
+            indices: The examples, (examples,).
+            batch_size: Number of examples in a forward pass.
         """
         asked = np.unique(indices)
         while True:
@@ -141,7 +141,7 @@ class PrefixCache:
                 if not len(missing):
                     return
                 own = missing[~self._taken[missing]]
-                if not len(own):  # other threads are at them
+                if not len(own):  # other threads are computing them
                     self._turn.wait()
                     continue
                 self._taken[own] = True
@@ -153,20 +153,20 @@ class PrefixCache:
                         self._write(batch, hidden)
                         self._kept.written(batch)
                     self.known[batch] = True
-            finally:  # what an error left undone, another thread or call may do
+            finally:  # another thread or call may compute what an error left undone
                 with self._turn:
                     self._taken[own] = False
                     self._turn.notify_all()
 
     def hidden(self, indices: Sequence[int], tokens: int | None = None) -> Tensor:
-        """Hidden states where the model lives, (examples, tokens, D), zero beyond each example's own.
+        """Return hidden states on the model's device, (examples, tokens, D), zero beyond each example's own.
 
         Args:
-            indices: of examples that were asked of ``ensure``.
-            tokens: of the batch; None: of its longest example.
+            indices: Examples that ``ensure`` has computed.
+            tokens: Number of tokens of the batch; None: that of its longest example.
 
         Raises:
-            ValueError: if some were never computed.
+            ValueError: If some were never computed.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         if not self.known[chosen].all():
@@ -174,14 +174,14 @@ class PrefixCache:
         where = self._where(chosen, int(self.tokens[chosen].max()) if tokens is None else tokens)
         made = self._rows.index_select(0, where.flatten()).view(*where.shape, -1)
         if self.adapted.device.type == "cuda":
-            made = made.pin_memory()  # or the copy would make the host wait
+            made = made.pin_memory()  # without pinned memory the copy would block the host
         return made.to(self.adapted.device, non_blocking=True)
 
     def verify(self) -> None:
-        """Try the cache on a few examples.
+        """Verify the cache on a few examples.
 
         Raises:
-            NoPrefix: if logits differ by more than rounding, or if hidden states in training differ from those in
+            NoPrefix: If logits differ by more than rounding, or if hidden states in training differ from those in
                 evaluation.
         """
         order = np.argsort(self.tokens, kind="stable")
@@ -203,7 +203,7 @@ class PrefixCache:
                 raise NoPrefix(f"hidden states differ by {apart:.1e} between training and evaluation")
 
     def _logits(self, batch: object, sample: np.ndarray) -> Tensor:
-        """The model's logits in a forward pass; of those by token, the examples' own."""
+        """Return the model's logits in a forward pass; logits by token without those of padding."""
         kept: list[Tensor] = []
         model = self.adapted.model
         handle = model.register_forward_hook(lambda _, __, output: kept.append(output.logits))
@@ -217,10 +217,10 @@ class PrefixCache:
         return logits[(torch.arange(logits.shape[1]) < self._tokens[sample][:, None]).to(logits.device)]
 
     def _computed(self, indices: Sequence[int], *, training: bool = False) -> Tensor:
-        """What leaves the prefix, (examples, T, D)."""
+        """Compute the prefix's output, (examples, T, D)."""
         model, device = self.adapted.model, self.adapted.device
         cards = [device] if device.type == "cuda" else []
-        with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # for what only verify() finds out
+        with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # training mode is used by verify() only
             if training:
                 self.adapted.train_mode(frozenset())
             with self.prefix.recorded() as made:
@@ -231,7 +231,7 @@ class PrefixCache:
         return hidden
 
     def _where(self, indices: np.ndarray, tokens: int) -> Tensor:
-        """Rows of examples' hidden states, (examples, tokens); 0 beyond their own."""
+        """Return the rows of examples' hidden states, (examples, tokens); 0 beyond their own."""
         at = torch.arange(tokens)
         return torch.where(at < self._tokens[indices][:, None], self._starts[indices][:, None] + at, 0)
 
@@ -241,7 +241,7 @@ class PrefixCache:
 
 
 def _tokens(lengths: np.ndarray, ends: Sequence[int], found: Sequence[int]) -> np.ndarray:
-    """Hidden states of each example, from those of the shortest and the longest."""
+    """Derive the number of hidden states of each example from those of the shortest and the longest."""
     if list(found) == lengths[list(ends)].tolist():
         return lengths.astype(np.int64)
     if len(set(found)) == 1:
@@ -250,13 +250,13 @@ def _tokens(lengths: np.ndarray, ends: Sequence[int], found: Sequence[int]) -> n
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
-    """Relative distance."""
+    """Compute the relative distance."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Relative, of what padding alone may do in a number format.
+    """Return the relative tolerance for the effect of padding in a number format.
 
-    In float64 it is float32's rounding: many decoders compute softmax and norms in that, whatever their format.
+    In float64 it is float32's rounding: many decoders compute softmax and norms in float32, whatever their format.
     """
     return {64: 1e-6, 32: 1e-4}.get(torch.finfo(dtype).bits, 5e-2)

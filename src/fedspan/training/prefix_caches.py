@@ -1,6 +1,6 @@
 """The prefix caches of an engine: one for each data set that it trains on or evaluates.
 
-An engine is made for a run: in a series (``prefix_rows.shared_prefixes``) it takes over what the run before computed.
+An engine is made for one run: in a series (``prefix_rows.shared_prefixes``) it reuses what the previous run computed.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class PrefixCaches:
     """The caches of an engine, one for each data set that it is given; without settings, none.
 
     Args:
-        adapted: the model.
-        task: the learning problem.
-        settings: where hidden states are kept, or None.
+        adapted: The model.
+        task: The learning problem.
+        settings: Where hidden states are stored, or None.
     """
 
     def __init__(self, adapted: AdaptedModel, task: Task, settings: PrefixSettings | None) -> None:
         self.adapted, self.task, self.settings = adapted, task, settings
         self._lock = Lock()
-        self._made: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # holding examples keeps their ids
+        self._made: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # references to the examples keep their ids valid
         self._own: dict[int, PrefixCache] = {}
         self._store = store_in_use()
 
     def replica(self, adapted: AdaptedModel) -> PrefixCaches:
-        """The same caches for a replica of the model, in another thread."""
+        """Return the same caches for a replica of the model, in another thread."""
         made = copy.copy(self)
         made.adapted, made._own = adapted, {}
         return made
 
     def cache(self, examples: Examples) -> PrefixCache | None:
-        """The cache of a data set; None if there is none. At first sight of it the model is given its bare base."""
+        """Return the cache of a data set, or None. Its first use installs the model's bare base."""
         if self.settings is None:
             return None
         key = id(examples)
@@ -64,23 +64,23 @@ class PrefixCaches:
         return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=self._store)
 
     def why_not(self, examples: Examples) -> str | None:
-        """Why a data set has no cache; None if it has one."""
+        """Return the reason why a data set has no cache; None if it has one."""
         if self.cache(examples) is not None:
             return None
         return "it was not asked for" if self.settings is None else self._made[id(examples)][2]
 
     def ensure(self, examples: Examples, indices: np.ndarray) -> None:
-        """``PrefixCache.ensure`` where there is a cache."""
+        """Call ``PrefixCache.ensure`` if there is a cache."""
         cache = self.cache(examples)
         if cache is not None and self.settings is not None:
             cache.ensure(indices, self.settings.batch_size)
 
     def feed(self, examples: Examples, indices: Sequence[int]) -> AbstractContextManager[None]:
-        """Within this context forward passes of a batch of examples skip the prefix, if there is one.
+        """Let forward passes of a batch of examples skip the prefix within this context, if there is a prefix.
 
         Args:
-            examples: that ``ensure`` has seen; others do without.
-            indices: that it was asked for.
+            examples: A data set that ``ensure`` has seen; passes over any other run the prefix.
+            indices: Examples that ``ensure`` has computed.
         """
-        cache = self._own.get(id(examples))  # none is made here: in mid-job the model is not to be changed
+        cache = self._own.get(id(examples))  # no cache is made here: the model must not change during a job
         return nullcontext() if cache is None else cache.prefix.feed(cache.hidden(indices))

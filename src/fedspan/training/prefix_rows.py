@@ -1,7 +1,7 @@
-"""Where hidden states lie, and how they outlive a run: for the next of a series on the same prefix and examples.
+"""Storage of hidden states, and their reuse by the next run of a series on the same prefix and examples.
 
-What a forward pass gives may depend, in its last bits, on which examples it was of. So what is kept is kept by batch: a
-run takes what was computed in the very batches that it would compute, and has the bits that it would have alone.
+The result of a forward pass may depend, in its last bits, on the examples of its batch. So hidden states are stored by
+batch: a run reuses only batches that it would compute itself, and gets the same bits as a run on its own.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from fedspan.tasks.task import Examples, Task
 
 __all__ = ["KeptRows", "PrefixStore", "next_run", "prefix_key", "shared_prefixes", "store_in_use"]
 
-_CHUNK = 256  # examples of a batch that is only looked at
+_CHUNK = 256  # examples of a batch that is only read
 
 
 class KeptRows:
     """Hidden states of a data set's N examples, and the batches that they were computed in.
 
     Args:
-        values: hidden states, (rows, D); which rows are an example's is up to the cache.
-        examples: N.
-        mapped: whether they are in a file.
+        values: Hidden states, (rows, D); the cache decides which rows belong to an example.
+        examples: Number of examples, N.
+        mapped: Whether they are in a file.
     """
 
     def __init__(self, values: Tensor, examples: int, mapped: bool) -> None:
         self.values, self.mapped = values, mapped
-        self._of = np.full(examples, -1, np.int64)  # the number of the batch that each was computed in
+        self._of = np.full(examples, -1, np.int64)  # the number of the batch of each example
         self._numbers: dict[bytes, int] = {}
         self._next = count()  # threads may share it
 
@@ -47,21 +47,21 @@ class KeptRows:
     def make(
         cls, shape: tuple[int, int], dtype: torch.dtype, examples: int, budget: int, file: Path | None
     ) -> KeptRows:
-        """Rows that are not computed yet, the first of which is zero.
+        """Allocate rows that are not computed yet; the first row is zero.
 
         Args:
-            shape: of all hidden states, (rows, D).
-            dtype: theirs.
-            examples: N.
-            budget: bytes of memory.
-            file: holds them where they exceed the budget.
+            shape: Shape of all hidden states, (rows, D).
+            dtype: Data type of the hidden states.
+            examples: Number of examples, N.
+            budget: Memory in bytes.
+            file: The file for hidden states that exceed the budget.
 
         Raises:
-            NoPrefix: if there is neither memory nor a file for them.
+            NoPrefix: If there is neither memory nor a file for them.
         """
         size = shape[0] * shape[1] * dtype.itemsize
         if size <= budget:
-            values = torch.empty(shape, dtype=dtype)  # memory that is not written to is not taken
+            values = torch.empty(shape, dtype=dtype)  # memory that is never written is not allocated
         elif file is not None:
             values = _in_file(file, shape, dtype)
         else:
@@ -70,35 +70,35 @@ class KeptRows:
         return cls(values, examples, size > budget)
 
     def holds(self, batch: np.ndarray) -> bool:
-        """Whether the hidden states of these examples are there, computed in a batch of them in this order."""
+        """Return whether these examples' hidden states are stored and were computed in this batch, in this order."""
         return bool((self._of[batch] == self._numbers.get(batch.tobytes(), -2)).all())
 
     def dropped(self, batch: np.ndarray) -> None:
-        """Those of a batch are about to be written: should that break off, they are nobody's."""
+        """Mark a batch's hidden states as invalid before they are written, in case writing is interrupted."""
         self._of[batch] = -1
 
     def written(self, batch: np.ndarray) -> None:
-        """Those of a batch were written."""
+        """Mark a batch's hidden states as written."""
         number = self._numbers[batch.tobytes()] = next(self._next)
         self._of[batch] = number
 
 
 class PrefixStore:
-    """What the last run of a series computed; a run that computes something else lets go of it."""
+    """The hidden states of the last run of a series; a run that computes different ones releases them."""
 
     def __init__(self) -> None:
         self._last: dict[bytes, KeptRows] = {}
         self._own: dict[bytes, KeptRows] = {}
 
     def turn(self) -> None:
-        """A run begins."""
+        """Begin a new run."""
         self._last, self._own = self._own, {}
 
     def rows(self, key: bytes, make: Callable[[], KeptRows]) -> KeptRows:
-        """What the last run left under a key, or new rows."""
+        """Return the rows that the last run stored under a key, or new ones."""
         if key not in self._own:
             if key not in self._last:
-                self._last.clear()  # before memory is taken
+                self._last.clear()  # before memory is allocated
             self._own[key] = self._last.pop(key, None) or make()
         return self._own[key]
 
@@ -108,7 +108,7 @@ _STORE: ContextVar[PrefixStore | None] = ContextVar("fedspan_prefix_store", defa
 
 @contextmanager
 def shared_prefixes() -> Generator[None]:
-    """Within this context a run takes over hidden states from the one before (``next_run``); it may be nested."""
+    """Let each run within this context reuse hidden states of the previous one (``next_run``); it may be nested."""
     token = _STORE.set(_STORE.get() or PrefixStore())
     try:
         yield
@@ -117,7 +117,7 @@ def shared_prefixes() -> Generator[None]:
 
 
 def store_in_use() -> PrefixStore | None:
-    """The store of the context; None outside of one."""
+    """Return the store of the context; None outside of one."""
     return _STORE.get()
 
 
@@ -128,7 +128,7 @@ def next_run() -> None:
 
 
 def prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples: Examples) -> bytes:
-    """A digest of all that hidden states depend on: weights, examples, where the prefix ends, how it is computed."""
+    """Digest all that hidden states depend on: weights, examples, the prefix's end, and how it is computed."""
     found = hashlib.blake2b(digest_size=32)
 
     def add(*facts: object) -> None:
@@ -156,12 +156,12 @@ def _add_tensor(found: Any, value: Tensor) -> None:
 
 
 def _in_file(file: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A tensor in a new file, whose name is given up."""
+    """Create a tensor in a new file, and unlink the file."""
     count = shape[0] * shape[1]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as opened:
-            if hasattr(os, "posix_fallocate"):  # a full disk is better met now than by a signal in mid-write
+            if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as a signal during a write
                 os.posix_fallocate(opened.fileno(), 0, count * dtype.itemsize)
             else:
                 opened.truncate(count * dtype.itemsize)
@@ -169,5 +169,5 @@ def _in_file(file: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     except OSError as error:
         raise NoPrefix(f"{file} can't hold {count * dtype.itemsize} bytes of hidden states ({error})") from error
     finally:
-        with suppress(OSError):  # it was never made, or the system keeps the names of files in use
+        with suppress(OSError):  # it was never created, or the system does not unlink files in use
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Renewing projectors in mid-job: close the segment under the old one, choose the new one, carry the moments."""
+"""Projector refresh during a job: close the segment of the old projector, choose a new one, transfer the moments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Moments", "refresh_due", "refresh_projectors"]
 
 
 class Moments(Protocol):
-    """An optimizer, as far as projectors go."""
+    """The part of an optimizer's interface that projectors need."""
 
     def moment(self, kind: str, name: str) -> Tensor:
-        """A live moment; writing to it changes the optimizer."""
+        """Return a live moment; writing to it changes the optimizer."""
         ...
 
 
@@ -36,10 +36,10 @@ def refresh_projectors(
     examples: Examples,
     batch_indices: np.ndarray,
 ) -> None:
-    """At the steps that ``job.refresh`` names, replace every ``Projected`` layer's projector (in ``live``, in place).
+    """Replace every ``Projected`` layer's projector (in ``live``, in place) at the steps that ``job.refresh`` names.
 
     The finished segment ``acc, P`` moves to ``done_B, done_A``; ``acc`` restarts at 0, so the weight does not jump.
-    A layer that has no gradient keeps its projector where that would come from the gradient.
+    If projectors come from the gradient, a layer without a gradient keeps its projector.
     """
     refresh = job.refresh
     assert refresh is not None
@@ -63,7 +63,7 @@ def refresh_projectors(
 
 
 def refresh_due(refresh: Refresh, step: int) -> bool:
-    """Whether projectors are renewed before a step."""
+    """Return whether projectors are refreshed before a step."""
     return refresh.at_start if step == 0 else bool(refresh.period) and step % (refresh.period or 1) == 0
 
 
@@ -97,7 +97,10 @@ def _from_gradients(
     examples: Examples,
     batch_indices: np.ndarray,
 ) -> dict[str, Tensor]:
-    """Projectors from the minibatch gradient by each target layer's whole weight, which is not kept: one extra pass."""
+    """Compute projectors from the minibatch gradient of each target layer's full weight, in one extra pass.
+
+    The gradient itself is not stored.
+    """
     found: dict[str, Tensor] = {}
 
     def take(layer: str, gradient: LowRank) -> None:

@@ -1,4 +1,4 @@
-"""What an engine needs to know of local training, as plain values (the config builds them)."""
+"""Settings of local training for an engine, as plain values (built by the config)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["PrefixSettings", "Privacy", "TrainingSettings"]
 
 @dataclass(frozen=True)
 class Privacy:
-    """Differential privacy of what is released.
+    """Differential privacy of the released updates.
 
     Args:
         mechanism: ``central``: the server clips clients' changes and adds noise to their sum. ``local``: every client
             clips its change and adds noise to it. ``dp-sgd``: every client clips each example's gradient and adds
             noise to their sum.
-        clip: bound on the L2 norm of a change, or of an example's gradient.
-        noise: standard deviation over ``clip``; None: as little as ``epsilon`` allows for ``rounds``.
-        epsilon: the budget; None: no end to it.
-        delta: of the guarantee.
-        accounting: the accountant.
-        rounds: of the run.
-        key: of the noise, 32 bytes.
-        secret: whether the key is one; then noise also depends on what it is added to, so that it never serves twice.
+        clip: Bound on the L2 norm of a change, or of an example's gradient.
+        noise: Standard deviation over ``clip``; None: the smallest that ``epsilon`` allows for ``rounds``.
+        epsilon: The privacy budget; None: unlimited.
+        delta: Delta of the guarantee.
+        accounting: The accountant.
+        rounds: Number of rounds of the run.
+        key: Key of the noise, 32 bytes.
+        secret: Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused.
     """
 
     mechanism: Literal["central", "local", "dp-sgd"]
@@ -45,24 +45,24 @@ class Privacy:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Local training.
+    """Settings of local training.
 
     Args:
-        optimizer: algorithm; its ``lr`` is the peak of the schedule.
-        schedule: how the learning rate moves across rounds (constant within one).
-        warmup_rounds: linear warm-up before the schedule starts.
-        min_lr: what a schedule falls to.
-        cycle_rounds: after so many rounds a schedule starts anew (SGDR, arXiv:1608.03983); None: it falls once.
-        batch_size: examples of one forward and backward pass.
-        accumulate: passes of one optimizer step.
-        epochs: local epochs a round, unless ``steps`` is given.
-        steps: local optimizer steps a round.
-        max_grad_norm: clipping of the client's whole gradient (0: none).
-        keep_optimizer: a client's moments survive between its rounds, unless its tensors were re-initialised.
-        dropout: on the adapters' input (PEFT's ``lora_dropout``).
-        group_by_length: batches of similar length, drawn from windows of a few shuffled batches.
-        privacy: of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size * accumulate`` examples on
-            average, and ``max_grad_norm`` does nothing.
+        optimizer: Algorithm and hyperparameters; ``lr`` is the peak of the schedule.
+        schedule: Schedule of the learning rate across rounds (constant within one).
+        warmup_rounds: Rounds of linear warm-up before the schedule starts.
+        min_lr: Lowest learning rate of a schedule.
+        cycle_rounds: Rounds after which a schedule restarts (SGDR, arXiv:1608.03983); None: it falls once.
+        batch_size: Number of examples in one forward and backward pass.
+        accumulate: Number of passes in one optimizer step.
+        epochs: Local epochs a round, unless ``steps`` is given.
+        steps: Local optimizer steps a round.
+        max_grad_norm: Clipping norm of the client's whole gradient (0: none).
+        keep_optimizer: Whether a client's moments persist between its rounds, unless its tensors were re-initialized.
+        dropout: Dropout rate on the adapters' input (PEFT's ``lora_dropout``).
+        group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
+        privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size *
+            accumulate`` examples on average, and ``max_grad_norm`` has no effect.
     """
 
     optimizer: OptimizerSpec
@@ -81,7 +81,7 @@ class TrainingSettings:
     privacy: Privacy | None = None
 
     def lr(self, round: int, rounds: int) -> float:
-        """The learning rate of a round (counted from 0) of ``rounds``."""
+        """Compute the learning rate of a round (counted from 0) of ``rounds``."""
         peak = self.optimizer.lr
         if round < self.warmup_rounds:
             return peak * (round + 1) / (self.warmup_rounds + 1)
@@ -98,12 +98,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """Where the hidden states that leave a model's frozen prefix are kept.
+    """Storage of the hidden states that leave a model's frozen prefix.
 
     Args:
-        budget: bytes of memory, for all data sets together.
-        folder: for files with the hidden states of data sets that exceed it; None: those do without.
-        batch_size: examples of the forward passes that compute them.
+        budget: Memory in bytes, for all data sets together.
+        folder: Folder for the hidden states of data sets that exceed the budget; None: those are not cached.
+        batch_size: Number of examples in the forward passes that compute them.
     """
 
     budget: int = 2 << 30

@@ -1,4 +1,4 @@
-"""The local optimizers over clients in the rows of a matrix; ``training/optimizers.py`` is what they equal.
+"""Local optimizers over clients in the rows of a matrix; equal to those in ``training/optimizers.py``.
 
 Shapes: C clients, N trainable tensors, P elements of all of them together.
 """
@@ -20,7 +20,7 @@ __all__ = ["Layout", "Segment", "clip_rows", "fused_step", "step_rows"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns that share optimizer settings: from ``start`` to ``stop``."""
+    """A range of columns, from ``start`` to ``stop``, that share optimizer settings."""
 
     start: int
     stop: int
@@ -30,13 +30,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each trainable tensor stands in a client's row.
+    """The position of each trainable tensor in a client's row.
 
     Args:
-        names: of the tensors, in their order.
-        shapes: of each.
-        segments: learning rates and decays; together all columns.
-        dtype: of all of them.
+        names: Names of the tensors, in their order.
+        shapes: Shape of each tensor.
+        segments: Learning rates and weight decays; together they cover all columns.
+        dtype: Data type of all tensors.
     """
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Layout:
 
     @classmethod
     def of(cls, job: Job, spec: OptimizerSpec) -> Layout | None:
-        """That of a job; None where its trainable tensors differ in number format, or where there are none."""
+        """Build a job's layout; None if its trainable tensors differ in number format, or if there are none."""
         names = job.trainable_names
         dtypes = {job.tensors[name].dtype for name in names}
         if len(dtypes) != 1:
@@ -67,11 +67,11 @@ class Layout:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each tensor."""
+        """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
     def row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
-        """A client's tensors as a row (P,), a copy; where one is missing, so many times ``missing``."""
+        """Copy a client's tensors into a row (P,); a missing tensor is filled with ``missing``."""
         parts = [
             tensors[name].detach().to(device, self.dtype).reshape(-1)
             if name in tensors
@@ -81,7 +81,7 @@ class Layout:
         return torch.cat(parts)
 
     def views(self, rows: Tensor) -> dict[str, Tensor]:
-        """The tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
+        """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
         parts = rows.split(self.sizes, -1)
         return {
             name: part.view(*rows.shape[:-1], *shape)
@@ -89,7 +89,7 @@ class Layout:
         }
 
     def joined(self, gradients: Sequence[Tensor | None], clients: int, like: Tensor) -> Tensor:
-        """Gradients by tensor, (C, ...) each, as rows (C, P); None is zero."""
+        """Join gradients by tensor, (C, ...) each, into rows (C, P); None is zero."""
         parts = [
             like.new_zeros(clients, size) if gradient is None else gradient.reshape(clients, size)
             for gradient, size in zip(gradients, self.sizes, strict=True)
@@ -98,7 +98,7 @@ class Layout:
 
 
 def clip_rows(gradients: Tensor, max_norm: float) -> Tensor:
-    """Each client's whole gradient (C, P) scaled so that its norm is at most ``max_norm``, as ``clip_grad_norm_``."""
+    """Scale each client's gradient (C, P) so that its norm is at most ``max_norm``, like ``clip_grad_norm_``."""
     norms = gradients.norm(dim=1, keepdim=True)
     return gradients * torch.clamp(max_norm / (norms + 1e-6), max=1.0)
 
@@ -113,17 +113,17 @@ def step_rows(
     before: np.ndarray,
     masks: Tensor | None = None,
 ) -> None:
-    """One update of every client's tensors, in place.
+    """Update every client's tensors once, in place.
 
     Args:
-        spec: algorithm; its learning rate and decay stand in the layout's segments.
-        layout: of the rows.
-        values: (C, P), moved in place.
-        gradients: (C, P); kept as they are.
-        moments: by kind, (C, P) each, moved in place.
-        steps: taken by each tensor, this one included, int64 (C, N).
-        before: steps that the first moment knows nothing of, int64 (C, N).
-        masks: (C, P) of 0 and 1; masked entries neither move nor gather moments.
+        spec: Algorithm; the layout's segments hold its learning rate and weight decay.
+        layout: Layout of the rows.
+        values: Trainable values (C, P), updated in place.
+        gradients: Gradients (C, P); not changed.
+        moments: Moments by kind, (C, P) each, updated in place.
+        steps: Steps taken by each tensor, this one included, int64 (C, N).
+        before: Steps taken before the first moment began, int64 (C, N).
+        masks: Masks (C, P) of 0 and 1; masked entries neither move nor accumulate moments.
     """
     old = None if masks is None else values.clone()
     for segment in layout.segments:
@@ -164,15 +164,15 @@ def fused_step(
     moments: Mapping[str, Sequence[Tensor]],
     steps: Sequence[int],
 ) -> None:
-    """``step_rows`` by PyTorch's fused AdamW, with both bias corrections: one way through memory, and no copies.
+    """Run ``step_rows`` by PyTorch's fused AdamW, with both bias corrections: one pass over memory, no copies.
 
     Args:
-        spec: algorithm.
-        layout: of the rows.
-        values: (P,) of each client, moved in place.
-        gradients: (C, P); kept as they are.
-        moments: by kind, (P,) of each client, moved in place.
-        steps: taken by each client, this one included; by all of its tensors, and known to both moments.
+        spec: Algorithm.
+        layout: Layout of the rows.
+        values: Trainable values (P,) of each client, updated in place.
+        gradients: Gradients (C, P); not changed.
+        moments: Moments by kind, (P,) of each client, updated in place.
+        steps: Steps taken by each client, this one included; the same for all of its tensors and both moments.
     """
     for segment in layout.segments:
         columns = slice(segment.start, segment.stop)
@@ -182,7 +182,7 @@ def fused_step(
             [moment[columns] for moment in moments["exp_avg"]],
             [moment[columns] for moment in moments["exp_avg_sq"]],
             [],
-            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # it counts for itself
+            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # the fused step increments it
             fused=True,
             amsgrad=False,
             beta1=spec.betas[0],
@@ -195,7 +195,7 @@ def fused_step(
 
 
 def _columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:
-    """Factors by client and tensor (C, N) as (C, 1) where all tensors of a client share theirs, else by column."""
+    """Expand factors (C, N): to (C, 1) if all tensors of each client share one factor, else to one a column."""
     made = torch.from_numpy(factors).to(like.device, like.dtype)
     if (factors == factors[:, :1]).all():
         return made[:, :1]

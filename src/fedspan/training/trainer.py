@@ -1,4 +1,4 @@
-"""What every way of training a job shares: the model, hidden-state caches, optimizers, dropout and predictions."""
+"""The basis of every way of training a job: the model, hidden-state caches, optimizers, dropout and predictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Trainer", "dropout_mask"]
 
 
 class Trainer:
-    """A model with everything that training a job on it takes, whatever engine trains.
+    """A model with everything that an engine needs to train a job on it.
 
     Args:
         adapted: The model.
@@ -64,7 +64,7 @@ class Trainer:
         self.prefixes.ensure(examples, indices)
 
     def make_optimizer(self, work: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
-        """The optimizer of a job whose tensors are installed."""
+        """Make the optimizer of a job whose tensors are installed."""
         job = work.job
         return LocalOptimizer(
             spec_of(work, self.settings), job.trainable, live, join_states(work.kept, job.optimizer_state), job.masks
@@ -72,7 +72,7 @@ class Trainer:
 
     @torch.no_grad()
     def decay_frozen(self, work: Assignment, live: Mapping[str, Tensor]) -> float:
-        """Decoupled decay of what does not train, where the job asks for it: the frozen base and finished segments."""
+        """Apply the job's decoupled weight decay to what does not train: the frozen base and finished segments."""
         job, spec = work.job, spec_of(work, self.settings)
         if not job.decay_base or job.steps == 0:
             return 1.0
@@ -104,7 +104,7 @@ class Trainer:
         gradients: dict[str, Tensor],
         clipping: bool = True,
     ) -> None:
-        """An optimizer step: penalties, masks, clipping and offsets, then the update."""
+        """Take an optimizer step: penalties, masks, clipping and offsets, then the update."""
         names = optimizer.names
         if job.penalties:
             penalty = torch.stack([penalty.value(live) for penalty in job.penalties]).sum()
@@ -123,7 +123,7 @@ class Trainer:
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
     ) -> Tensor:
-        """The model's predictions for some examples, one row each, in the order of ``indices``, float32 on the CPU."""
+        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
         rows = self.rows(job, examples, evaluation_batches(indices, examples.lengths, batch_size), thorough=thorough)
         return torch.stack([rows[index] for index in indices.tolist()])
 
@@ -131,9 +131,9 @@ class Trainer:
     def rows(
         self, job: Job, examples: Examples, batches: Sequence[np.ndarray], *, thorough: bool = False
     ) -> dict[int, Tensor]:
-        """Predictions by example for some batches, float32 on the CPU."""
+        """Predict some batches and return the rows by example, float32 on the CPU."""
         adapted = self.adapted
-        if batches and not thorough:  # what is generated has other lengths
+        if batches and not thorough:  # generated answers have other lengths
             self.prefixes.ensure(examples, np.concatenate(batches))
         adapted.model.eval()
         adapted.install(job.parametrization, job.tensors, frozenset())
@@ -147,10 +147,10 @@ class Trainer:
 
 
 def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
-    """What of a layer's input is kept, true or false.
+    """Draw the dropout mask of a layer's input; true: the entry is kept.
 
-    Keyed by everything that names the draw (seed, round, client, phase, micro-batch, layer) and made on the CPU: any
-    engine draws the same mask.
+    The key identifies the draw (seed, round, client, phase, micro-batch, layer), and the mask is drawn on the CPU, so
+    every engine draws the same mask.
     """
     seed, *rest = key
     rng = generator(int(seed), "dropout", *rest)

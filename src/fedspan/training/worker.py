@@ -30,15 +30,16 @@ Opened = Callable[[str], Assignment]
 Finished = Callable[[Assignment, Trained], Assignment | None]
 
 _WINDOW = 4
-"""Open clients for each that trains at once: to choose batches of like lengths from, without holding a whole cohort."""
+"""Open client slots per client in a pass: enough to find batches of similar length without opening a whole cohort."""
 
 
 class Worker:
     """Trains clients on one model.
 
     Args:
-        loop: trains what can't be stacked, and says how all is trained; nobody else may use its model meanwhile.
-        compiled: compile the model's blocks for what is stacked.
+        loop: The loop engine with the model and its settings, which trains jobs that can't be stacked; no other object
+            may use its model at the same time.
+        compiled: Compile the model's blocks for stacked passes.
     """
 
     def __init__(self, loop: LoopEngine, compiled: bool = False) -> None:
@@ -50,16 +51,16 @@ class Worker:
         self.why_not = self.stacked.refusal()
         if loop.private is not None:
             self.why_not = "DP-SGD clips the gradient of each example, which takes the place of clients in a pass"
-        """Why all clients train one by one here, if they must."""
+        """The reason why all clients train one by one here, if they must."""
         self.why_alone: str | None = None
-        """Why some job trained alone."""
+        """The reason why some job trained alone."""
         self._mode: frozenset[str] | None = None
         self._known: dict[str, Tensor] = {}
         self._kinds: dict[tuple[object, ...], int] = {}
         self._verified: set[int] = set()
 
     def run(self, examples: Examples, clients: Sequence[str], at_once: int, opened: Opened, finished: Finished) -> None:
-        """Train clients, ``at_once`` of them in a pass where that can be."""
+        """Train clients, up to ``at_once`` of them in a pass."""
         waiting, seats = list(reversed(clients)), list[ClientSlot]()
         self._known.clear()
         self._mode = None
@@ -104,14 +105,14 @@ class Worker:
         at_once: int = 1,
         seats: list[ClientSlot] | None = None,
     ) -> None:
-        """Train a job as the loop engine does; the client's next one may be stacked again."""
+        """Train a job as the loop engine does; the client's next job may be stacked again."""
         self._mode = None
         following = finished(work, self.loop.take(work, examples))
         if following is not None:
             self._admit(following, examples, at_once, [] if seats is None else seats, finished)
 
     def seat(self, work: Assignment, examples: Examples) -> ClientSlot | None:
-        """A place for a job among others; None where it must train alone."""
+        """Open a client slot for a job; None if the job must train alone."""
         spec = spec_of(work, self.settings)
         layout = Layout.of(work.job, spec)
         reasons = {
@@ -131,16 +132,16 @@ class Worker:
                 continue
             known = self._known.setdefault(name, value)
             if known is not value and known.dtype == value.dtype and torch.equal(known, value):
-                seat.others[name] = known  # held once, however many clients have it
+                seat.others[name] = known  # stored once, however many clients share it
         self._sort(seat)
         return seat
 
     def _sort(self, seat: ClientSlot) -> None:
-        """Give a client its kind: those of one kind can share a pass."""
+        """Set a client's kind: clients of one kind can share a pass."""
         seat.kind = self._kinds.setdefault(seat.key(), len(self._kinds))
 
     def _renew(self, seat: ClientSlot, examples: Examples) -> None:
-        """Renew a client's projectors where its next batch is one before which that is due."""
+        """Refresh a client's projectors if that is due before its next batch."""
         job = seat.work.job
         first = seat.taken % self.settings.accumulate == 0
         if job.refresh is None or not first or not refresh_due(job.refresh, seat.steps):
@@ -153,7 +154,7 @@ class Worker:
         self._sort(seat)
 
     def advance(self, group: Sequence[ClientSlot], examples: Examples) -> None:
-        """One batch of each of several clients of one kind, and the optimizer steps that it completes."""
+        """Train one batch of each of several clients of one kind, and take the optimizer steps that it completes."""
         losses, gradients = self._gradients(group, examples)
         gathering = group[0].probing or self.settings.accumulate > 1
         ready: list[ClientSlot] = []
@@ -169,7 +170,7 @@ class Worker:
             self._step(ready, gradients)
 
     def _gradients(self, group: Sequence[ClientSlot], examples: Examples) -> tuple[Tensor, Tensor]:
-        """Losses (C,) and gradients (C, P) of the clients' next batches."""
+        """Compute losses (C,) and gradients (C, P) of the clients' next batches."""
         job, layout, device = group[0].work.job, group[0].layout, self.adapted.device
         clients, size = len(group), max(len(seat.batch) for seat in group)
         rows: list[int] = []
@@ -177,7 +178,7 @@ class Worker:
         for number, seat in enumerate(group):
             own = seat.batch.tolist()
             members[number, number * size : number * size + len(own)] = 1
-            rows += own + own[:1] * (size - len(own))  # nobody's: all clients have as many rows
+            rows += own + own[:1] * (size - len(own))  # filler: all clients need equally many rows
         if self._mode != job.buffers:
             self.adapted.train_mode(job.buffers)
             self._mode = job.buffers
@@ -239,7 +240,7 @@ class Worker:
                 seat.moments[kind].copy_(moment[number])
 
     def _penalty(self, seat: ClientSlot) -> Tensor:
-        """The gradient of a client's penalties, (P,)."""
+        """Compute the gradient of a client's penalties, (P,)."""
         if not seat.work.job.penalties:
             return torch.zeros_like(seat.values)
         with torch.enable_grad():
@@ -260,7 +261,7 @@ class Worker:
             kept = torch.ones(x.shape, dtype=torch.bool)
             for number, seat in enumerate(group):
                 work, count = seat.work, len(seat.batch)
-                # The mask that the client would draw alone: its batch is padded no further than its own longest text.
+                # Draw the mask of a client that trains alone: its batch is padded to its own longest text only.
                 middle = [seat.cost] if x.ndim > 2 and x.shape[1] == tokens else list(x.shape[1:2])
                 shape = [count, *middle, *x.shape[2:]]
                 key = (self.seed, work.round, work.client, work.job.phase, seat.taken, layer)
@@ -272,10 +273,10 @@ class Worker:
 
     @torch.no_grad()
     def _verify(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int, counted: np.ndarray) -> None:
-        """Before clients first share a pass: that each gets what it would get alone, to rounding.
+        """Check, before clients first share a pass, that each gets the same result as alone, up to rounding.
 
         Raises:
-            Unstackable: if not: the model does something across the examples of a batch, or with a target layer.
+            Unstackable: If results differ: the model mixes the examples of a batch, or uses a target layer unusually.
         """
         if len(group) == 1 or group[0].kind in self._verified:
             return

@@ -57,18 +57,20 @@ class WithExtras(Wrapper):
             return message
         return replace(message, tensors={**message.tensors, **extras})
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         inner, extras = split_extras(message.tensors)
         own, kept = split_extras(memory)
-        job = self.inner.start(replace(message, tensors=inner), client, own)
+        job = self.inner.start(replace(message, tensors=inner), client, own, round)
         # Where extras are kept on the client, its own values win over the server's initial ones.
         return self._with(job, extras if self.policy == "average" else {**extras, **kept})
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         inner_tensors, extras = split_extras(trained.tensors)
         own, _ = split_extras(memory)
         inner_job = replace(job, tensors=split_extras(job.tensors)[0], trainable=_without_extras(job.trainable))
-        result, own = self.inner.finish(inner_job, replace(trained, tensors=inner_tensors), client, own)
+        result, own = self.inner.finish(inner_job, replace(trained, tensors=inner_tensors), client, own, round)
         kept = {} if self.policy == "average" else extras
         if isinstance(result, Job):
             return self._with(result, extras), {**own, **split_extras(memory)[1]}

@@ -25,7 +25,6 @@ from fedspan.core.quantise import pack, packed_size, quantise, unpack
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
-from fedspan.wrappers.carry import into_job, into_next_phase, round_of, with_round
 from fedspan.wrappers.wrapper import RegisteredWrapper, common_start, with_prefix, without_prefix
 
 __all__ = ["FedPAQ"]
@@ -61,19 +60,18 @@ class FedPAQ(RegisteredWrapper):
             return "sends changes of tensors that all clients start from alike, and here something else travels"
         return None
 
-    def sync(self, state: ServerState, client: Client | None) -> Message:
-        return with_round(self.inner.sync(state, client), state.round)
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return self.inner.start(message, client, without_prefix(START, memory)[1], round)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        return into_job(self.inner.start(message, client, without_prefix(START, memory)[1]), message)
-
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         # In a later phase job.tensors are the phase's start: the round's waits in the memory between the phases.
         stashed, own = without_prefix(START, memory)
-        start, round = stashed or job.tensors, round_of(job)
-        result, own = self.inner.finish(job, trained, client, own)
+        start = stashed or job.tensors
+        result, own = self.inner.finish(job, trained, client, own, round)
         if isinstance(result, Job):
-            return into_next_phase(result, round), {**own, **with_prefix(START, start)}
+            return result, {**own, **with_prefix(START, start)}
         tensors: dict[str, Tensor] = {}
         for name, value in result.tensors.items():
             if name not in start or start[name].shape != value.shape:

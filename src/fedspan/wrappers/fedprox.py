@@ -45,14 +45,16 @@ class FedProx(RegisteredWrapper):
             return "holds clients near the model that they share, and this method's share none"
         return None
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        return self._pulled(self.inner.start(message, client, memory), {})
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return self._pulled(self.inner.start(message, client, memory, round), {})
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         *inner, own = job.penalties  # ours stands last, and holds the round's start of what has trained so far
         assert isinstance(own, Proximal)
         unchanged: tuple[Penalty, ...] = tuple(inner)
-        result, memory = self.inner.finish(replace(job, penalties=unchanged), trained, client, memory)
+        result, memory = self.inner.finish(replace(job, penalties=unchanged), trained, client, memory, round)
         if isinstance(result, Job):
             return self._pulled(result, own.reference), memory
         return result, memory

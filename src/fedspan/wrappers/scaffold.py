@@ -103,10 +103,10 @@ class Scaffold(RegisteredWrapper):
         missed = {name: value for name, value in variates.items() if changed[name] > held}
         return replace(message, tensors={**message.tensors, **with_prefix(PREFIX, missed)})
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         sent, others = without_prefix(PREFIX, message.tensors)
         kept, theirs = without_prefix(PREFIX, memory)
-        job = self.inner.start(replace(message, tensors=others), client, theirs)
+        job = self.inner.start(replace(message, tensors=others), client, theirs, round)
         if job.gradient_offset:
             raise FedspanError("method.wrappers", "scaffold", "this method has a correction of the gradient of its own")
         own = _valid(kept, OWN, job.generation)
@@ -115,13 +115,15 @@ class Scaffold(RegisteredWrapper):
             offsets[name] = variate - own[name] if name in own else variate
         return self._next(job, offsets, {})
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
         kept, theirs = without_prefix(PREFIX, memory)
         offsets, kept = job.gradient_offset, dict(kept)
         if job.phase == PROBE:
             kept = {**with_prefix(DRIFT, trained.gradient), **kept}  # of what trained in an earlier phase, that one's
             return self._next(_real(job), offsets, kept), {**theirs, **with_prefix(PREFIX, kept)}
-        result, theirs = self.inner.finish(replace(job, gradient_offset={}), trained, client, theirs)
+        result, theirs = self.inner.finish(replace(job, gradient_offset={}), trained, client, theirs, round)
         if self.variate != "option-I":
             self._follow(kept, job, trained)
         if isinstance(result, Job):

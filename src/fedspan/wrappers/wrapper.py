@@ -53,11 +53,13 @@ class Wrapper(Method):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         return self.inner.sync(state, client)
 
-    def start(self, message: Message, client: Client | None, memory: Memory) -> Job:
-        return self.inner.start(message, client, memory)
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        return self.inner.start(message, client, memory, round)
 
-    def finish(self, job: Job, trained: Trained, client: Client, memory: Memory) -> tuple[Job | Message, Memory]:
-        return self.inner.finish(job, trained, client, memory)
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        return self.inner.finish(job, trained, client, memory, round)
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         return self.inner.contribute(message, client)
@@ -98,7 +100,7 @@ class RegisteredWrapper(Wrapper):
 
 def common_start(method: Method, state: ServerState) -> Tensors:
     """What the clients of a round start from, as far as it is the same for all: that of the global model."""
-    return method.start(method.sync(state, None), None, {}).tensors
+    return method.start(method.sync(state, None), None, {}, state.round).tensors
 
 
 def with_prefix(prefix: str, tensors: Tensors) -> Tensors:

@@ -67,7 +67,9 @@ class PlaintextAggregation:
         key = (client.rank, client.scaling)
         if key not in self._expected:
             fresh = replace(client, held=None)
-            self._expected[key] = untrained_reply(context.method, context.method.sync(context.state, fresh), fresh)
+            self._expected[key] = untrained_reply(
+                context.method, context.method.sync(context.state, fresh), fresh, context.state.round
+            )
         budget = context.method.declared().budgets
         reply = validate_reply(answer, client, context.state.round, attempt, self._expected[key], budget)
         self._held[client.id] = reply
@@ -111,4 +113,4 @@ class PlaintextAggregation:
     def _origin(self) -> Tensors:
         context = self.context
         fresh = replace(context.members[next(iter(context.members))].client, held=None)
-        return origin_of(context.method, context.method.sync(context.state, fresh), fresh)
+        return origin_of(context.method, context.method.sync(context.state, fresh), fresh, context.state.round)

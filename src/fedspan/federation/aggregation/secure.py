@@ -157,11 +157,11 @@ class SecureAggregation:
         method, fresh = self.context.method, self.context.fresh
         sent = method.sync(self.context.state, fresh)
         try:
-            contributed = origin_of(method, sent, fresh)
+            contributed = origin_of(method, sent, fresh, self.context.state.round)
         except ValueError as error:
             expected = f"replies that sum whole; {error} (counts of norms are such: model.extras local or frozen)"
             raise FedspanError("federation.secure", "tensors that do not sum", expected) from error
-        return initial_values(contributed, method.start(sent, fresh, {}).tensors)
+        return initial_values(contributed, method.start(sent, fresh, {}, self.context.state.round).tensors)
 
     @property
     def _clip(self) -> float:
