@@ -1,4 +1,4 @@
-"""The command line, ``fedspan``. Commands import torch and Transformers when they run, so that help comes at once."""
+"""The command line, ``fedspan``. Commands import torch and Transformers only when they run, so that help is fast."""
 
 from fedspan.cli.app import app
 

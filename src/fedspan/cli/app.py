@@ -1,4 +1,4 @@
-"""The commands with their help, and what an error or Ctrl-C looks like."""
+"""The commands with their help, and the display of errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["app"]
 
 
 class _Group(TyperGroup):
-    """Says a user's mistake on one line, and where to read more on another."""
+    """Prints a user's mistake on one line, and the page that explains it on another."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -46,7 +46,7 @@ class _Group(TyperGroup):
 
 
 def _examples(*lines: str) -> str:
-    """An epilog: a blank line between two keeps them apart."""
+    """Build an epilog of examples, separated by blank lines."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{line}[/cyan]" for line in lines)])
 
 

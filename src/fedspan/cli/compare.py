@@ -163,7 +163,7 @@ def _sweep(
 
 
 def _folder(config: Path | None, out: Path | None, resume: Path | None, given: Mapping[str, object]) -> Path:
-    """Where the series is kept; what cannot stand beside each other is refused."""
+    """Return the folder of the series; refuse options that exclude each other."""
     if resume is not None:
         for name, value in {"CONFIG": config, "--out": out, **given}.items():
             if value:
@@ -184,7 +184,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _for(texts: list[str]) -> dict[str, list[str]]:
-    """``METHOD:a.b=c`` by method."""
+    """Parse ``METHOD:a.b=c`` into overrides by method."""
     by_method: dict[str, list[str]] = {}
     for text in texts:
         method, colon, setting = text.partition(":")
@@ -195,7 +195,7 @@ def _for(texts: list[str]) -> dict[str, list[str]]:
 
 
 def _over(texts: list[str]) -> dict[str, str]:
-    """``a.b=values`` by path."""
+    """Parse ``a.b=values`` into values by path."""
     by_path: dict[str, str] = {}
     for text in texts:
         path, equals, values = text.partition("=")
@@ -208,7 +208,7 @@ def _over(texts: list[str]) -> dict[str, str]:
 
 
 def _watched(command: str, folder: Path, quiet: bool, play: Callable[[Watcher], Report]) -> Report:
-    """Play a series with its live view; Ctrl-C says how to go on."""
+    """Run a series with its live view; Ctrl-C prints how to resume."""
     from fedspan.cli.formatting import console
 
     out = console()
@@ -242,7 +242,7 @@ def _show(report: CompareReport | SweepReport, table: Table, as_json: bool) -> N
 
 
 def print_table(out: Console, table: Table) -> None:
-    """A table with its notes, the best row in bold."""
+    """Print a table with its notes, the best row in bold."""
     from fedspan.cli.formatting import plain_table
 
     shown = plain_table()

@@ -37,7 +37,7 @@ def data(
 def _all(out: Console, entries: tuple[DatasetEntry, ...]) -> None:
     from fedspan.cli.formatting import plain_table
 
-    # A table for each task: a column of tasks would leave the hub's ids too little of 80 columns.
+    # One table a task: a column of tasks would leave too little of 80 columns for the hub's ids.
     for task in dict.fromkeys(entry.task for entry in entries):
         table = plain_table()
         table.title, table.title_justify, table.title_style = f"task: {task}", "left", "bold"
@@ -84,7 +84,7 @@ def _one(out: Console, entry: DatasetEntry) -> None:
 
 
 def facts(entry: DatasetEntry) -> list[tuple[str, str]]:
-    """What is known of a data set, as names and values, in the order in which they are read."""
+    """Return the facts about a data set as names and values, in reading order."""
     rows = f"{entry.rows.train} train" + ("" if entry.rows.test is None else f", {entry.rows.test} test")
     found = [("task", entry.task), ("metric", entry.metric), ("rows", rows), ("licence", entry.licence)]
     found.append(("source", entry.source))

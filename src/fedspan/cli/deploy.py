@@ -145,7 +145,7 @@ def submit(
 
 
 def _stop() -> Event:
-    """Set by Ctrl-C, or when the process is asked to end."""
+    """Return an event that is set by Ctrl-C, or when the process is asked to end."""
     stop = Event()
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, lambda *_: stop.set())

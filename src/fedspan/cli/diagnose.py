@@ -1,4 +1,4 @@
-"""``fedspan diagnose``: what the clients' updates look like beside each other."""
+"""``fedspan diagnose``: how the clients' updates compare with each other."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _round(text: str) -> int | Literal["best", "last"]:
 
 
 def _plain(found: Diagnosis) -> dict[str, Any]:
-    """For machines; what has no value is null."""
+    """Return a diagnosis as plain JSON values; missing values are null."""
     from fedspan.diagnostics.measures import MEASURES
     from fedspan.diagnostics.round_diagnosis import STEPS
 

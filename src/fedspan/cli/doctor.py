@@ -1,4 +1,4 @@
-"""``fedspan doctor``: what works here, and what is missing."""
+"""``fedspan doctor``: a check of what works on this machine, and of what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the console that they are printed to."""
+"""Human-readable numbers, and the console that they are printed to."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ __all__ = [
 
 
 def console() -> Console:
-    """Standard output; colours only in a terminal."""
+    """Return a console on standard output; colours only in a terminal."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def plain_table() -> Table:
-    """A table with one line under its head, as narrow as it can be."""
+    """Make a table of minimal width with one line under its head."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
 
 
 def number(value: float | None) -> str:
-    """A loss with four decimals, or four digits if it is large; a dash if it is not a number."""
+    """Format a loss with four decimals, or four digits if it is large; a dash if it is not a number."""
     return "-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:
-    """0.8125 as 81.2%; a dash for what was not measured."""
+    """Format 0.8125 as 81.2%; a dash for an unmeasured value."""
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
 def score(metric: str, value: float | None) -> str:
-    """A metric's value: shares in percent, all else as a number; a dash for what was not measured."""
+    """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
     return percent(value) if METRICS[metric].percent else number(value)
 
 
 def duration(seconds: float) -> str:
-    """75 as 1:15, 3675 as 1:01:15."""
+    """Format 75 as 1:15, 3675 as 1:01:15."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def flops(count: float) -> str:
-    """Floating-point operations: 186 195 787 776 as 186 G."""
+    """Format floating-point operations: 186 195 787 776 as 186 G."""
     if count < 1000:
         return f"{count:.0f}"
     for unit in "kMGTPE":
@@ -66,7 +66,7 @@ def flops(count: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A time that is known roughly: 0.193 as 0.19 s, 4260 as 71 min, 90 000 as 25 h, 600 000 as 6.9 days."""
+    """Format an approximate time: 0.193 as 0.19 s, 4260 as 71 min, 90 000 as 25 h, 600 000 as 6.9 days."""
     for unit, length, most in (("s", 1.0, 100.0), ("min", 60.0, 100.0), ("h", 3600.0, 72.0)):
         if seconds < most * length:
             return f"{_rough(seconds / length)} {unit}"
@@ -74,16 +74,16 @@ def span(seconds: float) -> str:
 
 
 def _rough(value: float) -> str:
-    """Two digits, or all before the point."""
+    """Format a value with two digits, or all digits before the point."""
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def one_line(text: str, width: int) -> str:
-    """A text on one line of at most so many characters."""
+    """Shorten a text to one line of at most ``width`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
 def titles(name: str) -> str:
-    """What a baseline is called."""
+    """Return the title of a baseline."""
     return {"local": "local only", "centralised": "centralised"}.get(name, name)

@@ -1,4 +1,4 @@
-"""Which page of the documentation says more about a mistake."""
+"""The documentation page that explains a mistake."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PAGES = {
     "--methods": "choosing.md",
     "--over": "comparing.md",
 }
-"""By an error's field, or what it begins with: a page of docs/, with the heading to look under."""
+"""Pages of docs/, with the heading, by an error's field or its prefix."""
 
 
 def hint(field: str) -> str | None:
-    """The page about an error's field; None where there is none that says more.
+    """Return the page about an error's field; None if no page explains it.
 
     Args:
-        field: as the error names it: ``training.lr``. The longest entry that it lies under counts.
+        field: The field as the error names it: ``training.lr``. The longest matching entry counts.
     """
     parts = field.split(".")
     for count in range(len(parts), 0, -1):

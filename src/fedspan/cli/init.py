@@ -1,4 +1,4 @@
-"""``fedspan init``: a first config for one's own data."""
+"""``fedspan init``: a first config for the user's own data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view of a run at work: a line for every round, and in a terminal a footer with what happens now."""
+"""The live view of a run: a line for every round, and in a terminal a footer with the current progress."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class RunView(Listener):
     """Shows a run while it is entered as a context manager.
 
     Args:
-        out: where to; without a terminal only the lines are printed.
-        folder: of the run.
-        clock: seconds.
+        out: The console; if it is not a terminal, only the lines are printed.
+        folder: The run's folder.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, out: Console, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,13 +138,13 @@ class RunView(Listener):
         self._out.print(text, soft_wrap=True)
 
     def _widths(self) -> list[int]:
-        """Of eight cells, in 80 columns or up to 92."""
+        """Compute the widths of eight cells, in 80 to 92 columns."""
         widths = [max(6, 2 * len(str(self.rounds)) + 2), 8, 11, 7, 0, 9, 9, 8]
         widths[_WORST] = max(12, min(self._out.width, 92) - sum(widths))
         return widths
 
     def _line(self, cells: tuple[str, ...], style: str = "") -> Text:
-        """The cells, right-aligned under each other."""
+        """Format a line of right-aligned cells."""
         widths = self._widths()
         shown = "".join(one_line(cell, width - 1).rjust(width) for cell, width in zip(cells, widths, strict=True))
         return Text(shown, style)
@@ -171,7 +171,7 @@ class RunView(Listener):
         return self._line(cells, style)
 
     def footer(self) -> RenderableType:
-        """What happens now: bars, losses so far, elapsed time and time left."""
+        """Render the current progress: bars, losses so far, elapsed time and time left."""
         elapsed = duration(self._clock() - self._began)
         left = None if self._effort is None else self._effort.left()
         times = f"elapsed {elapsed}" + ("" if left is None else f", about {duration(left)} left")

@@ -1,4 +1,4 @@
-"""``fedspan methods`` and ``fedspan partition``: looking before running."""
+"""``fedspan methods`` and ``fedspan partition``: inspection before a run."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _show_partition(
 def _count_table(
     out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...], widths: tuple[int, int, int]
 ) -> None:
-    """A column for each label; rich's own tables leave too much space in between for twenty labels in 80 columns."""
+    """Print a column for each label; rich's own tables are too wide for twenty labels in 80 columns."""
     from fedspan.cli.formatting import one_line
 
     names, sizes, digits = widths
@@ -231,7 +231,7 @@ def _count_table(
 
 
 def _largest_table(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
-    """How many labels a client has, and its largest ones: for labels that are too many for a column each."""
+    """Print each client's number of labels and its largest ones, if there are too many labels for columns."""
     from fedspan.cli.formatting import one_line, plain_table
 
     table = plain_table()

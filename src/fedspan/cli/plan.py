@@ -1,4 +1,4 @@
-"""``fedspan plan``: what a run will take, before anything but a model's config is downloaded."""
+"""``fedspan plan``: the cost of a run, computed before anything but a model's config is downloaded."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def plan(
 
 
 def _bare(task: str) -> dict[str, Any]:
-    """Values of a config whose data are never read."""
+    """Return the values of a config whose data are never read."""
     values: dict[str, Any] = {"task": task, "data": {"train": "unread.csv"}}
     if task == "causal-lm":
         values["data"]["prompt"] = "{text}"
@@ -136,20 +136,20 @@ def _bare(task: str) -> dict[str, Any]:
 
 
 def _own(values: Mapping[str, Any]) -> str:
-    """The method of a config; its wrappers stand there too."""
+    """Return the method's name in a config, whose section also holds the wrappers."""
     section = values.get("method")
     return str(section.get("name", "fedit")) if isinstance(section, Mapping) else "fedit"
 
 
 def _count(number: int) -> str:
-    """33 554 432 as 33.6 M."""
+    """Format 33 554 432 as 33.6 M."""
     if number < 10_000:
         return str(number)
     return f"{number / 1e6:.3g} M" if number < 999.5e6 else f"{number / 1e9:.3g} G"
 
 
 def _plain(found: Plan) -> dict[str, Any]:
-    """For machines, with the memory's sums."""
+    """Return a plan as plain JSON values, with the memory's totals."""
     plain = dataclasses.asdict(found)
     plain["client"]["total"], plain["server"]["total"] = found.client.total, found.server.total
     return plain
@@ -194,7 +194,7 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], l
 
 
 def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> None:
-    """FLOPs, and the time of training and transfers as far as it was asked for; ``longest``: no length was given."""
+    """Print FLOPs, and the requested times of training and transfers; ``longest``: no length was given."""
     from fedspan.cli.formatting import flops, plain_table, span
     from fedspan.experiments.tables import size
 

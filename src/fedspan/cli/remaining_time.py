@@ -1,4 +1,4 @@
-"""How much of a run is done, in forward passes over one example, and how long the rest may take."""
+"""Progress of a run, in forward passes over one example, and the estimated time left."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from fedspan.runs.setup import Prepared
 
 __all__ = ["Effort"]
 
-_TRAINING = 3.0  # a forward and a backward pass, in forward passes
+_TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes
 
 
 class Effort:
-    """Counts what a run has to do and what it has done; time left follows from the mean speed so far.
+    """Counts the total and the finished work of a run; the time left is based on the mean speed so far.
 
     Args:
-        prepared: the run.
-        done: rounds that were finished before.
-        clock: seconds.
+        prepared: The prepared run.
+        done: Number of rounds that were finished before.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
@@ -44,29 +44,29 @@ class Effort:
         self._done, self._at = 0.0, self._began
 
     def _training(self, id: str) -> float:
-        """A client's part of a round."""
+        """Compute a client's work in a round."""
         if self._passes is not None:
             return self._passes
         return _TRAINING * self._members[id].client.examples * self._epochs
 
     def client(self, id: str) -> None:
-        """A client has trained."""
+        """Count a client's training."""
         self._add(self._training(id))
 
     def round(self, number: int) -> None:
-        """A round was measured and saved."""
+        """Count a round that was measured and saved."""
         self._add(self._round[number])
 
     def closed(self) -> None:
-        """The best round was measured."""
+        """Count the measurement of the best round."""
         self._add(self._closing)
 
     def epoch(self) -> None:
-        """A baseline's epoch was trained and validated."""
+        """Count a baseline's epoch, trained and validated."""
         self._add(self._epoch)
 
     def scored(self, name: str) -> None:
-        """A baseline was measured."""
+        """Count the measurement of a baseline."""
         self._add(self._final[name])
 
     def _add(self, passes: float) -> None:
@@ -74,7 +74,7 @@ class Effort:
         self._at = self._clock()
 
     def left(self) -> float | None:
-        """Seconds; None before there is a speed, and where the rest takes longer than it should."""
+        """Estimate the seconds left; None before a speed is known, and if the rest takes longer than estimated."""
         if self._done == 0:
             return None
         left = (self._total - self._done) * (self._at - self._began) / self._done - (self._clock() - self._at)

@@ -1,4 +1,4 @@
-"""``fedspan report``: runs as a page."""
+"""``fedspan report``: one or more runs as a single HTML report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fedspan reproduce``: the papers' tables and figures, planned or played again."""
+"""``fedspan reproduce``: the papers' tables and figures, planned or reproduced."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _play(
 
     print_table(screen, report.table())
     verdicts = verdict_table(report.verdicts)
-    for says, rows, by, _, verdict in verdicts.rows:  # sentences, which a narrow terminal's columns would break
+    for says, rows, by, _, verdict in verdicts.rows:  # sentences do not fit into the columns of a narrow terminal
         screen.print(f"{says} ({rows}, by {by}): ", end="")
         screen.print(verdict, style="bold")
     for note in verdicts.notes:

@@ -1,4 +1,4 @@
-"""The last screen of a run: what it reached beside its baselines, what it cost, and how to use the adapter."""
+"""The last screen of a run: its scores next to the baselines, its cost, and how to use the adapter."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _BESIDE = {
     "regression": ("pearson", "spearman"),
     "causal-lm": ("perplexity", "exact_match"),
 }
-_CLASSES = {  # with a head of so many labels, or the model's own
+_CLASSES = {  # class, and whether its head has as many labels as the data
     "sequence-classification": ("AutoModelForSequenceClassification", True),
     "image-classification": ("AutoModelForImageClassification", True),
     "regression": ("AutoModelForSequenceClassification", True),
     "causal-lm": ("AutoModelForCausalLM", False),
 }
 _MOST = 5
-"""Clients whose failures are shown."""
+"""Number of clients whose failures are shown."""
 _TRUTH = {"sequence-classification": "label", "image-classification": "label", "regression": "number"}
 
 
@@ -73,7 +73,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
 
 
 def _privacy(spent: Mapping[str, Any]) -> str:
-    """What the run gave away, and to whom it matters."""
+    """Describe the privacy spent by the run, and whom it protects."""
     unit = "an example" if spent["mechanism"] == "dp-sgd" else "a client"
     epsilon = "without bound" if spent["epsilon"] is None else f"{spent['epsilon']:.3g}"
     source = ", noise from the seed: for experiments only" if spent["randomness"] != "secret" else ""
@@ -81,7 +81,7 @@ def _privacy(spent: Mapping[str, Any]) -> str:
 
 
 def _traffic(report: RunReport) -> list[str]:
-    """The training's bytes, and beside them those of the rest."""
+    """Describe the training's bytes, and the other bytes."""
     moved = [f"{size(report.bytes['down'])} down, {size(report.bytes['up'])} up"]
     for purpose, count in report.other_bytes.items():
         moved.append(f"to {purpose}: {size(count['down'])} down, {size(count['up'])} up")
@@ -89,7 +89,7 @@ def _traffic(report: RunReport) -> list[str]:
 
 
 def _failures(report: RunReport) -> list[str]:
-    """Who failed how often, and why the last time; those who did most often first."""
+    """List how often each client failed, with its last error; the most frequent first."""
     often = sorted(report.failures.items(), key=lambda item: (-item[1]["count"], item[0]))
     lines = [
         f"{client} {'once' if one['count'] == 1 else str(one['count']) + ' times'}, last in round {one['round']}: "
@@ -102,7 +102,7 @@ def _failures(report: RunReport) -> list[str]:
 
 def _scores(report: RunReport) -> Table:
     heldout, own, metric = "test" in report.scores, "clients" in report.scores, report.metric
-    # The metric that decides, and beside it the next one that the task measures.
+    # The deciding metric, and the next one that the task measures.
     metrics = list(
         dict.fromkeys([metric, *(name for name in _BESIDE[report.task] if name in report.scores.get("test", ()))])
     )
@@ -134,7 +134,7 @@ def _worst(scores: Mapping[str, Any], metric: str) -> str:
 
 
 def _gain(report: RunReport) -> str:
-    """One sentence on what the federation was good for."""
+    """Summarize the benefit of the federation in one sentence."""
     metric = report.metric
     reached = (report.scores.get("test") or {}).get(metric)
     others = {name: (made["scores"].get("test") or {}).get(metric) for name, made in report.baselines.items()}
@@ -156,7 +156,7 @@ def _apart(difference: float, percent: bool) -> str:
 
 
 def peft_snippet(adapter: Path) -> list[str]:
-    """A few lines of Python that load an adapter, or a model that was written whole."""
+    """Return a few lines of Python that load an adapter, or a model that was exported whole."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
     if not (adapter / "adapter_config.json").is_file():
         own = ["import fedspan.models.resnet"] if architecture_of(notes["base_model"]) else []
@@ -165,7 +165,7 @@ def peft_snippet(adapter: Path) -> list[str]:
     revision = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("revision")
     auto, labels = _CLASSES[notes["task"]]
     options = [f"num_labels={len(notes['labels']) or 1}"] if labels else []
-    if notes["task"] == "image-classification":  # those that are published have been trained for other classes
+    if notes["task"] == "image-classification":  # published models were trained for other classes
         options.append("ignore_mismatched_sizes=True")
     options += [f"revision={revision!r}"] if revision else []
     more = "".join(f", {option}" for option in options)
@@ -188,7 +188,7 @@ def _examples(report: RunReport, width: int) -> RenderableType:
     table.add_column(_TRUTH[report.task], no_wrap=True, max_width=labels)
     table.add_column("prediction", no_wrap=True, max_width=labels)
     for row in report.examples:
-        colour = ""  # a number is right or wrong by degrees
+        colour = ""  # a predicted number is not simply right or wrong
         if _TRUTH[report.task] == "label":
             colour = "green" if row["label"] == row["prediction"] else "red"
         cells = [one_line(row[key], 400) for key in ("text", "label", "prediction")]
@@ -197,7 +197,7 @@ def _examples(report: RunReport, width: int) -> RenderableType:
 
 
 def _dialogues(report: RunReport, width: int) -> Text:
-    """Held-out prompts with the data's answer and the model's, a line each: the end of a prompt, as it asks."""
+    """Render held-out prompts with the true and the predicted answer, one line each; a prompt's end is shown."""
     shown, room = Text("\n"), max(20, width - 10)
     for row in report.examples:
         asked = " ".join(row["text"].split())

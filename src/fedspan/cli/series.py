@@ -1,4 +1,4 @@
-"""The view of a series of runs at work: a line for every run, and in a terminal a footer with the present one."""
+"""The live view of a series of runs: a line for every run, and in a terminal a footer with the current one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LEFT = 58  # columns of a line up to the score
 class SeriesView(Watcher):
     """Shows a series while it is entered as a context manager.
 
-    The footer is that of a single run, whose lines go nowhere.
+    The footer is that of a single run, whose lines are not printed.
 
     Args:
-        out: where to; without a terminal only the lines are printed.
-        folder: of the series.
-        clock: seconds.
+        out: The console; if it is not a terminal, only the lines are printed.
+        folder: The series' folder.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, out: Console, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +91,7 @@ class SeriesView(Watcher):
         self._print(Text(f"{one_line(left, _LEFT):<{_LEFT}} {result}", style))
 
     def _note(self, text: str) -> None:
-        """A remark on the data or the machine, once for all runs."""
+        """Print a remark on the data or the machine, once for all runs."""
         if text not in self._said:
             self._said.add(text)
             self._print(Text(f"note: {text}", "yellow"))
@@ -100,7 +100,7 @@ class SeriesView(Watcher):
         self._out.print(text, soft_wrap=True)
 
     def footer(self) -> RenderableType:
-        """Which run is at work, its bars, and the time that all took."""
+        """Render the current run, its bars, and the time of the whole series."""
         if self._step is None:
             return Text("")
         elapsed = duration(self._clock() - self._began)

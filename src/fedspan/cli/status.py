@@ -1,4 +1,4 @@
-"""``fedspan status``: a server's nodes, and how its run stands."""
+"""``fedspan status``: a server's nodes, and the status of its run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def status(
     try:
         found = None if place is None else read_status(place)
     except FedspanError:
-        if run is not None:  # that of the server may have been deleted since
+        if run is not None:  # the server's own run may have been deleted
             raise
     if as_json:
         rows = [{**dataclasses.asdict(node), "client": known.get(node.id)} for node in nodes]

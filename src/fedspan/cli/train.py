@@ -73,7 +73,7 @@ def demo(
 
 
 def fresh_folder(folder: Path) -> Path:
-    """The folder, or with the first number behind it under which there is nothing yet."""
+    """Return the folder, or the folder with the first unused number appended."""
     candidate, number = folder, 1
     while candidate.exists():
         number += 1
@@ -82,14 +82,14 @@ def fresh_folder(folder: Path) -> Path:
 
 
 def _trackers(track: str | None) -> list[str]:
-    """What was asked for; nobody having asked, TensorBoard where it is."""
+    """Return the requested trackers; by default TensorBoard if it is installed."""
     if track is None:
         return ["tensorboard"] if importlib.util.find_spec("tensorboard") is not None else []
     return [] if track == "none" else [part.strip() for part in track.split(",") if part.strip()]
 
 
 def _play(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
-    """A new run, or with no config one that goes on; then its closing screen."""
+    """Start a new run, or resume one if there is no config; then print its summary."""
     from fedspan.cli.formatting import console
 
     out = console()
@@ -111,13 +111,13 @@ def _play(folder: Path, config: Path | None, overrides: Sequence[str] = (), trac
 
 
 def stopped(folder: Path, rounds: int, command: str = "run") -> str:
-    """What is said of a run that Ctrl-C ended: what is left of it, and how to go on."""
+    """Describe a run that Ctrl-C ended: what is saved, and how to resume."""
     from fedspan.runs.checkpoint import saved
     from fedspan.runs.folder import RunFolder
     from fedspan.runs.results import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"
-    done = saved(RunFolder(folder))  # the screen may not have been told of the last one
+    done = saved(RunFolder(folder))  # the view may not have received the last round
     kept = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
     return f"stopped; {kept}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"

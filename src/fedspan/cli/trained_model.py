@@ -1,4 +1,4 @@
-"""``fedspan predict``, ``evaluate`` and ``export``: using what was trained."""
+"""``fedspan predict``, ``evaluate`` and ``export``: use of a trained model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Client = Annotated[str | None, typer.Option("--client", metavar="ID", help="Whos
 
 
 class Form(StrEnum):
-    """In which form a model is exported."""
+    """The form of an exported model."""
 
     adapter = "adapter"
     merged = "merged"
@@ -66,7 +66,7 @@ def predict(
 
 
 def _answer(answer: object) -> dict[str, object]:
-    """A prediction with names: of a classifier, of a regression, of a language model."""
+    """Name the parts of a prediction: of a classifier, a regression or a language model."""
     if isinstance(answer, tuple):
         label, probability = cast(tuple[str, float], answer)
         return {"label": label, "probability": probability}
@@ -177,7 +177,7 @@ def _harness(
     include: Path | None,
     as_json: bool,
 ) -> None:
-    """Tasks of lm-evaluation-harness, as a table or JSON."""
+    """Run tasks of lm-evaluation-harness, and print a table or JSON."""
     import fedspan
     from fedspan.cli.formatting import console, plain_table
 

@@ -114,6 +114,9 @@ class Host:
         self.method, self.engine, self.members = method, engine, members
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses = secure, reveals_losses
+        self.tamper: Callable[[Order, Message, Message], Message] | None = None
+        """In a simulation of faulty clients: takes an order, its decoded message and the honest reply; returns what the
+        client sends."""
         self.on_trained: Callable[[Assignment, Trained], None] | None = None
         """A callback that is called with every trained job."""
         self._shared: BaseUpdate | None = None
@@ -123,6 +126,13 @@ class Host:
         """Use the server's base, which is in this process, for all further orders, whatever version clients hold."""
         self._shared = base
         self.engine.adapted.set_base(base)
+
+    def workload(self, id: str) -> int:
+        """Return the number of examples on which a client trains in a round, each as often as it is used."""
+        settings, count = self.engine.settings, len(self.members[id].train)
+        if settings.steps is None:
+            return settings.epochs * count
+        return settings.steps * min(count, settings.batch_size * settings.accumulate)
 
     def reply(self, asked: Order | Phase) -> Envelope:
         """Carry out an order of any kind.
@@ -228,6 +238,8 @@ class Host:
         reply = privatize(privacy, one.job.tensors, one.client, reply, order.round)
         if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
             one.parts.clear()  # a loss is computed from the raw data
+        if self.tamper is not None:
+            reply = self.tamper(order, self._message(order), reply)
         needed = frozenset(round for round in (one.client.held, order.best) if round is not None)
         self.store.store(order.to, order.round, ClientState(one.memory, one.moments, one.kept.base), needed)
         body = self._body(order, reply, one.job)

@@ -56,7 +56,7 @@ class Session(BinaryPart):
         secret: The secret that the keys are derived from; empty once the session has ended.
         peers: Keys of its neighbourhood, as received when it made shares.
         threshold: Number of their shares that reconstruct a secret.
-        present: The neighbours whose masks it used.
+        present: The clients that it masked with.
     """
 
     run: str

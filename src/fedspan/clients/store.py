@@ -6,8 +6,8 @@ renamed before the checkpoint that names it. It never changes afterwards, except
 are deleted. A checkpoint names the round of every client's file, so its size is that of its cohort; a file is read when
 a client is needed, and nothing stays in memory.
 
-A data owner's node stores its own client only (``DiskClientStore``): ``<folder>/<digest of the client's id>/`` +
-``round-00005/`` has one file, written atomically.
+A data owner's node stores its own client only (``DiskClientStore``), one file a round, written atomically:
+``<folder>/<digest of the client's id>/round-00005/``.
 """
 
 from __future__ import annotations

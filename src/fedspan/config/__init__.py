@@ -1,6 +1,6 @@
 """The configuration of a run: pydantic models, read from YAML, overridden by ``--set a.b=c``.
 
-Every mistake becomes a ``FedspanError`` that names the field, the value and what would be right.
+Every mistake raises a ``FedspanError`` that names the field, the value and what would be right.
 """
 
 from fedspan.config.federation import FederationConfig

@@ -1,4 +1,4 @@
-"""What a known data set says about a run: its task, its metric, what counts of an answer."""
+"""Defaults that a known data set implies for a run: task, metric and the part of an answer that counts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["with_dataset"]
 
 
 def with_dataset(values: object) -> object:
-    """The values of a run's configuration, with what ``data.dataset`` implies for those that the user left out.
+    """Fill a run's configuration with what ``data.dataset`` implies for the values that the user left out.
 
     Args:
-        values: not validated yet; whatever is wrong with them is for others to say.
+        values: Values that are not validated yet; their other mistakes are reported later.
 
     Raises:
-        FedspanError: a data set for another task than the run's.
+        FedspanError: If the data set is for another task than the run's.
     """
     if not isinstance(values, Mapping):
         return values
@@ -37,7 +37,7 @@ def with_dataset(values: object) -> object:
         raise FedspanError("task", task, f"{entry.task}, which is what data.dataset {entry.key} is for")
     content = {**values, "task": task, "evaluation": _evaluation(values.get("evaluation", {}), entry)}
     if entry.prompt is not None and _get(values["data"], "messages") is None:
-        # The model is asked with it long after the data were read.
+        # The prompt is needed long after the data were read.
         content["data"] = _with(values["data"], {"prompt": entry.prompt})
     return content
 
@@ -45,7 +45,7 @@ def with_dataset(values: object) -> object:
 def _evaluation(section: Any, entry: DatasetEntry) -> Any:
     defaults = {"answer_pattern": entry.answer_pattern, "max_new_tokens": entry.max_new_tokens}
     if entry.metric in METRICS_OF[entry.task]:
-        defaults["metric"] = entry.metric  # exact_match is measured at the end only
+        defaults["metric"] = entry.metric  # exact_match is only measured at the end
     return _with(section, {name: value for name, value in defaults.items() if value is not None})
 
 
@@ -54,7 +54,7 @@ def _get(section: Any, name: str) -> Any:
 
 
 def _with(section: Any, defaults: Mapping[str, Any]) -> Any:
-    """A section, as values or a model, with defaults for what it leaves out."""
+    """Fill a section, given as values or a model, with defaults for what it leaves out."""
     if isinstance(section, BaseModel):
         missing = {name: value for name, value in defaults.items() if name not in section.model_fields_set}
         return section.model_copy(update=missing)

@@ -1,4 +1,4 @@
-"""How the simulation trains its clients: one after another, or many at once."""
+"""The engine of a simulation: it trains clients one after another, or many at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIB = 2**30
 
 
 class EngineConfig(Section):
-    """The simulator. Results are the same to rounding, whatever is set here."""
+    """The simulator. These settings do not change results, up to rounding."""
 
     name: Literal["batched", "loop", "flower-sim"] = Field(
         default="batched",
@@ -64,7 +64,7 @@ class EngineConfig(Section):
     )
 
     def prefix_settings(self, batch_size: int) -> PrefixSettings | None:
-        """The prefix cache as the engines take it; None: there is to be none."""
+        """Return the settings of the prefix cache for the engines; None: no cache."""
         if not self.prefix_cache:
             return None
         folder = None if self.prefix_folder is None else Path(self.prefix_folder)

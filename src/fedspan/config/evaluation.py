@@ -54,6 +54,6 @@ class EvaluationConfig(Section):
     def _compile(cls, value: str | None) -> str | None:
         try:
             re.compile(value or "")
-        except (re.error, OverflowError, RecursionError) as error:  # the last two: a{9999999999}, ((((...
+        except (re.error, OverflowError, RecursionError) as error:  # the last two: for a{9999999999}, ((((...
             raise ValueError(f"a regular expression, which this is not: {error}") from None
         return value

@@ -36,7 +36,7 @@ class FractionRanks(Section):
 
 
 class DrawnRanks(Section):
-    """A rank drawn for every client by itself."""
+    """A rank drawn independently for every client."""
 
     assign: Literal["draw"] = "draw"
     of: list[Rank] = Field(min_length=1, description="To draw from, all alike.")
@@ -44,7 +44,7 @@ class DrawnRanks(Section):
 
 
 def _kind(value: object) -> str | None:
-    """Which of the four ways to write ranks this is."""
+    """Return which of the four ways to write ranks was used."""
     if isinstance(value, list):
         return VARIANT + "turns"
     if isinstance(value, FractionRanks | DrawnRanks):
@@ -67,11 +67,11 @@ Ranks = Annotated[
         "8: 0.5}} or {assign: draw, of: [4, 8]}",
     ),
 ]
-"""Ranks by client id, dealt out in turn, by shares of the clients, or drawn."""
+"""Ranks by client id, assigned in turn, by shares of the clients, or drawn at random."""
 
 
 class SecureConfig(Section):
-    """Secure aggregation: the server learns the sum of a round's replies, and no single one."""
+    """Secure aggregation: the server learns only the sum of a round's replies, no single one."""
 
     clip: float = Field(
         default=100.0,
@@ -185,15 +185,15 @@ class FederationConfig(Section):
         return self
 
     def require_secure_fit(self, method: str, title: str, claims: Claims) -> None:
-        """Check that replies can be summed without being seen, if they are to be.
+        """Check that the method's replies can be summed securely, if the run uses secure aggregation.
 
         Args:
-            method: its registry key.
-            title: of it with its wrappers.
-            claims: its own.
+            method: The method's registry key.
+            title: Title of the method with its wrappers.
+            claims: Claims of the method.
 
         Raises:
-            FedspanError: if they can't, with the reason.
+            FedspanError: If they can't, with the reason.
         """
         if self.secure is None:
             return
@@ -208,9 +208,9 @@ class FederationConfig(Section):
             raise FedspanError("federation.secure", title, f"left out: {why}")
 
     def secure_settings(self) -> SecureSettings | None:
-        """Secure aggregation as the engines take it."""
+        """Return the settings of secure aggregation for the engines."""
         return None if self.secure is None else SecureSettings(**self.secure.model_dump())
 
     def reply_rules(self) -> ReplyRules:
-        """When a round between machines stands."""
+        """Return the rules by which a round between machines is accepted."""
         return ReplyRules(self.min_replies, self.deadline, self.retries, self.max_norm_ratio, self.over_select)

@@ -1,4 +1,4 @@
-"""A first config for somebody's own data: from a look at the file, and what the user says of it."""
+"""A first config for the user's own data, derived from the file and from the user's options."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _MODELS: Mapping[TaskName, tuple[str, str]] = {
 }
 _MOST_LABELS = 500
 _SAMPLE = 2000
-"""Rows that are looked at."""
+"""Number of rows that are examined."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What was written, and why.
+    """The config that was written, and the reasons for its values.
 
     Args:
-        path: of the config.
-        config: as it is parsed.
-        found: what the file holds, in words.
+        path: Path of the config.
+        config: The parsed config.
+        found: Descriptions of what the file holds.
     """
 
     path: Path
@@ -74,20 +74,20 @@ def start(
     """Write a commented config for a file, check it, and read the data once with it.
 
     Args:
-        data: whatever ``data.train`` takes.
-        out: the config's file.
-        task: what is to be learnt; None: guessed from the columns.
-        text: the column of texts (of prompts); None: guessed.
-        label: the column of labels or numbers; None: guessed.
-        answer: the column of answers; None: guessed.
-        by: the column that says whose each row is; None: guessed, or the rows are divided.
-        clients: how many, where the rows are divided.
-        model: hub id or folder; None: a small one for the task.
-        method: registry key.
-        force: replace a file of that name.
+        data: Any value that ``data.train`` accepts.
+        out: The config's file.
+        task: The learning task; None: guessed from the columns.
+        text: The column of texts (of prompts); None: guessed.
+        label: The column of labels or numbers; None: guessed.
+        answer: The column of answers; None: guessed.
+        by: The column that assigns each row to a client; None: guessed, or the rows are partitioned.
+        clients: Number of clients if the rows are partitioned.
+        model: Hub id or folder of the model; None: a small one for the task.
+        method: The method's registry key.
+        force: Replace an existing file.
 
     Raises:
-        FedspanError: a file that can't be read, columns that are not there or can't be guessed, or a file in the way.
+        FedspanError: If the data can't be read, columns are missing or can't be guessed, or the config's file exists.
     """
     path = Path(out)
     if path.exists() and not force:
@@ -112,7 +112,7 @@ def start(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a look at a file gave: the task, the fields of ``data``, the column of clients, and that in words."""
+    """The facts found in a file: the task, the fields of ``data``, the column of clients, and a description."""
 
     task: TaskName
     data: Mapping[str, Any]
@@ -148,7 +148,7 @@ def _first(head: datasets.Dataset, names: Sequence[str], fits: Any = lambda name
 
 
 def _language(head: datasets.Dataset, task: TaskName | None, given: Mapping[str, str | None]) -> dict[str, Any] | None:
-    """The fields of a language model's data; None where the file holds none."""
+    """Find the fields of a language model's data; None if the file holds none."""
     if "messages" in head.column_names and given["answer"] is None:
         return {"messages": "messages", "chat": True}
     answer = given["answer"] or (
@@ -197,7 +197,7 @@ def _labelled(
 
 
 def _length(head: datasets.Dataset, column: str) -> float:
-    """Mean number of characters; 0 of what is no text."""
+    """Compute the mean number of characters; 0 for a column that is not text."""
     if str(getattr(head.features[column], "dtype", "")) not in ("string", "large_string"):
         return 0.0
     values = [value for value in head[column] if isinstance(value, str)]
@@ -206,7 +206,7 @@ def _length(head: datasets.Dataset, column: str) -> float:
 
 def _numbers(head: datasets.Dataset, column: str) -> Literal["int", "float"] | None:
     kind = str(getattr(head.features[column], "dtype", ""))
-    if kind in ("string", "large_string"):  # as a csv file has them
+    if kind in ("string", "large_string"):  # a csv file stores numbers as text
         try:
             values = [float(value) for value in head[column] if value is not None]
         except ValueError:
@@ -216,7 +216,7 @@ def _numbers(head: datasets.Dataset, column: str) -> Literal["int", "float"] | N
 
 
 def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str | None, method: str) -> str:
-    """The config's text."""
+    """Render the config's text."""
     name, targets = _MODELS[facts.task]
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
     divided = f"partitioner: iid # or dirichlet with alpha: 0.5, for clients that differ\n  clients: {clients}"

@@ -1,4 +1,4 @@
-"""The method of a run, and the wrappers around it, as the user writes them."""
+"""The method of a run and its wrappers, as written in the config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WrapperConfig(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything beside the name."""
+        """All fields except the name."""
         return dict(self.model_extra or {})
 
 
@@ -52,7 +52,7 @@ class MethodConfig(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything beside the name and the wrappers."""
+        """All fields except the name and the wrappers."""
         return dict(self.model_extra or {})
 
     @property
@@ -61,10 +61,10 @@ class MethodConfig(BaseModel):
         return "+".join([self.name, *(wrapper.name for wrapper in self.wrappers)])
 
     def build(self, spec: Spec, seed: int) -> RegisteredMethod:
-        """The method alone.
+        """Build the method without wrappers.
 
         Raises:
-            FedspanError: for options that it does not have, or values that they don't take.
+            FedspanError: If an option is unknown, or its value is invalid.
         """
         options = method_options(self.name, self.options)
         return method_class(self.name)(spec=spec, seed=seed, **options)
@@ -77,17 +77,17 @@ class MethodConfig(BaseModel):
         optimizer: OptimizerSpec,
         max_grad_norm: float,
     ) -> Method:
-        """A method with the extras and, around both, the wrappers.
+        """Wrap a method and the extras in the run's wrappers.
 
         Args:
-            method: what ``build`` gave.
-            policy: of the extras; None: the method's own.
-            extras_lr_scale: multiplier on their learning rate.
-            optimizer: of local training.
-            max_grad_norm: of local training (0: none).
+            method: The method that ``build`` returned.
+            policy: Policy of the extras; None: the method's own.
+            extras_lr_scale: Multiplier on the extras' learning rate.
+            optimizer: Optimizer of local training.
+            max_grad_norm: Clipping norm of local training (0: none).
 
         Raises:
-            FedspanError: for a wrapper or an option that there is not, or a combination that does not hold.
+            FedspanError: If a wrapper or an option is unknown, or the combination is invalid.
         """
         options = [
             (wrapper.name, wrapper_options(position, wrapper.name, wrapper.options))

@@ -1,4 +1,4 @@
-"""A data holder's own file: its data, which never leave, and the limits that no server can override."""
+"""The file of a data owner's node: its data, which never leave it, and its limits, which no server can override."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class NodeLimits(Section):
 
     @property
     def message_bytes(self) -> int:
-        """``message_mib`` in bytes."""
+        """The limit ``message_mib`` in bytes."""
         return self.message_mib * _MIB
 
 
 class NodeConfig(Section):
-    """A node: who it is, what it holds, what it allows."""
+    """A data owner's node: its id, its data and its limits."""
 
     id: str = Field(min_length=1, max_length=256, description="Its stable name in every federation.")
     server: str = Field(min_length=1, description="The server, host:port.")
@@ -98,10 +98,10 @@ class NodeConfig(Section):
 
 
 def load_node(path: str | Path) -> NodeConfig:
-    """A node's file; paths in it are as seen from its folder.
+    """Load a node's file; its paths are relative to its folder.
 
     Raises:
-        FedspanError: missing or unreadable file, no YAML mapping, or the first mistake in it.
+        FedspanError: If the file is missing, unreadable or no YAML mapping, or for the first mistake in it.
     """
     path = Path(path)
     try:
@@ -110,7 +110,7 @@ def load_node(path: str | Path) -> NodeConfig:
         raise first_mistake(error, root=NodeConfig) from None
 
     def here(name: str | None) -> str | None:
-        # Path's own raises for a name that is too long or holds a zero byte; who opens the file says what is wrong.
+        # pathlib would raise for a name that is too long or has a zero byte; opening the file gives a clearer error.
         return None if name is None else os.path.abspath(os.path.join(path.parent, os.path.expanduser(name)))
 
     data = dict(node.data)

@@ -22,10 +22,10 @@ _HIDDEN = frozenset({"inner", "seed", "spec"})
 
 
 def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's options, checked against its class's fields and their types.
+    """Validate a method's options against the fields of its class and their types.
 
     Raises:
-        FedspanError: unknown method, unknown option, or a value of the wrong type or range.
+        FedspanError: If the method or an option is unknown, or a value has the wrong type or range.
     """
     if name in WRAPPERS:
         expected = f"a method; this is a wrapper, to be put around one: method: {{name: fedit, wrappers: [{name}]}}"
@@ -34,10 +34,10 @@ def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wrapper_options(position: int, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a wrapper, by its position in ``method.wrappers``, checked alike.
+    """Validate the options of a wrapper, given by its position in ``method.wrappers``.
 
     Raises:
-        FedspanError: as ``method_options``.
+        FedspanError: If the wrapper or an option is unknown, or a value has the wrong type or range.
     """
     field = f"method.wrappers.{position}"
     return _options(wrapper_class(name, field), name, given, field)

@@ -1,4 +1,4 @@
-"""Differential privacy, as the user writes it."""
+"""Differential privacy, as written in the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PrivacyConfig"]
 
 
 class PrivacyConfig(Section):
-    """What is clipped and made noisy, and what may be spent; needs fedspan[privacy]."""
+    """Clipping, noise and the privacy budget; needs fedspan[privacy]."""
 
     mechanism: Literal["central", "local", "dp-sgd"] = Field(
         description="central: the server clips every client's change and adds noise to their sum; protects a client "
@@ -68,15 +68,15 @@ class PrivacyConfig(Section):
         return self
 
     def require_fit(self, method: str, claims: Claims, federation: FederationConfig) -> None:
-        """Check that a run's replies can be protected.
+        """Check that a run's replies can be privatized.
 
         Args:
-            method: its title.
-            claims: its own.
-            federation: of the run.
+            method: The method's title.
+            claims: Claims of the method.
+            federation: Federation settings of the run.
 
         Raises:
-            FedspanError: if they can't, with the reason.
+            FedspanError: If they can't, with the reason.
         """
         reasons = {
             "nothing of it travels": claims.sends == "nothing",
@@ -101,12 +101,12 @@ class PrivacyConfig(Section):
                     raise FedspanError(f"federation.{field}", value, expected)
 
     def settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:
-        """As the engines take it.
+        """Return the privacy settings for the engines.
 
         Args:
-            rounds: of the run.
-            seed: of the run.
-            key: a secret one.
+            rounds: Number of rounds of the run.
+            seed: Seed of the run.
+            key: A secret key of the noise; None: a key derived from the seed.
         """
         return Privacy(
             mechanism=self.mechanism,

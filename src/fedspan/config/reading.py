@@ -17,10 +17,10 @@ __all__ = ["load_config", "override", "parse_config", "parse_text", "read_values
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """A config from plain values.
+    """Parse a config from plain values.
 
     Raises:
-        FedspanError: for the first mistake.
+        FedspanError: If the values are invalid, for the first mistake.
     """
     try:
         return RunConfig.model_validate(values)
@@ -29,19 +29,19 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """A config from a YAML file and ``a.b=c`` overrides.
+    """Load a config from a YAML file and ``a.b=c`` overrides.
 
     Raises:
-        FedspanError: missing or unreadable file, no YAML mapping, or the first mistake in it.
+        FedspanError: If the file is missing, unreadable or no YAML mapping, or for the first mistake in it.
     """
     return parse_config(override(read_values(path), overrides))
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """The plain values in a config's YAML file, not checked yet.
+    """Read the plain values in a config's YAML file, without validation.
 
     Raises:
-        FedspanError: missing or unreadable file, or no YAML mapping in it.
+        FedspanError: If the file is missing, unreadable or no YAML mapping.
     """
     path = Path(path)
     try:
@@ -52,18 +52,18 @@ def read_values(path: str | Path) -> dict[str, Any]:
 
 
 def parse_text(text: str, where: str) -> dict[str, Any]:
-    """The plain values in the text of a config, not checked yet.
+    """Parse the plain values in the text of a config, without validation.
 
     Args:
-        text: YAML.
-        where: the file that it is from.
+        text: YAML text.
+        where: The file of the text.
 
     Raises:
-        FedspanError: no YAML, or no mapping.
+        FedspanError: If the text is not YAML, or not a mapping.
     """
     try:
         values = yaml.safe_load(text)
-    # ValueError: a date in a month 13. The others come out of the parser itself, on texts such as "? [" and "!!int _".
+    # ValueError: a date with month 13. The parser itself raises the others, on texts such as "? [" and "!!int _".
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FedspanError("config", where, f"valid YAML ({error})") from None
     if not isinstance(values, dict):
@@ -72,21 +72,21 @@ def parse_text(text: str, where: str) -> dict[str, Any]:
 
 
 def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``values`` with ``a.b=c`` applied in order; the right side is YAML (``[1, 2]``, ``true``, ``null``).
+    """Apply ``a.b=c`` overrides to a copy of ``values``, in order; ``c`` is YAML (``[1, 2]``, ``true``, ``null``).
 
     Raises:
-        FedspanError: for an override without ``=``, or one that goes into a value that is no section.
+        FedspanError: If an override lacks ``=``, or its path leads into a value that is not a section.
     """
     try:
         changed: dict[str, Any] = _copied(values)
-    except RecursionError:  # by a YAML anchor
+    except RecursionError:  # caused by a YAML anchor
         raise FedspanError("config", None, "sections of finite depth; one of them holds itself") from None
     for text in overrides:
         path, equals, right = text.partition("=")
         if not equals or not path.strip():
             raise FedspanError("--set", text, "section.field=value")
         try:
-            value = yaml.safe_load(right)  # 2e-3, a text to YAML 1.1, becomes a number where the field is one
+            value = yaml.safe_load(right)  # YAML 1.1 reads 2e-3 as text; the field converts it
         except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise FedspanError("--set", text, "a value that is valid YAML") from None
         *sections, last = path.strip().split(".")
@@ -101,7 +101,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def _inside(place: Any, section: str, text: str) -> Any:
-    """What stands under a name in a section, or at a position in a list; a section that is missing is made."""
+    """Return the value under a name in a section, or at a position in a list; create a missing section."""
     inside = place[_position(place, section, text)] if isinstance(place, list) else place.setdefault(section, {})
     if not isinstance(inside, dict | list):
         raise FedspanError("--set", text, f"{section} is a value, not a section")

@@ -1,4 +1,4 @@
-"""What all sections of a configuration have in common."""
+"""The base class of all sections of a configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ __all__ = ["Section"]
 
 
 class Section(BaseModel):
-    """Immutable, and without fields that nobody knows."""
+    """A section: immutable, with unknown fields refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

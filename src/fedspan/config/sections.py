@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -15,6 +16,7 @@ from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig
 from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.section import Section
+from fedspan.config.simulation import SimulationConfig
 from fedspan.core.factors import require_rank
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
@@ -22,8 +24,9 @@ from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
+from fedspan.federation.validation import ReplyRules
 from fedspan.models.names import architecture_of
-from fedspan.tasks.metrics import METRICS_OF
+from fedspan.tasks.metrics import CLASSIFIERS, METRICS_OF
 from fedspan.training.settings import Privacy, TrainingSettings
 
 __all__ = ["EvaluationConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
@@ -106,7 +109,7 @@ class ModelConfig(Section):
 
     @property
     def scratch(self) -> bool:
-        """Whether all weights are drawn anew."""
+        """Whether all weights are randomly initialized."""
         return not self.pretrained or architecture_of(self.name) is not None
 
 
@@ -150,7 +153,7 @@ class TrainingConfig(Section):
 
 
 class RunConfig(Section):
-    """One run, whole."""
+    """The configuration of one run."""
 
     task: TaskName = Field(
         default="sequence-classification",
@@ -171,6 +174,11 @@ class RunConfig(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     privacy: PrivacyConfig | None = Field(
         default=None, description="Differential privacy; left out: none. See docs/privacy.md."
+    )
+    simulation: SimulationConfig | None = Field(
+        default=None,
+        description="Conditions that the simulator imposes on its clients: dropouts, speeds, faults. See "
+        "docs/simulation.md.",
     )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -201,6 +209,7 @@ class RunConfig(Section):
             if self.evaluation.diagnostics is not None:
                 expected = "left out under privacy: they are made of updates without its noise"
                 raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, expected)
+        self._require_simulated()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
@@ -208,40 +217,68 @@ class RunConfig(Section):
             raise FedspanError("evaluation.metric", self.evaluation.metric, expected)
         return self
 
+    def _require_simulated(self) -> None:
+        """Check that simulated conditions fit the engine and the task.
+
+        Raises:
+            FedspanError: If they do not.
+        """
+        conditions = self.simulation
+        if conditions is None:
+            return
+        if self.engine.name == "flower-sim":
+            expected = "left out, or engine.name: batched or loop, whose transport simulates conditions"
+            raise FedspanError("simulation", self.engine.name, expected)
+        if conditions.faults is not None and conditions.faults.kind == "label-flip" and self.task not in CLASSIFIERS:
+            raise FedspanError("simulation.faults.kind", "label-flip", f"another kind: {self.task} has no labels")
+
+    def simulation_rules(self) -> ReplyRules | None:
+        """Return the rules by which a simulated round is accepted; None: every selected client has to reply.
+
+        A simulation has rules if it has conditions or secure aggregation, or if one of the rules in ``federation`` is
+        not the default.
+        """
+        rules, conditions = self.federation.reply_rules(), self.simulation
+        if conditions is None and self.federation.secure is None and rules == FederationConfig().reply_rules():
+            return None
+        return rules if conditions is None else replace(rules, validate=conditions.validation)
+
     @property
     def data_seed(self) -> int:
-        """Seed of the division of the data."""
+        """Seed of the partition."""
         return self.seed if self.partition.seed is None else self.partition.seed
 
     @property
     def identity(self) -> str:
-        """Digest of what a begun run cannot change: all that gives its tensors their shapes and its clients their data.
+        """Digest what a started run cannot change: all that determines tensor shapes and the clients' data.
 
-        Paths are left out: files may be moved. So is what only trades time for memory.
+        Paths are left out, since files may be moved, and so are fields that only trade time for memory.
         """
         content = self.model_dump(mode="json", include={"task", "seed", "model", "data", "partition", "method"})
         for name in ("name", "adapter", "gradient_checkpointing"):
             del content["model"][name]
         for name in ("train", "test"):
             content["data"].pop(name, None)
-        if not self.method.wrappers:  # as in runs of before there were any
+        if not self.method.wrappers:  # same digest as runs from before wrappers existed
             del content["method"]["wrappers"]
         if self.federation.ranks is not None:
             content["federation"] = self.federation.model_dump(mode="json", include={"ranks", "scaling"})
+        if self.simulation is not None:
+            content["simulation"] = self.simulation.model_dump(mode="json")
         if self.privacy is not None:
             content["privacy"] = self.privacy.model_dump(mode="json")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def privacy_settings(self, key: bytes | None = None) -> Privacy | None:
-        """Differential privacy as the engines take it.
+        """Return the settings of differential privacy for the engines.
 
         Args:
-            key: a secret one for the noise; None: that of the seed.
+            key: A secret key of the noise; None: a key derived from the seed.
         """
         return None if self.privacy is None else self.privacy.settings(self.federation.rounds, self.seed, key)
 
     def training_settings(self, key: bytes | None = None) -> TrainingSettings:
-        """Local training as the engines take it; ``key`` as in ``privacy_settings``."""
+        """Return the settings of local training for the engines; ``key`` as in ``privacy_settings``."""
         t = self.training
         return TrainingSettings(
             optimizer=OptimizerSpec(
@@ -268,15 +305,15 @@ class RunConfig(Section):
         )
 
     def round_settings(self, key: bytes | None = None) -> RoundSettings:
-        """Rounds as the engines take them; ``key`` as in ``privacy_settings``."""
+        """Return the settings of rounds for the engines; ``key`` as in ``privacy_settings``."""
         f, privacy = self.federation, self.privacy_settings(key)
         return RoundSettings(f.rounds, f.clients_per_round, self.seed, f.reduction, f.trim, f.max_norm, privacy)
 
     def build_method(self, spec: Spec) -> RegisteredMethod:
-        """The method, bound to a model's target layers.
+        """Build the method, bound to a model's target layers.
 
         Raises:
-            FedspanError: if its rank is larger than a layer.
+            FedspanError: If its rank is larger than a layer.
         """
         method = self.method.build(spec, self.seed)
         if method.claims.adapter:
@@ -286,10 +323,10 @@ class RunConfig(Section):
         return method
 
     def wrapped(self, method: RegisteredMethod) -> Method:
-        """A method with the run's policy for the extras (its own where the run names none) and the run's wrappers.
+        """Wrap a method with the run's policy for the extras (by default the method's own) and the run's wrappers.
 
         Raises:
-            FedspanError: for wrappers that there are not, or that don't go with the method or the training.
+            FedspanError: If a wrapper is unknown, or does not fit the method or the training.
         """
         training = self.training_settings()
         policy, lr_scale = self.model.extras, self.model.extras_lr_scale

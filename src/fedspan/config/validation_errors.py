@@ -1,4 +1,4 @@
-"""Pydantic's complaints as the one kind of error that users see."""
+"""Conversion of pydantic's errors to the one kind of error that users see."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fedspan.errors import FedspanError, nearest
 __all__ = ["VARIANT", "first_mistake"]
 
 VARIANT = "="
-"""Begins the tags of a field that may be written in several ways; they are no part of what the user wrote."""
+"""Prefix of the tags of a field with several notations; the tags are not part of the user's input."""
 
 
 def first_mistake(
     error: pydantic.ValidationError, prefix: str = "", root: type[BaseModel] | None = None
 ) -> FedspanError:
-    """The first of pydantic's complaints as one line.
+    """Convert the first of pydantic's errors to one line.
 
     Args:
-        error: pydantic's.
-        prefix: section that the fields stand in.
-        root: model that was validated, to name the nearest fields to one that there is none of.
+        error: Pydantic's error.
+        prefix: The section of the fields.
+        root: The validated model, used to suggest similar names for an unknown field.
     """
     detail = error.errors(include_url=False)[0]
     inner = detail.get("ctx", {}).get("error")
@@ -55,13 +55,13 @@ def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> 
 
 
 def _section(annotation: Any) -> Any:
-    """The section itself, of one that may be left out."""
+    """Return the section itself from the annotation of an optional section."""
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
     return kinds[0] if len(kinds) == 1 and NoneType in get_args(annotation) else annotation
 
 
 def _tagged(annotation: Any, tag: str) -> Any:
-    """The one of a union's members that has a tag."""
+    """Return the type of a union that has a tag."""
     for member in get_args(annotation):
         if pydantic.Tag(tag) in getattr(member, "__metadata__", ()):
             return get_args(member)[0]

@@ -122,7 +122,7 @@ class Ajive:
         return self.basis @ (self.basis.T @ centred)
 
     def individual(self, number: int) -> Tensor:
-        """Compute I_i: X_i - mean - J_i truncated to singular values above tau_i, in coordinates of the view's ``left``."""
+        """Compute I_i: X_i - mean - J_i, cut to singular values above tau_i, in coordinates of the view's ``left``."""
         rest = self.views[number].left - self.means[number] - self.joint(number)
         U, S, Vt = torch.linalg.svd(rest, full_matrices=False)
         return (U * torch.where(self.thresholds[number] < S, S, 0.0)) @ Vt

@@ -165,9 +165,9 @@ class RegisteredMethod(Method):
     Args:
         spec: The model's target layers and extras.
         seed: Seed of all random draws that server and clients share.
-        r: rank of the adapter (the default rank of a client).
-        lora_alpha: numerator of the scaling.
-        use_rslora: scale by alpha / sqrt(r).
+        r: Rank of the adapter (the default rank of a client).
+        lora_alpha: Numerator of the scaling.
+        use_rslora: Whether to scale by alpha / sqrt(r).
     """
 
     claims: ClassVar[Claims]

@@ -161,8 +161,9 @@ class Projected:
 
     ``right``: ``W + scaling acc P`` with acc (O, R), P (R, I). ``left``: ``W + scaling P acc`` with P (O, R),
     acc (R, I). ``done_B`` (O, Q) and ``done_A`` (Q, I) hold the finished segments (Q grows by R at each refresh).
-    ``scaling`` is GaLore's ``scale`` of the step: the gradient of acc is that of ``W + acc P``, without it. A projected weight change is not an adapter: with dropout on its input alone, it would no longer have the
-    gradient of the weight.
+    ``scaling`` is GaLore's ``scale`` of the step: the gradient of acc is that of ``W + acc P``, without it.
+    A projected weight change is not an adapter: with dropout on its input alone, its gradient would no longer be that
+    of the weight.
     """
 
     side: str

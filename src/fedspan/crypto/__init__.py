@@ -1,7 +1,7 @@
 """The cryptography of secure aggregation: keys, shares, masks, and the ring in which masked vectors are summed.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017; Bell et al., "Secure
-Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (eprint 2020/704). Knows nothing of federations;
+Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (eprint 2020/704). Independent of federations;
 primitives are those of ``cryptography`` and PyCryptodome (the extra ``fedspan[secagg]``), which only this package and
 ``fedspan.transports.flower`` import.
 """
@@ -17,7 +17,7 @@ def require() -> None:
     """Check that the libraries are installed.
 
     Raises:
-        FedspanError: if not.
+        FedspanError: If a library is missing.
     """
     for package, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")):
         if importlib.util.find_spec(package) is None:

@@ -1,8 +1,8 @@
-"""Who masks with whom: everybody with everybody, or each with a few neighbours on a circle that nobody can foresee.
+"""The masking graph: all pairs of clients, or each client with a few neighbours on an unpredictable circle.
 
-Bell et al. (eprint 2020/704) show that k neighbours do, k growing with the logarithm of the number of clients: on a
-circle of clients in random order, each with the k / 2 next ones on either side (a Harary graph), so few of a client's
-neighbours collude or drop out that the server can neither open one client's masks nor fail to remove all.
+Bell et al. (eprint 2020/704) show that k neighbours suffice, k growing with the logarithm of the number of clients: on
+a circle of clients in random order, each with the k / 2 next ones on either side (a Harary graph), so few neighbours
+of a client collude or drop out that the server can neither open one client's masks nor fail to remove all.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 __all__ = ["COMPLETE", "neighbourhoods", "threshold_of"]
 
 COMPLETE = 100
-"""Neighbours at which more are not worth their cost: below, everybody is everybody's."""
+"""Neighbours beyond which more are not worth their cost; with fewer clients, all pairs are neighbours."""
 
 
 def neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> dict[str, tuple[str, ...]]:
-    """Every client's neighbours and itself, sorted; a client is a neighbour of its neighbours.
+    """Choose every client's neighbours, sorted and with the client itself; the relation is symmetric.
 
     Args:
-        ids: different ones.
-        neighbours: of a client, beside itself; rounded up to an even number; None: ``COMPLETE``.
+        ids: Distinct client ids.
+        neighbours: Neighbours of a client, itself excluded; rounded up to an even number; None: ``COMPLETE``.
     """
     wanted = COMPLETE if neighbours is None else neighbours
     half = math.ceil(wanted / 2)
@@ -37,10 +37,10 @@ def neighbourhoods(ids: Sequence[str], neighbours: int | None = None) -> dict[st
 
 
 def threshold_of(size: int, share: float) -> int:
-    """Members of a neighbourhood that can open its shares.
+    """Compute the number of clients in a neighbourhood that can open its shares.
 
     Args:
-        size: of the neighbourhood, the client itself among them.
-        share: of it; more than a half, so that no two disjoint groups can.
+        size: Size of the neighbourhood, the client itself included.
+        share: Share of the neighbourhood; raised above one half, so that no two disjoint groups can.
     """
     return min(size, max(2, math.floor(size / 2) + 1, math.ceil(share * size - 1e-9)))

@@ -1,10 +1,10 @@
-"""A client's keys of one session, all from one random secret, and what two clients derive from each other's.
+"""A client's keys of one session, all from one random secret, and the secrets that two clients share.
 
     secret: 32 random bytes;   every other secret is HKDF-SHA256(secret, purpose, context)
-    pair of clients: X25519 of their keys, through HKDF-SHA256 with what it is for
+    pair of clients: X25519 of their keys, through HKDF-SHA256 with the purpose
 
-One pair of keys is for sealing shares (AES-256-GCM), one for the pairwise masks: the private key of the second is what
-shares are made of, and may become known, which must not open what the first sealed.
+One pair of keys is for sealing shares (AES-256-GCM), one for the pairwise masks. The private key of the second is
+shared out and may become known, which must not open content sealed with the first.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _NONCE = 12
 
 
 def new_secret() -> bytes:
-    """A fresh secret from the operating system."""
+    """Draw a fresh secret from the operating system."""
     return secrets.token_bytes(SECRET)
 
 
 def _derived(secret: bytes, purpose: str, *context: str) -> bytes:
     parts = [part.encode() for part in ("fedspan secure aggregation 1", purpose, *context)]
-    info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)  # no two lists of parts are one info
+    info = b"".join(len(part).to_bytes(4, "big") + part for part in parts)  # distinct parts have distinct infos
     return HKDF(SHA256(), SECRET, None, info).derive(secret)
 
 
@@ -42,22 +42,22 @@ def _public(private: bytes) -> bytes:
 
 
 def _agreed(private: bytes, public: bytes) -> bytes:
-    """What two clients' keys give both of them.
+    """Compute the common secret of two clients.
 
     Raises:
-        ValueError: for a public key that gives everybody the same.
+        ValueError: If the public key gives the same secret with every private key.
     """
     return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What follows from a session's secret.
+    """The keys that follow from a session's secret.
 
     Args:
-        sealing: private key for sealing shares.
-        masking: private key for pairwise masks; shared, so that a client's masks can be removed when it drops out.
-        own: seed of the client's own mask; shared, so that it can be removed where the client stays.
+        sealing: Private key for sealing shares.
+        masking: Private key for pairwise masks; shared, so that a client's masks can be removed when it drops out.
+        own: Seed of the client's own mask; shared, so that it can be removed if the client stays.
     """
 
     sealing: bytes
@@ -66,40 +66,40 @@ class Keys:
 
     @classmethod
     def of(cls, secret: bytes, context: str) -> Keys:
-        """The keys of a secret.
+        """Derive the keys of a secret.
 
         Args:
-            secret: from ``new_secret``.
-            context: the run and the session.
+            secret: Secret from ``new_secret``.
+            context: Identifier of the run and the session.
         """
         return cls(*(_derived(secret, purpose, context) for purpose in ("sealing", "masking", "own mask")))
 
     @property
     def sealing_public(self) -> bytes:
-        """For others to seal shares for this client."""
+        """Public key with which other clients seal shares for this one."""
         return _public(self.sealing)
 
     @property
     def masking_public(self) -> bytes:
-        """For others' pairwise masks."""
+        """Public key for pairwise masks with other clients."""
         return _public(self.masking)
 
 
 def mask_key_of(private: bytes) -> bytes:
-    """The public key of a private masking key that was put together from shares."""
+    """Compute the public key of a private masking key that was reconstructed from shares."""
     return _public(private)
 
 
 def pair_seed(masking: bytes, public: bytes, context: str) -> bytes:
-    """The seed of two clients' mask, the same from either side.
+    """Derive the seed of two clients' mask, the same on either side.
 
     Args:
-        masking: private key of one.
-        public: masking key of the other.
-        context: the run and the session.
+        masking: Private masking key of one client.
+        public: Public masking key of the other client.
+        context: Identifier of the run and the session.
 
     Raises:
-        ValueError: for a public key that gives everybody the same.
+        ValueError: If the public key gives the same secret with every private key.
     """
     return _derived(_agreed(masking, public), "pair", context)
 
@@ -109,28 +109,28 @@ def _lock(sealing: bytes, public: bytes, sender: str, receiver: str, context: st
 
 
 def seal(sealing: bytes, public: bytes, sender: str, receiver: str, context: str, content: bytes) -> bytes:
-    """Content that only the receiver can open.
+    """Seal content so that only the receiver can open it.
 
     Args:
-        sealing: private key of the sender.
-        public: sealing key of the receiver.
-        sender: id.
-        receiver: id.
-        context: the run and the session.
-        content: what is sealed.
+        sealing: Private sealing key of the sender.
+        public: Public sealing key of the receiver.
+        sender: Id of the sender.
+        receiver: Id of the receiver.
+        context: Identifier of the run and the session.
+        content: The content to seal.
 
     Raises:
-        ValueError: for a public key that gives everybody the same.
+        ValueError: If the public key gives the same secret with every private key.
     """
     nonce = secrets.token_bytes(_NONCE)
     return nonce + _lock(sealing, public, sender, receiver, context).encrypt(nonce, content, None)
 
 
 def open_sealed(sealing: bytes, public: bytes, sender: str, receiver: str, context: str, sealed: bytes) -> bytes:
-    """The content that ``seal`` sealed.
+    """Open content that ``seal`` sealed.
 
     Raises:
-        ValueError: if it was sealed by or for somebody else, in another session, or changed.
+        ValueError: If it was sealed by or for another client, in another session, or was changed.
     """
     lock = _lock(sealing, public, sender, receiver, context)
     try:

@@ -1,7 +1,7 @@
 """Masks: uniform integers of a ring, from a 32-byte seed.
 
-The generator is AES-256 in counter mode under the seed as it is: the integers are the keystream, so every value of the
-ring is as likely as any other, and to guess a mask is to guess 256 bits.
+The generator is AES-256 in counter mode with the seed as its key: the integers are the keystream, so all values of the
+ring are equally likely, and guessing a mask means guessing 256 bits.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fedspan.crypto.ring import Integers
 __all__ = ["add_mask", "mask"]
 
 _CHUNK = 1 << 20
-"""Bytes of keystream at a time; a whole number of any ring's integers."""
+"""Bytes of keystream per step; a whole number of any ring's integers."""
 
 
 def add_mask(total: Integers, seed: bytes, sign: int = 1) -> None:
     """Add a seed's mask to a vector in place, modulo the ring's size.
 
     Args:
-        total: integers of the ring, contiguous.
-        seed: 32 bytes, used for one mask only.
-        sign: 1, or -1 to take the mask off.
+        total: Contiguous integers of the ring.
+        seed: Seed of 32 bytes, used for one mask only.
+        sign: 1, or -1 to remove the mask.
     """
     stream = Cipher(AES256(seed), CTR(bytes(16))).encryptor()
     step, zeros = _CHUNK // total.itemsize, bytes(_CHUNK)
@@ -39,7 +39,7 @@ def add_mask(total: Integers, seed: bytes, sign: int = 1) -> None:
 
 
 def mask(seed: bytes, length: int, dtype: np.dtype[np.uint32] | np.dtype[np.uint64]) -> Integers:
-    """A seed's mask."""
+    """Generate a seed's mask."""
     total: Integers = np.zeros(length, dtype)
     add_mask(total, seed)
     return total

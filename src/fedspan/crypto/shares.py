@@ -1,9 +1,9 @@
-"""Shamir's shares of a 32-byte secret: any ``threshold`` of them give it, fewer nothing.
+"""Shamir's shares of a 32-byte secret: any ``threshold`` of them reveal it, fewer reveal nothing.
 
-PyCryptodome shares 16 bytes at a time (over GF(2^128)), so a secret is shared as two halves. A share travels as two
-bytes of its number and the two halves' shares. Shares are put together here and not by PyCryptodome, which takes tens
+PyCryptodome shares 16 bytes at a time (over GF(2^128)), so a secret is shared as two halves. A share is transmitted as
+two bytes of its number and the two halves' shares. Shares are combined here and not by PyCryptodome, which takes tens
 of milliseconds for each secret: the coefficients of the interpolation depend on the shares' numbers alone, and a server
-opens many secrets with the shares of the same clients. It learns the secrets anyway, so nothing here need hide them.
+opens many secrets with the shares of the same clients. It learns the secrets anyway, so this code need not hide them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _POLYNOMIAL = _TOP | 0x87
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Shares of a secret.
+    """Split a secret into shares.
 
     Args:
-        secret: 32 bytes.
-        threshold: shares that give it, at least 2.
-        count: shares to make.
+        secret: Secret of 32 bytes.
+        threshold: Number of shares that reveal it, at least 2.
+        count: Number of shares to create.
 
     Raises:
-        ValueError: for another length, or a threshold that is out of range.
+        ValueError: If the secret has another length, or the threshold is out of range.
     """
     if len(secret) != 2 * _HALF or not 2 <= threshold <= count < 2 ** (8 * _NUMBER):
         raise ValueError(f"{count} shares of {len(secret)} bytes, of which {threshold} suffice")
@@ -46,10 +46,10 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def combine(shares: Sequence[bytes], threshold: int) -> bytes:
-    """The secret of some shares; if one of them is wrong, something else.
+    """Combine shares to their secret; a wrong share gives a different result.
 
     Raises:
-        ValueError: if there are too few different ones, or one is no share.
+        ValueError: If there are too few distinct shares, or one is not a share.
     """
     if any(len(share) != SHARE for share in shares):
         raise ValueError(f"a share has {SHARE} bytes")
@@ -67,7 +67,7 @@ def combine(shares: Sequence[bytes], threshold: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def _coefficients(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Lagrange's at 0: prod_{m != j} x_m / (x_j + x_m) for every share's number x_j."""
+    """Compute Lagrange's coefficients at 0: prod_{m != j} x_m / (x_j + x_m) for every share's number x_j."""
     whole, below = 1, list[int]()
     for number in numbers:
         whole = _times(whole, number)
@@ -80,7 +80,7 @@ def _coefficients(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _inverses(values: Sequence[int]) -> list[int]:
-    """Of elements that are not 0, by one inversion."""
+    """Compute the inverses of nonzero elements, by one inversion."""
     products = [1]
     for value in values:
         products.append(_times(products[-1], value))
@@ -96,7 +96,7 @@ def _inverses(values: Sequence[int]) -> list[int]:
 
 
 def _times(one: int, other: int) -> int:
-    """The product of two elements of the field."""
+    """Multiply two elements of the field."""
     if other > one:
         one, other = other, one
     product = 0

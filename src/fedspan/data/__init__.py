@@ -1,8 +1,8 @@
-"""Reading labelled text and dividing it among clients.
+"""Loading of labelled data and its partition among clients.
 
-``config`` says what a user may ask for, ``loading.load`` reads it, ``partition.partition`` divides it, ``plot`` draws
-the division. Only ``config`` is imported here: the others need ``datasets`` or ``matplotlib``, seconds that a command
-which only parses options should not pay.
+``config`` defines the options, ``loading.load`` reads the data, ``partition.partition`` divides it, ``plot`` draws the
+partition. Only ``config`` is imported here: the others need ``datasets`` or ``matplotlib``, which take seconds that a
+command that only parses options should not spend.
 """
 
 from fedspan.data.config import DataConfig, PartitionConfig

@@ -1,9 +1,9 @@
-"""Which client holds which examples: Flower's partitioners, and the same divisions in vectorised time.
+"""Assignment of examples to clients: Flower's partitioners, and the same partitions in vectorised time.
 
 Where a federation may have 100,000 clients (iid, dirichlet, natural, quantity) rows are cut and sorted as flat arrays,
-with the draws and the arithmetic of ``flwr_datasets.partitioner``, so that both give the same rows; its own code takes
-a copy of the data set for every client. Only that module is used. Importing it sends nothing (version 0.6.1 posts from
-``FederatedDataset`` and from the plots of its ``visualization`` module alone), but loads pyplot and seaborn: it is
+with the draws and the arithmetic of ``flwr_datasets.partitioner``, so that both give the same rows; Flower's own code
+copies the data set for every client. Only that module is used. Importing it sends nothing (version 0.6.1 posts from
+``FederatedDataset`` and from the plots of its ``visualization`` module alone), but loads pyplot and seaborn, so it is
 imported on first use.
 """
 
@@ -30,17 +30,17 @@ __all__ = ["Shares", "assign", "numbered"]
 
 _ROW, _BY = "row", "by"
 _DRAWS = 11
-"""How often Flower's DirichletPartitioner draws before it gives up."""
+"""Number of draws after which Flower's DirichletPartitioner gives up."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Every client's rows, one client behind the other.
+    """Every client's rows, client by client.
 
     Attributes:
-        ids: of the clients.
-        rows: int64, (examples,); each client's ascending, every row of the data set once.
-        bounds: client k has ``rows[bounds[k]:bounds[k + 1]]``; int64, (clients + 1,).
+        ids: Ids of the clients.
+        rows: Row indices, int64, (examples,); each client's ascending, every row of the data set once.
+        bounds: Client k has ``rows[bounds[k]:bounds[k + 1]]``; int64, (clients + 1,).
     """
 
     ids: tuple[str, ...]
@@ -49,7 +49,7 @@ class Shares:
 
     @classmethod
     def of(cls, ids: Sequence[str], holders: np.ndarray) -> Shares:
-        """The shares when row k is held by client number ``holders[k]``."""
+        """Build the shares in which row k belongs to client number ``holders[k]``."""
         # Stable, so that a client's rows stay in ascending order.
         rows = np.argsort(holders, kind="stable").astype(np.int64)
         return cls(tuple(ids), rows, _bounds(np.bincount(holders, minlength=len(ids))))
@@ -60,10 +60,11 @@ def _bounds(sizes: np.ndarray) -> np.ndarray:
 
 
 def assign(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
-    """Each client's rows of `dataset`.
+    """Assign the rows of `dataset` to clients.
 
     Raises:
-        FedspanError: the data cannot be divided as asked, or a client would have fewer than ``min_examples``.
+        FedspanError: If the data cannot be partitioned as requested, or a client would have fewer than
+            ``min_examples``.
     """
     if config.partitioner != "natural" and config.clients > len(dataset):
         raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of examples")
@@ -90,7 +91,7 @@ def _at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fi
         sizes[: len(dataset) % config.clients] += 1
     else:
         sizes = _unequal_sizes(len(dataset), config)
-    if not sizes.all():  # sizes that round to nothing; the first client's is the smallest
+    if not sizes.all():  # sizes that round to zero; the first client's is the smallest
         raise _too_few(ids[0], 0, config, field)
     holders = np.empty(len(dataset), np.int64)
     holders[_order(len(dataset), seed)] = np.repeat(np.arange(config.clients), sizes)
@@ -98,7 +99,7 @@ def _at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fi
 
 
 def _unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
-    """As Flower's LinearPartitioner, SquarePartitioner and ExponentialPartitioner: the last one gets what is left."""
+    """Compute sizes as Flower's Linear-, Square- and ExponentialPartitioner do; the last client gets the rest."""
     number = np.linspace(1, config.clients, config.clients)
     units = {"linear": lambda n: n, "square": np.square, "exponential": np.exp}[config.quantity](number)
     sizes = np.array(units / units.sum() * count, dtype=np.int64)
@@ -107,7 +108,7 @@ def _unequal_sizes(count: int, config: PartitionConfig) -> np.ndarray:
 
 
 def _classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> np.ndarray:
-    """What a division by label goes by, a number for each example: its label, or the range that its number is in."""
+    """Return the class of each example for partitions by label: its label, or the range that contains its number."""
     if "label" in dataset.column_names:
         if config.bins is not None:
             raise FedspanError(f"{field}.bins", config.bins, "left out: these examples have labels, not numbers")
@@ -124,7 +125,7 @@ def _classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> 
 
 
 def _dirichlet(classes: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
-    """As Flower's DirichletPartitioner: label by label, by new shares; all anew while a client has too few."""
+    """Partition as Flower's DirichletPartitioner: new shares for each label; redraw all while a client has too few."""
     order = _order(len(classes), seed)
     labels = classes[order]
     of_label = [np.flatnonzero(labels == label) for label in np.unique(labels)]
@@ -155,7 +156,7 @@ def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field:
     if asked > len(present):
         raise FedspanError(option, asked, f"at most {len(present)}, the number of labels in the data")
     # Flower's partitioner drops labels that no client was assigned. With as many bundles of labels as clients or fewer,
-    # and its first-deterministic mode, each bundle has a client: all examples are used and nobody exceeds `asked`.
+    # and its first-deterministic mode, each bundle has a client: all examples are used and no client exceeds `asked`.
     bundle = math.ceil(len(present) / config.clients)
     if bundle > asked:
         expected = f"at least {bundle}, or {field}.clients at least {math.ceil(len(present) / asked)}: all "
@@ -175,7 +176,7 @@ def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field:
         order = _order(len(labels), seed)
         rows = datasets.Dataset.from_dict({_ROW: order, _BY: bundles[order]})
         return _divide(partitioner, numbered(config.clients), rows)
-    except ValueError as error:  # a label shared by more clients than it has examples
+    except ValueError as error:  # more clients share a label than it has examples
         expected = f"fewer clients or fewer {option}: more clients would share a label than it has examples"
         raise FedspanError(f"{field}.clients", config.clients, expected) from error
 
@@ -197,7 +198,7 @@ def _natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> 
 
 def _divide(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset) -> Shares:
     partitioner.dataset = rows
-    with warnings.catch_warnings():  # what they warn of is either wanted here (redraws) or an error below
+    with warnings.catch_warnings():  # their warnings are about intended redraws or become errors below
         warnings.simplefilter("ignore")
         parts = [arrow_column(partitioner.load_partition(index), _ROW).to_numpy() for index in range(len(ids))]
     holders = np.empty(len(rows), np.int64)
@@ -207,7 +208,7 @@ def _divide(partitioner: Partitioner, ids: Sequence[str], rows: datasets.Dataset
 
 
 def _order(count: int, seed: int) -> np.ndarray:
-    """Rows in the order in which they are handed out: files are often sorted by label."""
+    """Return rows in random order for the assignment, since files are often sorted by label."""
     return generator(seed, "partition", "order").permutation(count)
 
 
@@ -216,7 +217,7 @@ def _partitioner_seed(seed: int) -> int:
 
 
 def numbered(clients: int) -> list[str]:
-    """The ids of so many clients that have no names, in order: ``client-00`` and so on."""
+    """Return the ids of clients without names, in order: ``client-00`` and so on."""
     width = max(2, len(str(clients - 1)))
     return [f"client-{number:0{width}d}" for number in range(clients)]
 

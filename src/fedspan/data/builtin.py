@@ -1,4 +1,4 @@
-"""Corpora that come with fedspan, so that the first run needs neither a file nor the network."""
+"""Corpora that ship with fedspan, so that the first run needs neither a file nor the network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "builtin:"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A built-in corpus: the folder under ``fedspan/data/corpus`` with one csv a split, and what it holds."""
+    """A built-in corpus: its folder under ``fedspan/data/corpus``, with one csv per split, and its description."""
 
     folder: str
     summary: str
@@ -30,15 +30,15 @@ CORPORA = {
 
 
 def corpus_file(where: str, split: str, field: str) -> Traversable:
-    """The csv file (columns text, label) of one split of a built-in corpus.
+    """Return the csv file (columns text, label) of one split of a built-in corpus.
 
     Args:
-        where: the corpus as the user wrote it, ``builtin:patient-messages``.
+        where: The corpus as the user wrote it, such as ``builtin:patient-messages``.
         split: ``train`` or ``test``.
-        field: the option that `where` stands in; that of the split is ``<field>_split``.
+        field: The option that contains `where`; that of the split is ``<field>_split``.
 
     Raises:
-        FedspanError: no such corpus, or no such split in it.
+        FedspanError: If there is no such corpus, or it has no such split.
     """
     name = where.removeprefix(PREFIX)
     if name not in CORPORA:

@@ -1,6 +1,6 @@
-"""Data sets that fedspan knows by name: where they are, which columns they have, and what they are measured by.
+"""Data sets that fedspan knows by name: their locations, columns and usual metrics.
 
-The table itself is ``catalogue.yaml`` beside this file; ``fedspan data`` shows it, and ``data.dataset`` takes from it.
+The table itself is ``catalogue.yaml`` beside this file; ``fedspan data`` shows it, and ``data.dataset`` refers to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Record(BaseModel):
 
 
 class Columns(_Record):
-    """Which columns hold what; those that a task has no use for are None."""
+    """Columns by role; those that a task does not use are None."""
 
     text: str | None = None
     text_pair: str | None = None
@@ -33,13 +33,13 @@ class Columns(_Record):
 
 
 class Hub(_Record):
-    """Where it is on the Hugging Face hub.
+    """Location on the Hugging Face hub.
 
     Args:
-        id: of the repository; ``builtin:...`` for a corpus that comes with fedspan.
-        config: which of the repository's configurations.
-        train_split: what is trained on.
-        test_split: what is tested on; None where a part of the training split has to be set aside.
+        id: Id of the repository; ``builtin:...`` for a corpus that ships with fedspan.
+        config: Configuration of the repository.
+        train_split: Split to train on.
+        test_split: Split to test on; None if a part of the training split has to be set aside.
     """
 
     id: str
@@ -49,14 +49,14 @@ class Hub(_Record):
 
 
 class Files(_Record):
-    """Its original files, as they are published.
+    """Original files, as published.
 
     Args:
-        train: what the file with the training rows is called.
-        test: what the file with the test rows is called; None if there is none.
-        columns: those that differ from the hub's.
-        header: all column names, where the files have none of their own.
-        quotes: whether quotes enclose fields in a tsv file.
+        train: Name of the file with the training rows.
+        test: Name of the file with the test rows; None if there is none.
+        columns: Columns that differ from the hub's.
+        header: All column names, if the files have no header.
+        quotes: Whether quotes enclose fields in a tsv file.
     """
 
     train: str
@@ -67,7 +67,7 @@ class Files(_Record):
 
 
 class Rows(_Record):
-    """How many rows there are; None for a split that there is none of."""
+    """Numbers of rows; None for a split that does not exist."""
 
     train: int
     test: int | None = None
@@ -77,24 +77,25 @@ class DatasetEntry(_Record):
     """One data set.
 
     Args:
-        key: what ``data.dataset`` calls it.
-        title: what people call it.
-        summary: what is in it, in one line.
-        task: what it is for.
-        metric: by which it is usually measured; ``exact_match`` needs ``evaluation.generate``.
-        hub: where it is on the hub; None if only files can be used.
-        columns: on the hub.
-        files: its original files; None if there are none that can be read.
-        labels: in the order of the classifier's outputs, where the alphabet's would turn F1 to the wrong one.
-        classes: how many labels there are; None where there are none, or nobody counted.
-        prompt: what a language model is given: a template, or the name of one.
-        answer_pattern: what counts of an answer.
-        max_new_tokens: of a generated answer.
-        drop_empty: whether some rows lack a text or an answer and are left out.
-        rows: how many.
-        licence: as its publisher states it.
-        note: what else to know.
-        source: where it is described.
+        key: Name in ``data.dataset``.
+        title: Common name.
+        summary: Content, in one line.
+        task: Task that it is for.
+        metric: Usual metric; ``exact_match`` needs ``evaluation.generate``.
+        hub: Location on the hub; None if only files can be used.
+        columns: Columns on the hub.
+        files: Original files; None if there are none that can be read.
+        labels: Labels in the order of the classifier's outputs, if alphabetical order would compute F1 for the wrong
+            one.
+        classes: Number of labels; None if there are none, or they were not counted.
+        prompt: Prompt of a language model: a template, or the name of one.
+        answer_pattern: Regex of the part of an answer that is compared.
+        max_new_tokens: Maximal number of tokens of a generated answer.
+        drop_empty: Whether rows without a text or an answer occur and are left out.
+        rows: Numbers of rows.
+        licence: Licence as its publisher states it.
+        note: Further remarks.
+        source: Address of its description.
     """
 
     key: str
@@ -118,7 +119,7 @@ class DatasetEntry(_Record):
 
     @property
     def file_columns(self) -> Columns:
-        """The columns of its original files."""
+        """Columns of the original files."""
         if self.files is None:
             return self.columns
         differing = self.files.columns.model_dump(exclude_none=True)
@@ -132,19 +133,19 @@ def _catalogue() -> Mapping[str, DatasetEntry]:
 
 
 def list_datasets() -> tuple[DatasetEntry, ...]:
-    """All data sets that ``data.dataset`` can name, in the order of the catalogue."""
+    """Return all data sets that ``data.dataset`` can name, in the order of the catalogue."""
     return tuple(_catalogue().values())
 
 
 def dataset_of(key: str, field: str) -> DatasetEntry:
-    """The entry of a data set.
+    """Return the entry of a data set.
 
     Args:
-        key: as the user wrote it.
-        field: what the user calls the option.
+        key: Name as the user wrote it.
+        field: The user's name of the option.
 
     Raises:
-        FedspanError: no such data set.
+        FedspanError: If there is no such data set.
     """
     known = _catalogue()
     if key not in known:
@@ -153,7 +154,7 @@ def dataset_of(key: str, field: str) -> DatasetEntry:
 
 
 def snippet(entry: DatasetEntry, where: Literal["hub", "files"]) -> str | None:
-    """A part of a config to paste, YAML; None where the data set can't be used so."""
+    """Return a part of a config to paste, as YAML; None if the data set can't be used that way."""
     data: dict[str, Any] = {"dataset": entry.key}
     if where == "files":
         if entry.files is None:

@@ -1,4 +1,4 @@
-"""What a task needs of a source's rows, checked row by row: texts, images, classes, numbers, prompts and answers."""
+"""Row-by-row checks of the columns that a task needs: texts, images, classes, numbers, prompts and answers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Checked:
     """A source with everything that its task needs in every row.
 
     Attributes:
-        source: as it was read.
-        columns: the task's (`text` and others), then the source's further ones.
-        features: the types of `columns` to `datasets`.
-        names: the class of each row; None where rows have none.
+        source: The source as it was read.
+        columns: The task's columns (`text` and others), then the source's further ones.
+        features: Types of `columns` for `datasets`.
+        names: Class of each row; None if rows have none.
     """
 
     source: Source
@@ -43,22 +43,22 @@ class Checked:
 
 
 def check(source: Source, config: DataConfig, task: TaskName, field: str, part: str) -> Checked:
-    """The columns that `task` needs, and the rest as they are.
+    """Check the columns that `task` needs, and return them with the others unchanged.
 
     Args:
-        source: what was read.
-        config: which columns are meant.
-        task: what they are for.
-        field: what the user calls `config`.
-        part: the option that the source stands in, ``train`` or ``test``.
+        source: The source as it was read.
+        config: Options that name the columns.
+        task: The task that uses them.
+        field: The user's name of `config`.
+        part: The option that names the source, ``train`` or ``test``.
 
     Raises:
-        FedspanError: a column that is not there or of the wrong type, a row without a value.
+        FedspanError: If a column is missing or of the wrong type, or a row has no value.
     """
     reader = _Reader(source, field, part)
     columns, used, names = _READERS[task](reader, config)
     features: dict[str, Any] = {name: _FEATURES.get(name, datasets.Value("string")) for name in columns}
-    # A further column that happens to be called "text" or "label" gives way to the one that was asked for.
+    # The requested column replaces another one that happens to be called "text" or "label".
     for column in source.dataset.column_names:
         if column not in used and column not in _OURS:
             columns[column] = arrow_column(source.dataset, column)
@@ -67,13 +67,13 @@ def check(source: Source, config: DataConfig, task: TaskName, field: str, part: 
 
 
 class _Reader:
-    """Reads columns of one source; every error names the option and the row."""
+    """Reader of one source's columns; every error names the option and the row."""
 
     def __init__(self, source: Source, field: str, part: str) -> None:
         self.source, self.field, self.file = source, field, f"{field}.{part}"
 
     def require(self, column: str, option: str, value: str | None = None) -> str:
-        """The option's field; the column is there."""
+        """Require a column and return the option's field."""
         dataset, where = self.source.dataset, f"{self.field}.{option}"
         if column not in dataset.column_names:
             there = columns_by_likeness(column, dataset.column_names)
@@ -132,7 +132,7 @@ class _Reader:
     def images(self, column: str) -> pa.ChunkedArray:
         where = self.require(column, "image")
         images = arrow_column(self.source.dataset, column)
-        if _is_text(images.type):  # paths, seen from the file that they stand in
+        if _is_text(images.type):  # paths, relative to the file that contains them
             folders = [os.path.dirname(os.path.expanduser(self.source.place(row)[0])) for row in range(len(images))]
             pairs = zip(folders, images.to_pylist(), strict=True)
             paths = [path and os.path.join(folder, path) for folder, path in pairs]

@@ -1,4 +1,4 @@
-"""What a user may ask of the data: where the examples are (`DataConfig`) and who holds which (`PartitionConfig`)."""
+"""Options of the data: the location of the examples (`DataConfig`) and their partition (`PartitionConfig`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DataConfig(BaseModel):
     """Labelled texts or images to fine-tune on.
 
     Raises:
-        pydantic.ValidationError: a value out of range, an unknown field, or fields that contradict each other.
+        pydantic.ValidationError: If a value is out of range, a field is unknown, or fields contradict each other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -165,7 +165,7 @@ class DataConfig(BaseModel):
     @field_validator("train")
     @classmethod
     def _somewhere(cls, value: str | None, info: ValidationInfo) -> str | None:
-        # An unknown dataset is missing from info.data; that mistake has been said by then.
+        # An unknown dataset is missing from info.data; that mistake has been reported by then.
         if value is None and info.data.get("dataset", "") is None:
             raise ValueError("is required, or data.dataset: a key that fedspan data lists")
         return value
@@ -189,7 +189,7 @@ class DataConfig(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         columns = {"text": self.text, "text_pair": self.text_pair, "label": self.label or "label"}
-        if self.dataset is not None:  # which columns the others are, the catalogue says later
+        if self.dataset is not None:  # the catalogue names the other columns later
             columns = {name: column for name, column in columns.items() if name in self.model_fields_set}
         wanted = [column for column in columns.values() if column is not None]
         if len(set(wanted)) < len(wanted):
@@ -206,7 +206,7 @@ class DataConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Written out, a default would look like a choice of the user's, and the catalogue would give way to it.
+        # A default, if written out, would look like the user's choice and override the catalogue.
         content = dump(self)
         if self.dataset is None:
             return content
@@ -214,10 +214,10 @@ class DataConfig(BaseModel):
 
 
 class PartitionConfig(BaseModel):
-    """How the training examples are divided among clients, and each client's among training, validation and test.
+    """Partition of the training examples among clients, and of each client's among training, validation and test.
 
     Raises:
-        pydantic.ValidationError: a value out of range, an unknown field, or fields that contradict each other.
+        pydantic.ValidationError: If a value is out of range, a field is unknown, or fields contradict each other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

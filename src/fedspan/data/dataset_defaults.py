@@ -1,4 +1,4 @@
-"""What ``data.dataset`` stands for: the settings that a user leaves to the catalogue, written out."""
+"""Settings that ``data.dataset`` takes from the catalogue, written out."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _DELIMITED = re.compile(r"\.[ct]sv(\.gz)?$")
 
 
 def filled(config: DataConfig, field: str = "data") -> DataConfig:
-    """The settings with everything that the catalogue knows of ``config.dataset``; what the user gave stays.
+    """Complete the settings with the catalogue's values for ``config.dataset``; the user's settings take precedence.
 
-    Of a local file the names of its columns are read, to tell the original files from copies of the hub's.
+    The column names of a local file are read, to distinguish the original files from copies of the hub's.
 
     Args:
-        config: as the user wrote it.
-        field: what the user calls it.
+        config: The user's settings.
+        field: The user's name of `config`.
 
     Raises:
-        FedspanError: a data set that is not on the hub and has no `train`, or settings that contradict
-            each other once they are written out.
+        FedspanError: If a data set is not on the hub and has no `train`, or if the completed settings contradict each
+            other.
     """
     if config.dataset is None:
         return config
@@ -48,7 +48,7 @@ def filled(config: DataConfig, field: str = "data") -> DataConfig:
 
 
 def _of_train(entry: DatasetEntry, config: DataConfig, field: str) -> dict[str, Any]:
-    """Settings that depend on where the training examples are."""
+    """Return the settings that depend on the location of the training examples."""
     hub = entry.hub
     if config.train is None:
         if hub is None:
@@ -71,7 +71,7 @@ def _of_file(entry: DatasetEntry, path: str) -> dict[str, Any]:
     quotes = None if entry.files is None else entry.files.quotes
     if there is not None and (header is not None or not _has(there, original)) and _has(there, hub):
         return _options(hub)
-    # Of an original file without a header, the first line is an example.
+    # In an original file without a header, the first line is an example.
     headless = there is not None and not _has(there, original) and bool(_DELIMITED.search(path.lower()))
     return {**_options(original), "columns": header if headless else None, "quotes": quotes}
 

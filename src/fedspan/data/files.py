@@ -1,4 +1,4 @@
-"""One split, read as it is from a local file, a built-in corpus or the hub; every failure names what to change."""
+"""One split, read unchanged from a local file, a built-in corpus or the hub; every failure names what to change."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w{0,7}")
 
 
 def has_own_splits(where: str) -> bool:
-    """Whether `where` names something with several splits (a hub id, a built-in corpus) rather than one file."""
+    """Check whether `where` names a source with several splits (a hub id, a built-in corpus) rather than one file."""
     return where.startswith(PREFIX) or _is_hub_id(where)
 
 
 def read_source(config: DataConfig, part: Literal["train", "test"], field: str) -> Source:
-    """Read the split that `config` gives for `part`.
+    """Read the split that `config` names for `part`.
 
     Raises:
-        FedspanError: nothing there, not readable, malformed, without a single example, or the hub cannot be reached.
+        FedspanError: If the source is missing, unreadable, malformed or has no example, or the hub cannot be reached.
     """
     option = f"{field}.{part}"
     where = config.train if part == "train" or config.test is None else config.test
-    if where is None:  # only a config that names a data set lacks it, and is filled before
+    if where is None:  # only a config that names a data set lacks it, and that one is filled earlier
         raise FedspanError(option, where, "is required")
     split = config.train_split if part == "train" else config.test_split or "test"
     if where.startswith(PREFIX):
@@ -65,9 +65,9 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str) 
 
 
 def column_names(where: str) -> list[str] | None:
-    """The columns that the first line or object of a local file (the first of several) names, or a parquet's schema.
+    """Return the column names in a local file's first line, first object or parquet schema; None if there are none.
 
-    None where there is nothing to be read; why, `read_source` says.
+    Of several files the first is read. If nothing can be read, `read_source` reports why.
     """
     path = next(iter(matching(where, "data.train")), _path(where)) if has_places(where) else _path(where)
     kind = _suffix(path).removesuffix(".gz").removeprefix(".")
@@ -81,14 +81,14 @@ def column_names(where: str) -> list[str] | None:
             line = io.TextIOWrapper(cast(io.BufferedReader, stream), encoding="utf-8-sig").readline().rstrip("\r\n")
         if kind == "jsonl":
             return list(json.loads(line))
-        # What quotes do in the first line matters to no name of a column.
+        # Quotes in the first line do not affect column names.
         return next(csv.reader([line], delimiter="\t" if kind == "tsv" else ","))
     except (OSError, ValueError, TypeError, RecursionError, StopIteration, csv.Error, pa.ArrowException):
         return None
 
 
 def _path(where: str) -> Path:
-    return Path(os.path.expanduser(where))  # Path's own raises for the home of a user there is none of
+    return Path(os.path.expanduser(where))  # Path raises for the home of an unknown user
 
 
 def _suffix(path: Path) -> str:
@@ -98,9 +98,9 @@ def _suffix(path: Path) -> str:
 
 def _is_hub_id(where: str) -> bool:
     path = Path(where)
-    # A hub id may have dots (v1.5) but hardly ends like a file; "notes.txt" is a file that cannot be read.
+    # A hub id may have dots (v1.5) but rarely ends like a file; "notes.txt" is a file that cannot be read.
     looks_like_file = _suffix(path) or _FILE_SUFFIX.fullmatch(path.suffix)
-    # os.path's, as Path's own raise for a name that is too long for the disk.
+    # os.path, since Path raises for a name that is too long for the disk.
     is_local = os.path.exists(path) or ("/" in where and os.path.isdir(path.parent))
     return bool(_HUB_ID.fullmatch(where)) and not looks_like_file and not is_local
 
@@ -119,7 +119,7 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
         )
     try:
         if kind == "parquet":
-            # Not read_table: to it a folder called "seed=3" is a column.
+            # Not read_table, which takes a folder called "seed=3" for a column.
             with pyarrow.parquet.ParquetFile(path) as file:
                 table = file.read()
         elif kind in ("csv", "tsv"):
@@ -148,7 +148,7 @@ def _read_file(path: Path, where: str, config: DataConfig, field: str, option: s
 
 
 def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
-    # Only parquet has types that datasets lacks, or holds datasets' own notes on the types, which may be damaged.
+    # Only parquet has types that datasets lacks, or contains datasets' own type notes, which may be damaged.
     try:
         return datasets.Dataset(_without_dictionaries(table))
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, pa.ArrowException) as error:
@@ -175,15 +175,15 @@ def _what_is_there(path: Path) -> str:
 
 def _read_delimited(path: Path, kind: str, config: DataConfig) -> pa.Table:
     delimiter = "\t" if kind == "tsv" else ","
-    # GLUE writes quotes into its tsv files as they are, unbalanced; a csv quotes fields that hold commas and lines.
+    # GLUE's tsv files contain literal, unbalanced quotes; a csv quotes fields that contain commas and line breaks.
     if config.quotes if config.quotes is not None else kind == "csv":
         parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     else:
         parse = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=False, double_quote=False)
-    # One thread, or a malformed row is reported without its number.
+    # One thread; otherwise a malformed row is reported without its number.
     read = pyarrow.csv.ReadOptions(column_names=config.columns, use_threads=False)
-    # From memory, as the content is read twice: the thread with which Arrow reads ahead outlives the first reader, and
-    # on a file opened again under the same number it took whole blocks of rows away from the second.
+    # From memory, since the content is read twice: Arrow's read-ahead thread outlives the first reader, and on a file
+    # reopened under the same descriptor it took whole blocks of rows away from the second.
     with pa.input_stream(path) as stream:
         content = pa.py_buffer(stream.read())
     names = config.columns
@@ -196,7 +196,7 @@ def _read_delimited(path: Path, kind: str, config: DataConfig) -> pa.Table:
 
 
 def _records(path: Path, kind: str) -> list[dict[str, object]]:
-    # The standard json module names the place of a mistake; pandas and Arrow turn texts like dates into dates.
+    # The standard json module reports the place of a mistake; pandas and Arrow convert date-like texts to dates.
     with pa.input_stream(path) as stream:
         content = stream.read().decode("utf-8-sig")
     if kind == "json":
@@ -204,7 +204,7 @@ def _records(path: Path, kind: str) -> list[dict[str, object]]:
         if not isinstance(records, list):
             raise ValueError("not a list of objects (one object a line goes into a .jsonl file)")
     else:
-        # Not splitlines: JSON strings may hold other line separators as they are.
+        # Not splitlines: JSON strings may contain other literal line separators.
         records = []
         for line in filter(str.strip, content.split("\n")):
             try:
@@ -223,14 +223,14 @@ def _table(records: list[dict[str, object]]) -> pa.Table:
         values = [record.get(name) for record in records]
         try:
             columns[name] = pa.array(values)
-        # A column that mixes types, such as the labels 1 and "other", or holds whole numbers of more than 64 bits.
+        # A column that mixes types, such as the labels 1 and "other", or contains integers of more than 64 bits.
         except (pa.ArrowException, OverflowError):
             columns[name] = pa.array([None if value is None else str(value) for value in values])
     return pa.table(columns)
 
 
 def _without_dictionaries(table: pa.Table) -> pa.Table:
-    # pandas writes its categorical columns to parquet as dictionaries, which datasets has no feature for.
+    # pandas writes categorical columns to parquet as dictionaries, which datasets has no feature for.
     for index, column in enumerate(table.schema):
         if pa.types.is_dictionary(column.type):
             plain = table.column(index).cast(column.type.value_type)

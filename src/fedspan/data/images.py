@@ -1,7 +1,7 @@
-"""Images with their classes, from where they are published: idx files, folders of classes, CIFAR's binary batches.
+"""Images with their classes, in their published formats: idx files, folders of classes, CIFAR's binary batches.
 
-All give the same columns: ``image`` (encoded bytes, or the path of a file; nothing is decoded here), ``label``, and
-what else the place tells (``domain``, ``coarse_label``).
+All have the same columns: ``image`` (encoded bytes, or the path of a file; nothing is decoded here), ``label``, and
+further columns that the source provides (``domain``, ``coarse_label``).
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from fedspan.errors import FedspanError
 __all__ = ["IMAGES", "holds_images", "read_images"]
 
 IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-"""How Arrow holds an image, as ``datasets.Image`` has it."""
+"""Arrow type of an image, as in ``datasets.Image``."""
 
 _IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _PARTS = {"train", "test", "val", "valid", "validation"}
-_SIDE = 32  # of CIFAR's images
+_SIDE = 32  # rows and columns of CIFAR's images
 _PIXELS = 3 * _SIDE * _SIDE
 
 
 def holds_images(path: Path) -> bool:
-    """Whether a path is for `read_images`: an idx file, CIFAR's batches, or a folder with images somewhere in it."""
+    """Check whether `read_images` reads a path: an idx file, CIFAR's batches, or a folder that contains images."""
     if os.path.isdir(path):
         return any(_is_image(inside) or inside.suffix == ".bin" for inside in path.rglob("*"))
     return os.path.isfile(path) and (bool(_IDX.fullmatch(path.name)) or path.suffix == ".bin")
 
 
 def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
-    """The images of a place.
+    """Read the images at a path.
 
     Args:
-        path: an idx file of images, whose labels lie beside it under the name that they are published with; a folder
-            of one folder for each class, or of one for each domain that holds those; a folder of CIFAR-10's binary
-            batches, or one binary batch of CIFAR-10 or CIFAR-100.
-        where: what the user calls it.
-        option: the field that it stands in.
+        path: An idx file of images, whose labels are beside it under their published name; a folder with one folder per
+            class, or with one per domain that contains those; a folder of CIFAR-10's binary batches, or one binary
+            batch of CIFAR-10 or CIFAR-100.
+        where: The user's spelling of the path.
+        option: The option that names the path.
 
     Raises:
-        FedspanError: files that are missing, damaged or laid out otherwise.
+        FedspanError: If files are missing, damaged or laid out differently.
     """
     try:
         if _IDX.fullmatch(path.name):
@@ -72,12 +72,12 @@ def _idx(path: Path) -> dict[str, pa.Array]:
     images, labels = _idx_array(path, 3), _idx_array(beside, 1)
     if len(images) != len(labels):
         raise ValueError(f"it holds {len(images)} images, {beside.name} {len(labels)} labels")
-    header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])  # a PGM is this and the pixels
+    header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])  # a PGM is this header and the pixels
     return {"image": _encoded([header + image.tobytes() for image in images]), "label": _texts(labels)}
 
 
 def _idx_array(path: Path, dimensions: int) -> np.ndarray:
-    """Unsigned bytes in the format of MNIST: two zeros, the type, the number of dimensions, their sizes."""
+    """Read unsigned bytes in MNIST's format: two zeros, the type, the number of dimensions, their sizes."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes([0, 0, 8, dimensions]):
@@ -89,7 +89,7 @@ def _idx_array(path: Path, dimensions: int) -> np.ndarray:
 
 
 def _cifar(paths: list[Path]) -> dict[str, pa.Array]:
-    """Records of one label (CIFAR-10) or two (CIFAR-100: coarse and fine) and 3 x 32 x 32 pixels, plane by plane."""
+    """Read records of one label (CIFAR-10) or two (CIFAR-100: coarse and fine) and 3 x 32 x 32 pixels by plane."""
     batches = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
     size = next((size for size in (_PIXELS + 1, _PIXELS + 2) if all(len(b) % size == 0 for b in batches)), None)
     if size is None:

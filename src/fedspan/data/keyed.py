@@ -1,4 +1,4 @@
-"""Generators keyed by what they are for, so that no draw depends on how many were made before it."""
+"""Random generators keyed by their purpose, so that no draw depends on the number of earlier draws."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["generator"]
 
 
 def generator(seed: int, *key: str | int) -> np.random.Generator:
-    """A generator of its own for each (seed, key); the global state of numpy is neither read nor changed.
+    """Create a separate generator for each (seed, key); numpy's global state is neither read nor changed.
 
     Args:
-        seed: the run's seed.
-        key: the purpose of the draw and whatever it is drawn for, such as ``("split", "client-03")``.
+        seed: Seed of the run.
+        key: Purpose and subject of the draw, such as ``("split", "client-03")``.
     """
     digest = hashlib.sha256(json.dumps([seed, *key]).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))

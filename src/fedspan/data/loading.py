@@ -1,4 +1,4 @@
-"""From a `DataConfig` to examples that are checked row by row and ready to be divided among clients."""
+"""Loading of the examples of a `DataConfig`, checked row by row and ready to be partitioned among clients."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class LoadedData:
     """The examples of a run.
 
     Attributes:
-        train: column ``image``, or ``text`` (str); of a classification ``text_pair`` (str, if asked for) and ``label``
-            (int64, an index into `labels`); of a regression ``target`` (float64) in place of the label; for a language
-            model ``answer`` (str), of conversations ``history`` (JSON), and ``label`` if asked for. Then the file's
-            other columns as they were, for natural partitions.
-        test: the same columns as far as its file has them; None where none was given and none was to be set aside.
-        labels: the names of the labels, in the order of the classifier's outputs; none without classes.
-        dropped: how many rows of the files were left out because they lack something (``drop_empty``).
+        train: Column ``image``, or ``text`` (str); for classification ``text_pair`` (str, if requested) and ``label``
+            (int64, an index into `labels`); for regression ``target`` (float64) in place of the label; for a language
+            model ``answer`` (str), for conversations ``history`` (JSON), and ``label`` if requested. Then the file's
+            other columns, unchanged, for natural partitions.
+        test: The same columns as far as its file has them; None if none was given and none was to be set aside.
+        labels: Names of the labels, in the order of the classifier's outputs; empty without classes.
+        dropped: Number of rows of the files that were left out because of missing values (``drop_empty``).
     """
 
     train: datasets.Dataset
@@ -49,17 +49,17 @@ def load(
     """Read, check and label the examples that `config` names.
 
     Args:
-        config: where they are and which columns they have.
-        field: what the user calls `config`; it opens the field of every error.
-        seed: of the draws for ``test_fraction`` and ``max_examples``.
-        task: what the examples are for.
+        config: Location and columns of the examples.
+        field: The user's name of `config`; the fields of all errors begin with it.
+        seed: Seed of the draws for ``test_fraction`` and ``max_examples``.
+        task: The task that uses the examples.
 
     Returns:
         `LoadedData`; the order of the rows is that of the files.
 
     Raises:
-        FedspanError: a source that is missing, unreadable or empty; a column that is not there; a row without text or
-            label; a label that is unknown; too few labels or examples for what was asked.
+        FedspanError: If a source is missing, unreadable or empty; a column is missing; a row has no text or label; a
+            label is unknown; or there are too few labels or examples for the request.
     """
     config = filled(config, field)
     train, dropped = _read(config, task, field, "train")
@@ -78,7 +78,7 @@ def load(
 
 
 def _read(config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"]) -> tuple[Checked, int]:
-    """A checked source, and how many of its rows were dropped."""
+    """Return a checked source, and the number of its dropped rows."""
     source, dropped = read_source(config, part, field), 0
     if config.drop_empty:
         source, dropped = without_blanks(source, config, task, field, part)
@@ -96,7 +96,7 @@ def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
     there = _ordered(train.names, config, field)
     if config.labels is not None:
         absent = [label for label in config.labels if label not in there]
-        # Without keep_only a label may be absent: one client's file need not hold every class.
+        # Without keep_only a label may be absent: one client's file need not contain every class.
         if config.keep_only and absent:
             raise FedspanError(
                 f"{field}.labels", absent[0], f"labels of {train.source.name}: {nearest(absent[0], there)}"
@@ -113,7 +113,7 @@ def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
 
 
 def _ordered(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
-    """The labels there are: sorted, or as the catalogue orders them."""
+    """Return the available labels, sorted or in the catalogue's order."""
     there = sort_names(names)
     known = None if config.dataset is None else dataset_of(config.dataset, f"{field}.dataset").labels
     return [label for label in known if label in there] if known and set(there) <= set(known) else there
@@ -122,10 +122,10 @@ def _ordered(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
 def _index(
     checked: Checked, labels: Sequence[str], known: set[str], config: DataConfig, field: str, part: str
 ) -> datasets.Dataset:
-    """The examples with their labels as indices; rows with a label not to be kept are dropped, unknown ones refused."""
+    """Return the examples with label indices; drop rows with labels not to be used and refuse unknown labels."""
     if checked.names is None:
         info = datasets.DatasetInfo(features=datasets.Features(checked.features))
-        # In one piece: datasets hashes a table by pickling it, every slice with the whole buffer that it is cut from.
+        # In one piece: datasets hashes a table by pickling it, every slice with its whole underlying buffer.
         return datasets.Dataset(pa.table(checked.columns).combine_chunks(), info=info)
     index = {label: position for position, label in enumerate(labels)}
     keep, ids = [], []
@@ -145,7 +145,7 @@ def _index(
             f"{field}.{part}", checked.source.name, f"rows with one of the labels {', '.join(labels[:6])}"
         )
     table = pa.table(checked.columns).take(keep)
-    position = 2 if "text_pair" in checked.columns else 1  # behind what is to be labelled
+    position = 2 if "text_pair" in checked.columns else 1  # after the columns to be labelled
     table = table.add_column(position, "label", pa.array(ids, pa.int64()))
     features = datasets.Features({**checked.features, "label": datasets.Value("int64")})
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
@@ -171,7 +171,7 @@ def _cap(data: datasets.Dataset, config: DataConfig, seed: int, part: str) -> da
 
 
 def _draw(data: datasets.Dataset, count: int, rng: np.random.Generator, *, keep_one: bool) -> np.ndarray:
-    """`count` sorted row indices, each label in proportion (largest remainder); `keep_one` leaves one of each."""
+    """Draw `count` sorted row indices, labels in proportion (largest remainder); `keep_one` leaves one of each."""
     if "label" not in data.column_names:
         return np.sort(rng.permutation(len(data))[: min(count, len(data) - keep_one)])
     labels = arrow_column(data, "label").to_numpy()

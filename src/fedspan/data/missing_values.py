@@ -1,4 +1,4 @@
-"""Leaving out the rows that lack something, where a user asks for it."""
+"""Removal of rows with missing values, at the user's request."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["without_blanks"]
 def without_blanks(
     source: Source, config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"]
 ) -> tuple[Source, int]:
-    """The rows that have all that `task` needs, and how many do not.
+    """Return the rows that have everything that `task` needs, and the number of the others.
 
-    A row of conversations is taken as it is: what is wrong with one is no blank.
+    A row of conversations is never removed: a malformed conversation is not a missing value.
 
     Raises:
-        FedspanError: nothing is left.
+        FedspanError: If no row is left.
     """
     dataset = source.dataset
     blank = [False] * len(dataset)
     for columns in _needed(config, task, field):
-        # One that is not there is an error, which whoever checks the columns says better.
+        # A missing column is an error, which the check of the columns reports better.
         values = [_values(dataset, column) for column in columns if column in dataset.column_names]
         if values:
             blank = [was or not any(row) for was, row in zip(blank, zip(*values, strict=True), strict=True)]
@@ -45,7 +45,7 @@ def without_blanks(
 
 
 def _values(dataset: datasets.Dataset, column: str) -> Sequence[object]:
-    """What a row has there, as something false if that is nothing; images, bytes or path, are not turned into text."""
+    """Return a column's values, falsy where missing; images (bytes or path) are not converted to text."""
     values = arrow_column(dataset, column)
     if not pa.types.is_struct(values.type):
         return names_of(dataset, column)
@@ -53,7 +53,7 @@ def _values(dataset: datasets.Dataset, column: str) -> Sequence[object]:
 
 
 def _needed(config: DataConfig, task: TaskName, field: str) -> list[tuple[str, ...]]:
-    """Groups of columns of which a row needs at least one each."""
+    """Return groups of columns; a row needs a value in at least one column of each group."""
     if task == "causal-lm":
         if config.messages is not None or config.prompt is None:
             return []

@@ -1,4 +1,4 @@
-"""Several files as one: what stands for braces in their paths becomes a column (``clinics/{hospital}/train.csv``)."""
+"""Several files as one: braces in their paths become columns (``clinics/{hospital}/train.csv``)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["read_several"]
 
 
 def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Source:
-    """All files that a path with places stands for, one below the other, with a column for each place.
+    """Read all files that match a path with places, concatenated, with a column for each place.
 
     Args:
-        where: the path.
-        option: what the user calls it.
-        read: reads one of them.
+        where: The path.
+        option: The user's name of the option.
+        read: Function that reads one of the files.
 
     Raises:
-        FedspanError: there are none, one cannot be read, or they do not go together.
+        FedspanError: If there are no files, one cannot be read, or they do not go together.
     """
     found = matching(where, option)
     if not found:
@@ -43,7 +43,7 @@ def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Sou
 
 
 def _joined(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]) -> datasets.Dataset:
-    """ValueError: columns differ, by name or by kind (classes among them), or a place is called like one."""
+    """Concatenate the tables; raise ValueError if columns differ (name, kind, classes) or a place is named like one."""
     first = next(iter(tables))
     whole: list[datasets.Dataset] = []
     for path, table in tables.items():

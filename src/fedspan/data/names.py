@@ -1,4 +1,4 @@
-"""Values of a column as names: labels and natural clients, whatever type the file gave them."""
+"""Values of a column as names: labels and natural clients, whatever their type in the file."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["arrow_column", "arrow_table", "columns_by_likeness", "names_of", "so
 
 
 def arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
-    """One column of a data set as Arrow holds it; length: the number of rows."""
+    """Return one column of a data set as Arrow stores it, with the data set's number of rows."""
     return arrow_table(dataset.select_columns([column])).column(column)
 
 
 def arrow_table(dataset: Dataset) -> pa.Table:
-    """The rows of a data set, in its order, as Arrow holds them (images and the like not decoded)."""
+    """Return the rows of a data set, in its order, as Arrow stores them (images and the like not decoded)."""
     return cast(pa.Table, dataset.with_format("arrow")[:])
 
 
 def columns_by_likeness(name: str, columns: Iterable[str], count: int = 12) -> str:
-    """The columns there are, most like the missing one first, for the ``expected`` part of an error."""
+    """List the available columns, most similar to the missing one first, for the ``expected`` part of an error."""
     ordered = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
     return ", ".join(ordered[:count]) + (", ..." if len(ordered) > count else "")
 
 
 def names_of(dataset: Dataset, column: str) -> list[str | None]:
-    """Each row's value as text; None where it is null, NaN, blank, or a class number without a name (the hub's -1)."""
+    """Return each row's value as text; None if it is null, NaN, blank, or an unnamed class number (the hub's -1)."""
     feature = dataset.features[column]
     values = arrow_column(dataset, column).to_pylist()
     if isinstance(feature, ClassLabel):
@@ -40,7 +40,7 @@ def names_of(dataset: Dataset, column: str) -> list[str | None]:
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
-    """Distinct names in order: by value if all are numbers (2 before 10), otherwise by text."""
+    """Sort distinct names: by value if all are numbers (2 before 10), otherwise by text."""
     distinct = sorted(set(names))
     try:
         values = {name: float(name) for name in distinct}

@@ -1,4 +1,4 @@
-"""A data set divided among clients, and each client's examples among training, validation and test."""
+"""A data set partitioned among clients, and each client's examples among training, validation and test."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from fedspan.errors import FedspanError
 __all__ = ["ClientPart", "ClientParts", "ClientRow", "Partition", "partition"]
 
 _FORMAT = "fedspan-partition-1"
-"""Opens the text of a fingerprint; of the files, the first format: an object a client."""
+"""Header of a fingerprint's text; the first file format: one object per client."""
 _FLAT = "fedspan-partition-2"
-"""The files' second format: as ``ClientParts`` holds them."""
+"""The second file format: the arrays of ``ClientParts``."""
 _SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, eq=False)
 class ClientPart:
-    """One client's examples: read-only, sorted int64 row indices into the divided data set, disjoint.
+    """One client's examples: read-only, sorted, disjoint int64 row indices into the partitioned data set.
 
     Attributes:
         id: ``client-00`` and so on, or the value of the natural column (any text, not always fit for a file name).
-        train: never empty.
-        validation: for choosing settings; may be empty.
-        test: for the client's own (personalised) accuracy; may be empty.
+        train: Training rows; never empty.
+        validation: Rows for choosing settings; may be empty.
+        test: Rows for the client's own (personalised) accuracy; may be empty.
     """
 
     id: str
@@ -57,15 +57,15 @@ class ClientPart:
 
 
 class ClientParts(Sequence[ClientPart]):
-    """The clients' parts in two flat arrays; a `ClientPart` is made when it is asked for.
+    """The clients' parts in two flat arrays; each access builds a new `ClientPart`.
 
     Args:
-        ids: of the clients.
-        sizes: of each client's parts, int64, (clients, 3): train, validation, test.
-        rows: the indices, one part behind the other in that order, client by client; int64, (examples,).
+        ids: Ids of the clients.
+        sizes: Sizes of each client's parts, int64, (clients, 3): train, validation, test.
+        rows: Row indices of the parts in that order, client by client; int64, (examples,).
 
     Raises:
-        ValueError: arrays that do not fit together.
+        ValueError: If the arrays do not fit together.
     """
 
     def __init__(self, ids: Sequence[str], sizes: np.ndarray, rows: np.ndarray) -> None:
@@ -75,13 +75,13 @@ class ClientParts(Sequence[ClientPart]):
         if len(self.sizes) != len(self.ids) or (self.sizes < 0).any() or self.sizes.sum() != len(self.rows):
             raise ValueError("sizes that are not those of the rows")
         self.bounds = np.concatenate([[0], np.cumsum(self.sizes)])
-        """Where each part begins and the last one ends; int64, (3 clients + 1,)."""
+        """Start of each part, and end of the last one; int64, (3 clients + 1,)."""
         for array in (self.sizes, self.rows, self.bounds):
             array.setflags(write=False)
 
     @classmethod
     def of(cls, clients: Sequence[ClientPart]) -> ClientParts:
-        """The same parts, flat."""
+        """Return the same parts as flat arrays."""
         if isinstance(clients, ClientParts):
             return clients
         parts = [getattr(client, split) for client in clients for split in _SPLITS]
@@ -105,7 +105,7 @@ class ClientParts(Sequence[ClientPart]):
 
 @dataclass(frozen=True)
 class ClientRow:
-    """One client's line in a table: how many examples of each label (all parts together), and how many in each part."""
+    """One client's row in a table: its examples of each label (all parts together) and in each part."""
 
     id: str
     counts: tuple[int, ...]
@@ -116,12 +116,12 @@ class ClientRow:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Who holds which examples.
+    """Assignment of examples to clients.
 
     Attributes:
-        clients: numbered clients in order of their numbers, natural ones sorted by value; made when asked for if they
-            are `ClientParts`.
-        examples: the number of rows of the divided data set; every row is in exactly one part of one client.
+        clients: Numbered clients in order of their numbers, natural ones sorted by value; built on access if they are
+            `ClientParts`.
+        examples: Number of rows of the partitioned data set; every row is in exactly one part of one client.
     """
 
     clients: Sequence[ClientPart]
@@ -134,7 +134,7 @@ class Partition:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the clients' ids and indices: equal for the same division, on every machine."""
+        """SHA-256 (hex) of the clients' ids and indices: equal for the same partition, on every machine."""
         digest = hashlib.sha256(f"{_FORMAT} {self.examples}".encode())
         parts = self.parts
         rows, sizes = memoryview(parts.rows.astype("<i8").tobytes()), parts.sizes.tolist()
@@ -145,14 +145,14 @@ class Partition:
         return digest.hexdigest()
 
     def label_table(self, labels: Sequence[str], dataset: datasets.Dataset) -> tuple[ClientRow, ...]:
-        """A row for each client, in order; ``counts`` follows `labels`.
+        """Return a row for each client, in order; ``counts`` follows `labels`.
 
         Args:
-            labels: the names of the labels, as in `LoadedData`; none for examples without classes.
-            dataset: the data set that was divided.
+            labels: Names of the labels, as in `LoadedData`; empty for examples without classes.
+            dataset: The partitioned data set.
 
         Raises:
-            FedspanError: `dataset` has another number of rows, so it is not the one that was divided.
+            FedspanError: If `dataset` has another number of rows, so it is not the partitioned one.
         """
         if len(dataset) != self.examples:
             expected = f"the {self.examples} examples that were divided; this data set has {len(dataset)}"
@@ -169,7 +169,7 @@ class Partition:
         return tuple(rows)
 
     def to_json(self) -> str:
-        """The partition as JSON text, for a run's folder; `from_json` reads it back."""
+        """Return the partition as JSON text, for a run's folder; `from_json` reads it back."""
         content = {
             "format": _FLAT,
             "fingerprint": self.fingerprint,
@@ -182,10 +182,10 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str, field: str = "partition") -> Partition:
-        """The partition that `to_json` wrote, in this version of fedspan or an earlier one.
+        """Read the partition that `to_json` wrote, in this version of fedspan or an earlier one.
 
         Raises:
-            FedspanError: not such a text, or one that was changed: its fingerprint does not fit.
+            FedspanError: If it is no such text, or one that was changed: its fingerprint does not match.
         """
         try:
             content = json.loads(text)
@@ -213,17 +213,19 @@ def _by_client(content: dict[str, Any]) -> ClientParts:
 
 
 def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str = "partition") -> Partition:
-    """Divide `dataset` among clients.
+    """Partition `dataset` among clients.
 
     Args:
-        dataset: with a column ``label`` (int) for divisions by label, or ``target`` (float) for those by ranges
-            (``config.bins``), and ``config.column`` for a natural partition.
-        config: how.
-        seed: the same seed gives the same indices, whatever the state of any global generator.
-        field: what the user calls `config`; it opens the field of every error.
+        dataset: Data set with a column ``label`` (int) for partitions by label, or ``target`` (float) for those by
+            ranges (``config.bins``), and ``config.column`` for a natural partition.
+        config: Options of the partition.
+        seed: Seed of every random draw; the same seed gives the same indices, whatever the state of any global
+            generator.
+        field: The user's name of `config`; the fields of all errors begin with it.
 
     Raises:
-        FedspanError: the data cannot be divided as asked; the error names the client and the option to change.
+        FedspanError: If the data cannot be partitioned as requested; the error names the client and the option to
+            change.
     """
     shares = assign(dataset, config, seed, field)
     return Partition(_split(shares, config, seed), len(dataset))
@@ -248,7 +250,7 @@ def _split(shares: Shares, config: PartitionConfig, seed: int) -> ClientParts:
 
 
 def _part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:
-    """How many examples validation and test get: at least one each of three, test of two; one is left for training."""
+    """Return the sizes of validation and test: at least one each of three, test of two; one is left for training."""
     sizes = [int(count * validation + 0.5), int(count * test + 0.5)]
     if validation > 0 and count >= 3:
         sizes[0] = max(1, sizes[0])

@@ -1,4 +1,4 @@
-"""Paths with braces: which files they stand for (``clinics/{hospital}/train.csv``)."""
+"""Paths with braces, and the files that match them (``clinics/{hospital}/train.csv``)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def places_of(where: str) -> list[str]:
-    """The names in braces of a path, in order."""
+    """Return the names in a path's braces, in order."""
     return list(dict.fromkeys(_PLACE.findall(where)))
 
 
 def has_places(where: str) -> bool:
-    """Whether a path has braces that stand for names, and is none itself."""
+    """Check whether a path has braces that stand for names, and is not itself an existing path."""
     return bool(places_of(where)) and not os.path.exists(os.path.expanduser(where))
 
 
 def matching(where: str, option: str) -> dict[Path, dict[str, str]]:
-    """The files that a path with places stands for, sorted, each with what its places stand for.
+    """Return the files that match a path with places, sorted, each with the texts of its places.
 
     A place is any text without a separator; one that occurs twice is the same text twice. Hidden files are left out.
 
     Args:
-        where: such as ``clinics/{hospital}/train.csv``.
-        option: what the user calls it.
+        where: Path with places, such as ``clinics/{hospital}/train.csv``.
+        option: The user's name of the option.
 
     Raises:
-        FedspanError: a folder on the way that cannot be read: a holder would be missing without a word.
+        FedspanError: If a folder in the path cannot be read: a data owner would be missing without notice.
     """
     found: list[tuple[Path, dict[str, str]]] = [(Path(), {})]
     for part in Path(os.path.expanduser(where)).parts:
@@ -54,7 +54,7 @@ def matching(where: str, option: str) -> dict[Path, dict[str, str]]:
 
 
 def _pattern(part: str) -> re.Pattern[str]:
-    """What a name has to look like; its places are groups."""
+    """Return the pattern of a name; its places are groups."""
     pieces = _PLACE.split(part)  # text, place, text, place, text
     body, seen = re.escape(pieces[0]), set[str]()
     for place, text in zip(pieces[1::2], pieces[2::2], strict=True):

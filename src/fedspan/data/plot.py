@@ -1,4 +1,4 @@
-"""A picture of who holds which labels."""
+"""A plot of the labels that each client holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedspan.data.partition import Partition
 __all__ = ["plot_partition"]
 
 MOST_BARS = 12
-# Okabe and Ito's colours, told apart with any colour vision, then four more for up to twelve labels.
+# Okabe and Ito's colours, distinguishable with any colour vision, then four more for up to twelve labels.
 _COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00",
     "#F0E442", "#000000", "#882255", "#999999", "#332288", "#DDCC77",
@@ -32,18 +32,18 @@ _INK = "#333333"
 
 
 def plot_partition(partition: Partition, labels: Sequence[str], dataset: datasets.Dataset, path: str | Path) -> None:
-    """Draw how many examples of each label every client holds (training, validation and test together).
+    """Plot how many examples of each label every client holds (training, validation and test together).
 
-    Up to twelve labels become stacked bars, more a heat map with the counts written into it.
+    Up to twelve labels are drawn as stacked bars, more as a heat map annotated with the counts.
 
     Args:
-        partition: a division of `dataset`.
-        labels: the names of the labels, as in `LoadedData`.
-        dataset: the data set that was divided.
-        path: where the PNG goes; its folder exists.
+        partition: A partition of `dataset`.
+        labels: Names of the labels, as in `LoadedData`.
+        dataset: The partitioned data set.
+        path: Path of the PNG; its folder must exist.
 
     Raises:
-        FedspanError: `dataset` is not the one that was divided.
+        FedspanError: If `dataset` is not the partitioned one.
     """
     rows = partition.label_table(labels, dataset)
     counts_CL = np.array([row.counts or (row.train + row.validation + row.test,) for row in rows])  # (clients, labels)
@@ -95,7 +95,7 @@ def _heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[s
     width = min(_LARGEST, 3.5 + (0.12 + _DIGIT_WIDTH * len(str(largest))) * labels_count)
     height = min(_LARGEST, 3.2 + _ROW_HEIGHT * clients_count)
     figure.set_size_inches(width, height)
-    # Below the square root, counts of one or two still differ from none beside a client with hundreds.
+    # With a square-root scale, counts of one or two still differ from none next to a client with hundreds.
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, largest))
     image = axes.imshow(counts_CL, aspect="auto", cmap=colormaps["Blues"], norm=norm, interpolation="nearest")
     fits = width < _LARGEST and height < _LARGEST
@@ -104,7 +104,7 @@ def _heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[s
             count = counts_CL[row, column]
             colour = "white" if norm(count) > 0.5 else _INK
             text = axes.text(column, row, str(count), ha="center", va="center", fontsize=6, color=colour)
-            text.set_in_layout(False)  # thousands of boxes to measure, all inside the axes
+            text.set_in_layout(False)  # thousands of boxes are slow to measure, and all are inside the axes
     step = 1 if fits else max(1, labels_count // 100)
     axes.set_xticks(range(0, labels_count, step), labels[::step], rotation=90, fontsize=7, color=_INK)
     axes.set_xlabel("label", fontsize=9, color=_INK)
@@ -122,7 +122,7 @@ def _heat_map(figure: Figure, axes: Axes, counts_CL: np.ndarray, clients: list[s
 
 
 def _client_axis(axes: Axes, clients: list[str]) -> None:
-    step = max(1, len(clients) // 150)  # beyond that the largest picture has no room for every name
+    step = max(1, len(clients) // 150)  # beyond that, even the largest plot has no room for every name
     axes.set_yticks(range(0, len(clients), step), clients[::step], fontsize=8, color=_INK)
     axes.set_ylim(len(clients) - 0.5, -0.5)  # the first client on top
     axes.tick_params(axis="y", length=0)
@@ -132,6 +132,6 @@ def _short(name: str) -> str:
     line = " ".join(name.split())
     if len(line) > _LONGEST_NAME:
         line = line[: _LONGEST_NAME - 1] + "…"
-    # To matplotlib $ opens a formula, and a legend leaves out what begins with an underscore.
+    # In matplotlib $ opens a formula, and a legend omits names that begin with an underscore.
     line = line.replace("$", r"\$")
     return f" {line}" if line.startswith("_") else line

@@ -1,4 +1,4 @@
-"""A split as it was read, and how a message points at one of its examples."""
+"""A split as it was read, and references to its examples in messages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Source:
     """A split as it was read.
 
     Attributes:
-        dataset: all its columns, untouched.
-        name: what a message calls it: a path, or a hub id with the split.
-        header: whether its first row names the columns; examples then count from 2, as a spreadsheet shows them.
-        kept: of a source with rows left out, where the rest stood; None: all rows are there.
-        files: of a source that was joined from several, their paths and how many rows each has; else none.
+        dataset: All its columns, unchanged.
+        name: Name in messages: a path, or a hub id with the split.
+        header: Whether its first row names the columns; examples then count from 2, as in a spreadsheet.
+        kept: Original positions of the rows if some were left out; None: all rows are there.
+        files: Paths and numbers of rows of the files that the source was joined from; else none.
     """
 
     dataset: datasets.Dataset
@@ -29,7 +29,7 @@ class Source:
     files: tuple[tuple[str, int], ...] = ()
 
     def place(self, index: int) -> tuple[str, int]:
-        """The file of an example, and its position there (blank lines are not counted)."""
+        """Return the file of an example, and its position there (blank lines are not counted)."""
         at = index if self.kept is None else self.kept[index]
         for name, rows in self.files:
             if at < rows:
@@ -38,6 +38,6 @@ class Source:
         return self.name, at
 
     def row(self, index: int) -> str:
-        """How a message points at one example."""
+        """Return the reference to one example in messages."""
         name, at = self.place(index)
         return f"row {1 + self.header + at} of {name}"

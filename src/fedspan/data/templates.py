@@ -1,4 +1,4 @@
-"""Prompt templates: how the columns of a row become the text that a language model is given."""
+"""Prompt templates, which turn the columns of a row into the prompt of a language model."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
         "### Instruction:\n{instruction}\n\n### Response:\n",
     ),
-    # MetaMath's: Alpaca's second prompt around another column, with its nudge to reason.
+    # MetaMath's: Alpaca's second prompt with another column and a hint to reason step by step.
     "metamath": (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\n{query}\n\n### Response: Let's think step by step.\n",
     ),
     "question": ("Question: {question}\nAnswer: ",),
 }
-"""By name; of several forms the first is taken whose columns all have a value."""
+"""Forms by name; a row uses the first one whose columns all have a value."""
 
 
 class Template:
     """A prompt with columns in braces.
 
     Args:
-        forms: alternatives; of a row the first is taken whose columns are all there and not empty, else the last.
+        forms: Alternative forms; a row uses the first one whose columns all exist and are not empty, else the last.
     """
 
     def __init__(self, forms: tuple[str, ...]) -> None:
         self._forms = [list(string.Formatter().parse(form)) for form in forms]
         self.columns = tuple(dict.fromkeys(name for form in self._forms for _, name, _, _ in form if name is not None))
-        """All columns that it names."""
+        """All columns that the template names."""
         self.required = tuple(name for _, name, _, _ in self._forms[-1] if name is not None)
-        """Those of the last form, without which nothing can be written."""
+        """Columns of the last form, which every prompt requires."""
 
     def render(self, row: Mapping[str, object]) -> str:
-        """The prompt of a row; a missing value is an empty text."""
+        """Render the prompt of a row; a missing value is an empty text."""
         for form in self._forms:
             names = [name for _, name, _, _ in form if name is not None]
             if all(_text(row.get(name)).strip() for name in names):
@@ -62,14 +62,14 @@ def _text(value: object) -> str:
 
 
 def template_of(prompt: str, field: str) -> Template:
-    """The template that a user names or writes.
+    """Return the template that a user names or writes.
 
     Args:
-        prompt: a name (``alpaca``), or a text with columns in braces (``{question}``); ``{{`` is a brace.
-        field: what the user calls it.
+        prompt: A name (``alpaca``), or a text with columns in braces (``{question}``); ``{{`` is a brace.
+        field: The user's name of the option.
 
     Raises:
-        FedspanError: no such name, no column in it, or braces that do not fit.
+        FedspanError: If there is no such name, no column in the text, or braces do not match.
     """
     if prompt in TEMPLATES:
         return Template(TEMPLATES[prompt])

@@ -1,1 +1,1 @@
-"""Federations between machines: the data owner's node, the handshake, and the status of a run."""
+"""Federations across machines: the data owner's node, the handshake and the status of a run."""

@@ -1,4 +1,4 @@
-"""Federations between machines: a data holder joins, an operator submits."""
+"""Federations across machines: a data owner's node joins, an operator submits a run."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 __all__ = ["join", "submit"]
 
 _NAME = "federation-name"
-"""The file in a run's folder with the name that its nodes know it by."""
+"""The file in a run's folder with the run's name, as its nodes know it."""
 
 
 def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None) -> None:
-    """Take part in federations as a data holder, until stopped.
+    """Participate in federations as a data owner's node until stopped.
 
     Args:
-        path: the node's file.
-        insecure: whether to do without TLS and a key, for a try on one machine.
-        stop: ends this when set.
+        path: The node file.
+        insecure: Whether to run without TLS and a key, for a test on one machine.
+        stop: Event that ends the function when set.
 
     Raises:
-        FedspanError: for a mistake in the file, or if the server refuses this node.
+        FedspanError: If the file has an error, or the server refuses this node.
     """
     require()
     from fedspan.transports.flower.keys import load_node_key
@@ -76,19 +76,20 @@ def submit(
     wait: float = 600.0,
     listener: Listener | None = None,
 ) -> RunReport:
-    """Play a federation with the nodes of a SuperLink, from this process.
+    """Run a federation with the nodes of a SuperLink from this process.
 
     Args:
-        config: of a new run, a YAML file or plain values; ``partition.clients`` is the number of nodes.
-        folder: where the run is kept; empty, or not there yet.
-        link: to the SuperLink.
-        overrides: changes to the config, each ``section.field=value``.
-        resume: go on with the run in the folder after its last finished round; of a finished one, the report is read.
-        wait: seconds to wait for all nodes.
-        listener: told what happens.
+        config: Config of a new run, a YAML file or plain values; ``partition.clients`` is the number of nodes.
+        folder: Folder of the run; for a new run, empty or not yet created.
+        link: Connection data of the SuperLink.
+        overrides: Changes to the config, each ``section.field=value``.
+        resume: Whether to continue the run in the folder after its last finished round; a finished run returns its
+            report.
+        wait: Seconds to wait for all nodes.
+        listener: Listener for the events of the run.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If an error occurs that the user can correct.
     """
     require()
     from fedspan.transports.flower.attached import attach
@@ -127,7 +128,7 @@ def submit(
 
 
 def _name(place: RunFolder) -> str:
-    """The run's name among its nodes; made at its beginning."""
+    """Return the run's name for its nodes; it is created at the start of the run."""
     path = place.path / _NAME
     if not path.is_file():
         with disk_errors(place.path):
@@ -138,13 +139,13 @@ def _name(place: RunFolder) -> str:
 def _met(
     grid: Grid, prepared: Prepared, run: str, wait: float, listener: Listener, names: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Invite nodes until there are as many as clients.
+    """Invite nodes until as many have joined as there are clients.
 
     Returns:
-        Flower's node ids, and the numbers of examples, by client id.
+        Flower's node ids and the numbers of examples, both by client id.
 
     Raises:
-        FedspanError: if there are too few in time; names those that refused.
+        FedspanError: If too few nodes join in time; it names the nodes that refused.
     """
     from fedspan.transports.flower.transport import invite
 
@@ -173,7 +174,7 @@ def _met(
 def _introduced(
     back: Envelope | str, base: str, known: Mapping[str, int], name: str | None
 ) -> tuple[Introduction | None, str | None]:
-    """A node's answer to an invitation, and why it can't take part, if it can't."""
+    """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate."""
     if isinstance(back, str):
         return None, back
     try:
@@ -186,6 +187,6 @@ def _introduced(
         return told, f"it runs fedspan {told.version}; this is {__version__}"
     if told.base != base:
         return told, f"its base model or tokenizer is another (SHA-256 {told.base[:12]}, here {base[:12]})"
-    if name is not None and told.id != name:  # else one data holder could take the place of another
+    if name is not None and told.id != name:  # otherwise one data owner's node could replace another
         return told, f"this node was admitted as {name}"
     return told, "another node has this id" if told.id in known else None

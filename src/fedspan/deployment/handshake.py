@@ -1,7 +1,8 @@
-"""What a server and its nodes agree on before the first round: versions, labels, the base model, who is who.
+"""The handshake of a server and its nodes before the first round: versions, labels, base model and identities.
 
-Every node is invited with the run's config. It checks that against its operator's limits, loads model and data, and
-introduces itself with its number of examples and a digest of its base; or it refuses, and says why.
+Every node receives an invitation with the run's config. It checks the config against its operator's limits, loads model
+and data, and introduces itself with its number of examples and a digest of its base; or it refuses and reports the
+reason.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from fedspan.runs.task_setup import PROBLEMS
 __all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
 
 NOWHERE = "nodes"
-"""``data.train`` of a server: the examples are with the nodes."""
+"""Value of ``data.train`` on a server: the nodes have the examples."""
 
 _OWN = ("dataset", "train", "test", "text", "text_pair", "image", "label", "answer", "messages", "prompt")
-"""Of ``data``, what only a node can know: where its examples are, and their columns."""
+"""Fields of ``data`` that only a node can know: the location of its examples and their columns."""
 
 
 class Invitation(HeaderPart):
-    """A server's first words.
+    """A server's first message to a node.
 
     Args:
-        run: its name.
-        version: of fedspan.
-        config: the run's, as JSON text, without data.
+        run: Name of the run.
+        version: Version of fedspan.
+        config: The run's config as JSON text, without data.
     """
 
     task: Literal["invite"] = "invite"
@@ -44,14 +45,14 @@ class Invitation(HeaderPart):
     config: str
 
     def envelope(self) -> Envelope:
-        """As it travels."""
+        """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 
     def values(self) -> dict[str, Any]:
-        """The config's plain values.
+        """Return the config's plain values.
 
         Raises:
-            ValueError: if it is no JSON object.
+            ValueError: If the config is not a JSON object.
         """
         values = json.loads(self.config)
         if not isinstance(values, dict):
@@ -60,14 +61,14 @@ class Invitation(HeaderPart):
 
 
 class Introduction(HeaderPart):
-    """A node's answer.
+    """A node's reply to an invitation.
 
     Args:
-        id: of its client.
-        version: of fedspan.
-        examples: for training.
-        base: digest of its frozen model and its tokenizer.
-        refused: why it does not take part.
+        id: Id of the node's client.
+        version: Version of fedspan.
+        examples: Number of training examples.
+        base: Digest of the node's frozen model and its tokenizer.
+        refused: Reason for not participating; None: the node participates.
     """
 
     task: Literal["invite"] = "invite"
@@ -78,20 +79,22 @@ class Introduction(HeaderPart):
     refused: Annotated[str, Field(max_length=4096)] | None = None
 
     def envelope(self) -> Envelope:
-        """As it travels."""
+        """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 
 
 def server_config(values: Mapping[str, Any]) -> RunConfig:
-    """A deployment's config: a run's, without the places of any data.
+    """Return the config of a deployment: a run's config without data locations.
 
     Raises:
-        FedspanError: if it names some, or baselines, which need all data in one place.
+        FedspanError: If it names data locations, or baselines, which need all data in one place.
     """
     data = dict(values.get("data") or {})
     for name in ("dataset", "train", "test"):
         if data.get(name) not in (None, NOWHERE):
             raise FedspanError(f"data.{name}", data[name], "left out: every node names its own data, in its node file")
+    if values.get("simulation") is not None:
+        raise FedspanError("simulation", values["simulation"], "left out: real nodes have conditions of their own")
     if values.get("baselines"):
         raise FedspanError("baselines", values["baselines"], "left out: they need all examples in one place")
     given = dict(values)
@@ -108,11 +111,11 @@ def server_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's config as a node plays it: the server's, with the node's own data, whole, as one client.
+    """Return a run's config for a node: the server's config, with all of the node's own data as one client.
 
     Args:
-        config: the server's.
-        own: the node's ``data`` section, and how much of it is for validation and test.
+        config: The server's config.
+        own: The node's ``data`` section and its fractions for validation and test.
     """
     theirs, mine = dict(config.get("data") or {}), dict(own.get("data") or {})
     merged = {name: value for name, value in theirs.items() if name not in _OWN or (name == "prompt" and value)}
@@ -124,7 +127,7 @@ def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     merged.setdefault("test_fraction", 0.0)
     left = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
     rounds = dict(left.pop("federation", None) or {})
-    # Of other clients: what a node needs of them comes with each order.
+    # These concern other clients; each order contains what a node needs to know of them.
     for name in ("clients_per_round", "over_select", "ranks", "min_replies"):
         rounds.pop(name, None)
     engine = {key: value for key, value in dict(left.pop("engine", None) or {}).items() if key != "prefix_folder"}
@@ -133,10 +136,10 @@ def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def base_digest(built: RunModel) -> str:
-    """SHA-256 of what must be the same on all machines: the frozen weights, and the tokenizer's vocabulary.
+    """Return the SHA-256 of the parts that must be equal on all machines: frozen weights and tokenizer vocabulary.
 
     Args:
-        built: the run's model; its extras, which travel, are left out.
+        built: The run's model; its extras are excluded, because they are transmitted.
     """
     adapted, found = built.adapted, hashlib.sha256()
     vocabulary: dict[str, int] = getattr(built.processor, "get_vocab", dict)()  # image processors have none

@@ -1,4 +1,4 @@
-"""A data holder's service: what it does with the parcels of servers, under its operator's limits."""
+"""The service of a data owner's node: it processes envelopes from servers within its operator's limits."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ log = logging.getLogger("fedspan.node")
 
 
 class NodeService:
-    """Answers servers for one client.
+    """Replies to servers on behalf of one client.
 
-    What a run needs to go on after a restart is in a folder of its own: the invitation, what the client keeps, and the
-    serial of the last order, so that nothing is done twice because somebody sent it again.
+    The state that a run needs after a restart is in a separate folder: the invitation, the client's stored state, and
+    the serial of the last order, so that a repeated order is not executed twice.
 
     Args:
-        node: the operator's file.
+        node: Config of the node, from the operator's file.
     """
 
     def __init__(self, node: NodeConfig) -> None:
@@ -50,15 +50,15 @@ class NodeService:
         self._loaded: tuple[str, Host, str] | None = None
 
     def load(self, envelope: Envelope) -> None:
-        """Load the model of the run that a parcel belongs to, if it can be; if not, ``answer`` says why."""
+        """Load the model of the run that an envelope belongs to, if possible; otherwise ``answer`` reports the reason."""
         with suppress(Exception):
             self._host(decode_request(envelope).run)
 
     def answer(self, envelope: Envelope) -> Envelope:
-        """Do what a parcel asks, or say why not.
+        """Execute the order in an envelope, or report why not.
 
         Raises:
-            ValueError: if it is none of ours.
+            ValueError: If the envelope is not a fedspan order or invitation.
         """
         try:
             asked = decode_request(envelope)
@@ -86,7 +86,7 @@ class NodeService:
         try:
             self._require_allowed(invitation)
             host, base = self._build(invitation)
-        except Exception as error:  # whatever it was, the server learns that this node does not take part
+        except Exception as error:  # on any error the server learns that this node does not participate
             log.exception("the invitation to %s is refused", invitation.run)
             return own.model_copy(update={"refused": describe_error(error)[:4096]})
         place = self._of(invitation.run)
@@ -131,7 +131,7 @@ class NodeService:
             kept = self._of(invitation.run) / _INVITATION
             if kept.is_file() and kept.read_bytes() == invitation.model_dump_json().encode():
                 return self._loaded[1], self._loaded[2]
-        self._loaded = None  # two models need not fit into memory
+        self._loaded = None  # two models may not fit into memory
         config = parse_config(self._values(invitation))
         place = self._of(invitation.run)
         prepared = prepare(config, key=self._key(place, config))
@@ -159,7 +159,7 @@ class NodeService:
         return host, base_digest(prepared.model)
 
     def _key(self, place: Path, config: RunConfig) -> bytes | None:
-        """The secret key of this node's noise in a run; made at its beginning."""
+        """Return the secret key of this node's noise in a run; it is created at the start of the run."""
         key = new_key(config)
         if key is None:
             return None
@@ -181,10 +181,10 @@ class NodeService:
         return self._loaded[1]
 
     def _require_new(self, order: Order | Phase) -> None:
-        """Refuse what was sent before.
+        """Refuse an order that was sent before.
 
         Raises:
-            FedspanError: if the order is not newer than the last one of its run, or the disk refuses.
+            FedspanError: If the order is not newer than the last one of its run, or the disk cannot be written.
         """
         place = self._of(order.run) / _SERIAL
         last = last_serial(place)
@@ -199,10 +199,10 @@ class NodeService:
 
 
 def last_serial(place: Path) -> int:
-    """The serial of the last order, from its file; 0: there was none.
+    """Read the serial of the last order from its file; 0: there was none.
 
     Raises:
-        FedspanError: if the file is no number.
+        FedspanError: If the file does not contain a number.
     """
     if not place.is_file():
         return 0
@@ -216,10 +216,10 @@ def last_serial(place: Path) -> int:
 
 
 def load_invitation(place: Path) -> Invitation:
-    """The invitation to a run, from its file.
+    """Load the invitation to a run from its file.
 
     Raises:
-        FedspanError: if the file is none, or not there.
+        FedspanError: If the file is missing or not an invitation.
     """
     try:
         return Invitation.model_validate_json(read_bytes(place))

@@ -1,4 +1,4 @@
-"""Where a run stands, read from its folder while whatever process works on it."""
+"""The status of a run, read from its folder while any process may work on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedspan.runs.ledger import read_lines
 __all__ = ["NamedRun", "RunStatus", "load_named_run", "read_status", "store_named_run"]
 
 _NAMED = "run.json"
-"""In a server's folder: its newest run."""
+"""The file in a server's folder that names its newest run."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class NamedRun:
     """The newest run of a server.
 
     Args:
-        folder: where it is.
+        folder: Folder of the run.
         nodes: Flower's node ids by client.
     """
 
@@ -39,15 +39,15 @@ class NamedRun:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How far a run is.
+    """The status of a run.
 
     Args:
-        state: whether a process works on it.
-        round: the last that was finished; 0: none.
-        rounds: that it has; None: its config does not say.
-        finished: when that round was, seconds since 1970; None: never.
-        failures: by client (``failures_by_client``).
-        late: how often a client's reply was not waited for.
+        state: Whether a process works on the run.
+        round: The last finished round; 0: none.
+        rounds: Number of rounds of the run; None: unknown from its config.
+        finished: Time when that round finished, in seconds since 1970; None: no round finished.
+        failures: Failures by client (``failures_by_client``).
+        late: Number of rounds, by client, that did not wait for the client's reply.
     """
 
     state: Literal["at work", "finished", "stopped"]
@@ -59,11 +59,11 @@ class RunStatus:
 
 
 def store_named_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
-    """Write down which run a server plays, for whoever asks how it stands.
+    """Record the run of a server for later status requests.
 
     Args:
-        server: the server's folder.
-        run: the run's.
+        server: The server's folder.
+        run: The run's folder.
         nodes: Flower's node ids by client.
     """
     content = {"run": str(run.resolve()), "nodes": {id: str(node) for id, node in nodes.items()}}
@@ -71,7 +71,7 @@ def store_named_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
 
 
 def load_named_run(server: Path) -> NamedRun | None:
-    """The newest run of a server; None if there was none, or nobody can say."""
+    """Load the newest run of a server; None if there was none or its record is unreadable."""
     try:
         found = from_json(read_bytes(server / _NAMED))
     except (FedspanError, ValueError):
@@ -84,10 +84,10 @@ def load_named_run(server: Path) -> NamedRun | None:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Where the run in a folder stands.
+    """Read the status of the run in a folder.
 
     Raises:
-        FedspanError: if no run was begun there, or its lines of metrics are damaged.
+        FedspanError: If no run was started there, or its metrics lines are damaged.
     """
     place = RunFolder(folder)
     if not os.path.isfile(place.config):
@@ -112,7 +112,7 @@ def _rounds(place: RunFolder) -> int | None:
 
 
 def _finished(place: RunFolder, round: int) -> float | None:
-    """When a round was committed: its checkpoint is written last, and never again."""
+    """Return the time when a round was committed: its checkpoint is written last and never rewritten."""
     try:
         return (place.checkpoints / f"round-{round:05}").stat().st_mtime
     except OSError:
@@ -120,7 +120,7 @@ def _finished(place: RunFolder, round: int) -> float | None:
 
 
 def _alive(lock: Path) -> bool:
-    """Whether the process that a run's lock names lives; of one on another machine, it is believed."""
+    """Check whether the process that a run's lock names is alive; a process on another machine is assumed to be."""
     try:
         pid, host = lock.read_text().split("\n")[:2]
         if host != socket.gethostname():

@@ -1,4 +1,4 @@
-"""A holder in a process of its own: one that hangs, or dies, costs its order and no more."""
+"""A node service in a separate process: a hang or crash costs only the current order."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fedspan.federation.secagg.messages import decode_request
 __all__ = ["Supervisor"]
 
 _LOADING = 3600.0
-"""Seconds that an invitation, and the loading of a run's model, may take: it may have to be fetched."""
+"""Time limit in seconds for an invitation and for loading a run's model, which may have to be downloaded."""
 
 log = logging.getLogger("fedspan.node")
 
 
 class Supervisor:
-    """Answers parcels by a holder in another process, which is started when needed and killed when it takes too long.
+    """Passes envelopes to a node service in another process, which is started on demand and killed after a timeout.
 
     Args:
-        path: the node's file.
-        seconds: that an order may take once its run's model is loaded.
+        path: The node file.
+        seconds: Time limit in seconds for an order after its run's model is loaded.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path, self.seconds = path, seconds
         self._loaded: str | None = None
-        """The run whose model the process has for certain."""
+        """The run whose model the process has certainly loaded."""
         self._process: SpawnProcess | None = None
         self._ours: Connection | None = None
 
@@ -86,8 +86,8 @@ class Supervisor:
 
 
 def _hold(path: str, line: Connection) -> None:
-    """The other process: bytes in, bytes out."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that supervises
+    """Run the node service in the other process: bytes in, bytes out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervising process handles Ctrl-C
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     from fedspan.deployment.node import NodeService  # torch, Transformers
 
@@ -101,7 +101,7 @@ def _hold(path: str, line: Connection) -> None:
         line.send_bytes(b"loaded")
         try:
             back = holder.answer(envelope)
-        except ValueError:  # of no kind that we know: nothing is said of it but that
+        except ValueError:  # of an unknown kind: the reply reports nothing else
             log.exception("a message that is none of ours")
             back = Envelope("{}")
         line.send_bytes(back.header.encode())

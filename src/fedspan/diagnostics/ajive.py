@@ -1,4 +1,4 @@
-"""AJIVE on views whose answer is known: a planted joint component, second moments under drift; and how long it takes.
+"""Test data for AJIVE with a known answer (a planted joint component, second moments under drift), and its timing.
 
 ``second_moments`` is the synthetic setting of Peng et al., "Rethinking LoRA for Data Heterogeneous Federated Learning:
 Subspace and State Alignment", arXiv:2602.01746, appendix F. Shapes: N rows, M columns.
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def planted(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> list[LowRank]:
-    """Views v P (size, size) whose column spaces have rank // 2 directions in common, P one for all or one each."""
+    """Draw views v P (size, size) whose column spaces share rank // 2 directions, with one P for all or one each."""
     rng = torch.Generator().manual_seed(seed)
 
     def draw(rows: int, columns: int) -> Tensor:
@@ -41,11 +41,11 @@ def planted(size: int, rank: int, views: int, shared: bool, seed: int = 0) -> li
 def second_moments(
     size: int, clients: int, drift: float, noise: float, seed: int, rank: int = 5, drift_rank: int = 2
 ) -> tuple[Tensor, list[Tensor]]:
-    """V* = (G*)^2 and the clients' V_k = (G* + L_k + Xi_k)^2, squares of entries, all (size, size).
+    """Draw V* = (G*)^2 and the clients' V_k = (G* + L_k + Xi_k)^2, elementwise squares, all (size, size).
 
     G* and L_k are products of Gaussian factors, of ranks ``rank`` and ``drift_rank``, Xi_k is Gaussian; entries have
-    variance 1 in G*, ``drift ** 2`` in L_k and ``noise ** 2`` in Xi_k. The clients of a seed come in a fixed order:
-    more clients are the same ones and others.
+    variance 1 in G*, ``drift ** 2`` in L_k and ``noise ** 2`` in Xi_k. For a given seed the clients have a fixed order:
+    a larger number of clients appends new ones.
     """
     rng = torch.Generator().manual_seed(seed)
 
@@ -63,7 +63,7 @@ def second_moments(
 def shortest(
     function: Callable[[], Result], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, Result]:
-    """The shortest time of some calls, in seconds of a clock, and the last call's result."""
+    """Return the shortest time of several calls, in seconds of the clock, and the result of the last call."""
     times: list[float] = []
     while True:
         begin = clock()

@@ -1,8 +1,9 @@
 """The stable rank of a loss's Hessian, from products with vectors alone.
 
-The stable rank of H is ||H||_F^2 / ||H||_2^2: how many directions share the curvature (FedLoRU, arXiv:2409.12371,
-section 3.1, has it larger for fewer examples). Here ||H||_F^2 = tr(H^2) is Hutchinson's mean of ||H v||^2 over random
-signs v, and ||H||_2 the largest magnitude that Lanczos finds with full reorthogonalisation, never too large.
+The stable rank of H, ||H||_F^2 / ||H||_2^2, measures how many directions share the curvature; it is larger for fewer
+examples according to FedLoRU (arXiv:2409.12371, section 3.1). Here ||H||_F^2 = tr(H^2) is Hutchinson's mean of
+||H v||^2 over random signs v, and ||H||_2 is the largest magnitude that Lanczos with full reorthogonalisation finds,
+which is never too large.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Curvature:
-    """What was estimated of a symmetric matrix.
+    """Estimated norms of a symmetric matrix.
 
     Args:
-        frobenius: its Frobenius norm.
-        error: standard error of ``frobenius ** 2``, of Hutchinson's draws.
-        spectral: its largest eigenvalue's magnitude, from below.
+        frobenius: Frobenius norm.
+        error: Standard error of ``frobenius ** 2`` over Hutchinson's draws.
+        spectral: Magnitude of the largest eigenvalue, estimated from below.
     """
 
     frobenius: float
@@ -40,11 +41,11 @@ class Curvature:
 
 
 def products(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Product, int]:
-    """Products of a loss's Hessian with vectors.
+    """Return a function that multiplies a loss's Hessian by a vector.
 
     Args:
-        loss: a scalar whose graph is there; it is kept as long as the function is.
-        parameters: with respect to which, all of them part of the graph.
+        loss: Scalar loss with its graph, which stays alive as long as the function.
+        parameters: Parameters of the derivatives, all of them part of the graph.
 
     Returns:
         A function of a vector (P,), over all parameters in order, and P.
@@ -63,14 +64,14 @@ def products(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Product, int]:
 def curvature(
     product: Product, size: int, draw: torch.Generator, *, probes: int = 16, iterations: int = 16
 ) -> Curvature:
-    """Norms of a symmetric matrix.
+    """Estimate the norms of a symmetric matrix.
 
     Args:
-        product: with it.
-        size: rows.
-        draw: of the random vectors.
-        probes: Hutchinson's, at least 2.
-        iterations: Lanczos'.
+        product: Product of the matrix with a vector.
+        size: Number of rows.
+        draw: Generator of the random vectors.
+        probes: Number of Hutchinson's random vectors, at least 2.
+        iterations: Largest number of Lanczos iterations.
     """
     squares = torch.stack([(product(_signs(size, draw)) ** 2).sum() for _ in range(probes)]).double()
     error = float(squares.std() / math.sqrt(probes))
@@ -79,12 +80,12 @@ def curvature(
 
 
 def largest_magnitude(product: Product, start: Tensor, iterations: int) -> float:
-    """Of a symmetric matrix' eigenvalues, by Lanczos, never more than it is.
+    """Estimate the largest magnitude of a symmetric matrix's eigenvalues by Lanczos, never too large.
 
     Args:
-        product: with the matrix.
-        start: a vector (P,), random.
-        iterations: at most; products to take.
+        product: Product of the matrix with a vector.
+        start: Random start vector, (P,).
+        iterations: Largest number of products.
     """
     basis = [start / start.norm()]
     diagonal: list[float] = []
@@ -92,7 +93,7 @@ def largest_magnitude(product: Product, start: Tensor, iterations: int) -> float
     for _ in range(min(iterations, len(start))):
         following = product(basis[-1])
         diagonal.append(float(following @ basis[-1]))
-        for _ in range(2):  # twice is enough
+        for _ in range(2):  # two reorthogonalisations are enough
             for one in basis:
                 following = following - (following @ one) * one
         length = float(following.norm())

@@ -1,4 +1,4 @@
-"""The diagnostics by name: what each is, how it is read, and where it comes from."""
+"""The diagnostic measures by name, with their interpretation and source."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["MEASURES", "Measure", "Reading", "readings", "values_of"]
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of every target layer.
+    """A diagnostic measure of every target layer.
 
     Args:
-        key: in JSON.
-        title: in tables.
-        worst: which end is the worrying one; None: neither.
-        reads: one sentence on how to read it.
-        source: where it comes from.
-        value: of a layer; None where it has none.
+        key: Key in JSON.
+        title: Title in tables.
+        worst: The end of the scale that indicates a problem; None: neither.
+        reads: One sentence on its interpretation.
+        source: Source of the definition.
+        value: Function that computes the value of a layer; None where the layer has none.
     """
 
     key: str
@@ -114,14 +114,14 @@ MEASURES = (
 
 @dataclass(frozen=True)
 class Reading:
-    """A measure over all target layers.
+    """A measure summarized over all target layers.
 
     Args:
-        measure: which.
-        mean: over the layers.
-        least: of the layers.
-        most: of the layers.
-        worst: the layer at the worrying end; None where there is no such end.
+        measure: The measure.
+        mean: Mean over the layers.
+        least: Minimum over the layers.
+        most: Maximum over the layers.
+        worst: Name of the layer at the problematic end; None for a measure without such an end.
     """
 
     measure: Measure
@@ -132,7 +132,7 @@ class Reading:
 
 
 def readings(diagnosis: Diagnosis) -> tuple[Reading, ...]:
-    """Every measure that has a value in some layer."""
+    """Return every measure that has a value in at least one layer."""
     found: list[Reading] = []
     for measure in MEASURES:
         values = _values(measure, diagnosis.layers)
@@ -145,7 +145,7 @@ def readings(diagnosis: Diagnosis) -> tuple[Reading, ...]:
 
 
 def values_of(layer: LayerDiagnosis) -> dict[str, float]:
-    """A layer's measures by key, those that it has."""
+    """Return the available measures of a layer, by key."""
     found = {measure.key: measure.value(layer) for measure in MEASURES}
     return {key: value for key, value in found.items() if value is not None and not math.isnan(value)}
 

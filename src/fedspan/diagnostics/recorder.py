@@ -1,4 +1,4 @@
-"""Diagnostics on the way: rounds of a run that are looked at while they are played."""
+"""Diagnostics during a run: selected rounds are examined as they are run."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["DiagnosticsRecorder"]
 
 
 class DiagnosticsRecorder:
-    """Plays a federation's rounds, and looks at some.
+    """Runner of a federation's rounds that computes diagnostics for some of them.
 
     Args:
-        federation: in this process.
-        every: rounds between two looks; None: none is looked at.
+        federation: The federation, in this process.
+        every: Interval in rounds between two diagnostics; None: no diagnostics.
     """
 
     def __init__(self, federation: Federation, every: int | None) -> None:
         self.federation, self.every = federation, every
         self.seconds = 0.0
-        """What looking took, beside the rounds themselves."""
+        """Time of the diagnostics, without the rounds themselves."""
 
     def run_round(
         self, progress: Progress, on_client: Callable[[str, float], None]
     ) -> tuple[RoundResult, dict[str, Any] | None]:
-        """A round, as ``Federation.run_round``, and what was seen.
+        """Run a round like ``Federation.run_round`` and compute its diagnostics.
 
         Returns:
-            The result, the same as without a look, and for metrics.jsonl ``layers``, by path and measure, ``alignment``
-            of all of them as one vector, and ``seconds``; None where the round was not looked at.
+            The result, the same as without diagnostics, and the diagnostics for metrics.jsonl: ``layers``, by path and
+            measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not examined.
         """
         federation = self.federation
         if self.every is None or (progress.state.round + 1) % self.every:

@@ -1,9 +1,9 @@
-"""One more round of a run, played to be looked at: what the clients' updates are, and what the server makes of them.
+"""Diagnosis of one additional round of a run: the clients' updates and their aggregate.
 
-Nothing is kept of the round. A client's update is the change of a layer's whole weight (base, factors, whatever the
-method trains) between the model that it began with and the one that it ended with, before any compression, clipping
-or noise; weights in means are those of the clients. Methods need not know of it: jobs and replies are looked at on
-their way through the engine.
+The round is discarded. A client's update is the change of a layer's whole weight (base, factors, whatever the method
+trains) between the model that it started from and the one that it ended with, before any compression, clipping or
+noise; means use the clients' weights. Methods need no support for it: jobs and replies are recorded on their way
+through the engine.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from fedspan.training.engine import Engine
 __all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "diagnose_round", "layers_of"]
 
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Between one client's model and another's."""
+"""Positions between one client's model and another's."""
 
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """A target layer.
+    """The diagnosis of a target layer.
 
     Args:
-        updates: the clients' updates of the round beside each other.
-        moments: how far apart the clients' second moments are (``analysis.updates.moment_mismatch``), mean over the
+        updates: Comparison of the clients' updates of the round.
+        moments: Mismatch of the clients' second moments (``diagnostics.updates.moment_mismatch``), mean over the
             layer's tensors; None where the optimizer has none.
-        accumulated: the global model's change since the run began; None where there is no global model.
+        accumulated: Change of the global model since the start of the run; None where there is no global model.
     """
 
     updates: Together
@@ -67,8 +67,8 @@ class Barrier:
     """The loss on the straight line between two clients' models.
 
     Args:
-        clients: their ids.
-        losses: on held-out examples, at ``STEPS``.
+        clients: Ids of the two clients.
+        losses: Losses on held-out examples, at ``STEPS``.
     """
 
     clients: tuple[str, str]
@@ -76,25 +76,25 @@ class Barrier:
 
     @property
     def height(self) -> float:
-        """The most by which the loss exceeds the straight line between its ends (Frankle et al., 2020); 0 at least."""
+        """Largest excess of the loss over the straight line between its ends (Frankle et al., 2020); at least 0."""
         first, last = self.losses[0], self.losses[-1]
         return max(loss - (1 - at) * first - at * last for at, loss in zip(STEPS, self.losses, strict=True))
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a round shows.
+    """The diagnosis of a round.
 
     Args:
-        method: registry key, with those of its wrappers.
-        round: the round that was played, counted from 1.
-        clients: its cohort.
-        layers: by path.
-        alignment: mean over clients of the cosine of a client's update with the global one (the mean, where there is
-            none), all target layers as one vector (FedLoRU, figure 8).
-        barriers: between some pairs of clients' models; empty where none was asked for.
-        examples: that losses were measured on; 0 without barriers.
-        seconds: what looking on cost beside the round itself.
+        method: Registry key of the method, with those of its wrappers.
+        round: Number of the diagnosed round, counted from 1.
+        clients: The cohort.
+        layers: Diagnoses of the layers, by path.
+        alignment: Mean over clients of the cosine of a client's update with the global one (the mean update, where
+            there is none), all target layers as one vector (FedLoRU, figure 8).
+        barriers: Barriers between some pairs of clients' models; empty where none was requested.
+        examples: Number of examples on which losses were measured; 0 without barriers.
+        seconds: Time of the diagnosis, without the round itself.
     """
 
     method: str
@@ -118,7 +118,7 @@ def diagnose_round(
     pairs: int = 3,
     examples: int = 500,
 ) -> Diagnosis:
-    """Play the next round and look at it; ``progress`` stays as it is.
+    """Run the next round and diagnose it; ``progress`` remains unchanged.
 
     Args:
         federation: The run's. After its last round, one more is run as if the run were longer.
@@ -127,11 +127,11 @@ def diagnose_round(
         title: Name of the method, for people.
         seed: Seed of that draw.
         batch_size: Batch size of evaluation.
-        pairs: of clients whose models are joined by a line, at most.
-        examples: held-out ones on which its losses are measured, at most.
+        pairs: Largest number of client pairs whose models are joined by a line.
+        examples: Largest number of held-out examples on which the losses are measured.
 
     Raises:
-        FedspanError: if nobody takes part in the round (a Poisson sample may be empty).
+        FedspanError: If no client participates in the round (a Poisson sample may be empty).
     """
     federation = copy.copy(federation)
     engine, record = federation.engine, TrainingRecord()
@@ -166,13 +166,13 @@ def diagnose_round(
 def layers_of(
     federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult
 ) -> dict[str, LayerDiagnosis]:
-    """The numbers of a round that was played, by layer.
+    """Diagnose a completed round, by layer.
 
     Args:
-        federation: that played it.
-        record: of its training.
-        before: the round.
-        result: of it.
+        federation: The federation that ran the round.
+        record: Record of the round's training.
+        before: The progress before the round.
+        result: Result of the round.
     """
     return _look(federation, record, before, result).layers()
 
@@ -193,12 +193,12 @@ class _RoundModels:
     """Weights of a round's models, layer by layer.
 
     Args:
-        engine: that trained.
-        found: every client's training.
-        before: the base that the round began with.
-        after: the base that it ended with.
-        weights: of the clients.
-        end: the job of the global model after the round; None where there is none.
+        engine: The engine that trained the models.
+        found: Training record of every client.
+        before: The base at the start of the round.
+        after: The base at the end of the round.
+        weights: Aggregation weights of the clients.
+        end: The job of the global model after the round; None where there is none.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _RoundModels:
         self.weights = {id: weights[id] / total for id in sorted(found)}
 
     def layers(self) -> dict[str, LayerDiagnosis]:
-        """All target layers' numbers."""
+        """Diagnose all target layers."""
         return {layer.name: self._layer(layer.name) for layer in self.engine.adapted.spec.layers}
 
     def _layer(self, name: str) -> LayerDiagnosis:
@@ -226,7 +226,7 @@ class _RoundModels:
         whole = accumulated = None
         if self.end is not None:
             end = self._change(self.end.parametrization[name], self.end.tensors, name, self.after)
-            # from where the clients began, in the mean: all of them at the global model, unless their ranks are smaller
+            # relative to the clients' mean start: the global model, unless the clients' ranks are smaller
             begun = [(-self.weights[id], start) for id, start in starts.items()]
             whole = combined([(1.0, end), *self._moved(name), *begun], shape)
             parts: list[tuple[float, Delta]] = [(1.0, end)]
@@ -240,7 +240,7 @@ class _RoundModels:
     def losses(
         self, pair: tuple[str, str], examples: Examples, indices: np.ndarray, batch_size: int
     ) -> tuple[float, ...]:
-        """The losses of the models between two clients', at ``STEPS``."""
+        """Measure the losses of the models between two clients' models, at ``STEPS``."""
         operators = self.engine.adapted.operators
         ends = [{name: self._own(id, name) for name in operators} for id in pair]
         extras = [
@@ -263,12 +263,12 @@ class _RoundModels:
         return tuple(found)
 
     def _start(self, id: str, name: str) -> Delta:
-        """A client's layer as it began, beside the base that the round began with."""
+        """Return a client's layer before its training, relative to the base at the start of the round."""
         first = self.found[id].first
         return self._change(first.parametrization[name], first.tensors, name, self.before)
 
     def _own(self, id: str, name: str) -> Delta:
-        """A client's layer after its training, beside the base that the round began with."""
+        """Return a client's layer after its training, relative to the base at the start of the round."""
         local = self.found[id]
         change = self._change(local.last.parametrization[name], local.trained.tensors, name, self.before)
         decay = local.trained.decay
@@ -279,7 +279,7 @@ class _RoundModels:
     def _change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
     ) -> Delta:
-        """A layer beside a base."""
+        """Return the change of a layer relative to a base."""
         with torch.no_grad():
             effective = parametrization.effective(slots_of(tensors, name))
             if not effective.base or effective.weight is not None:
@@ -290,14 +290,14 @@ class _RoundModels:
         return materialise(self.engine.adapted.weight(name), base, name)
 
     def _moved(self, name: str) -> list[tuple[float, Delta]]:
-        """By what the round moved the base."""
+        """Return the change of the base in the round, as terms of a linear combination."""
         new = [one for one in self.after.recent if one.round > self.before.round]
         if all(one.decay == 1.0 for one in new):
             return [(1.0, one.deltas[name]) for one in new if name in one.deltas]
         return [(1.0, self._base(name, self.after)), (-1.0, self._base(name, self.before))]
 
     def _moments(self, name: str) -> float | None:
-        """How far apart the second moments of a layer's tensors are."""
+        """Return the mean mismatch of the second moments of a layer's tensors; None where there are none."""
         seconds = {id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._found()}
         slots = [slots_of(one, name) for one in seconds.values()]
         shared = set.intersection(*(set(one) for one in slots)) if slots else set[str]()

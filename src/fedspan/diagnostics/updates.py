@@ -1,8 +1,8 @@
-"""What the clients' updates of one layer show beside each other: from their inner products and singular vectors.
+"""Comparison of the clients' updates of one layer, by their inner products and singular vectors.
 
-Notation: client i's update of a layer in a round is D_i (O, I), its weight in the average w_i (they add up to 1), their
-mean D = sum_i w_i D_i, what the server made of them G. Updates of low rank stay factors: everything here comes of inner
-products and thin SVDs, never of an O x I matrix.
+Notation: client i's update of a layer in a round is D_i (O, I), its weight in the average w_i (the weights sum to 1),
+the mean update D = sum_i w_i D_i, and the server's aggregate G. Low-rank updates remain factors: they are compared by
+inner products and thin SVDs, never as an O x I matrix.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Together:
-    """One layer's updates of a round.
+    """Measures of one layer's updates in a round.
 
     Args:
-        aggregation_error: ||G - D|| / ||D||: what factor averaging loses against averaging the products
+        aggregation_error: ||G - D|| / ||D||: the error of factor averaging relative to averaging the products
             (RoLoRA, arXiv:2502.01755, section 3.2: interference); 0 for an exact method. NaN where there is no global
             model.
-        drift: sqrt(sum_i w_i ||D_i - D||^2) / ||D||: how far the clients' updates are from their mean.
-        alignment: mean over clients of cos(D_i, G), of cos(D_i, D) where there is no global model (FedLoRU,
+        drift: The relative spread sqrt(sum_i w_i ||D_i - D||^2) / ||D|| of the clients' updates around their mean.
+        alignment: Mean over clients of cos(D_i, G), or of cos(D_i, D) where there is no global model (FedLoRU,
             arXiv:2409.12371, figure 8).
-        agreement: mean over pairs of clients of cos(D_i, D_j); NaN for one client.
-        angle_out: mean principal angle between two clients' column spaces, in degrees; NaN for one client.
-        angle_in: the same of their row spaces.
-        products: <D_i, G>, ||D_i||^2 and ||G||^2 by client, of which layers together are aligned.
+        agreement: Mean over pairs of clients of cos(D_i, D_j); NaN for one client.
+        angle_out: Mean principal angle between two clients' column spaces, in degrees; NaN for one client.
+        angle_in: The same for their row spaces.
+        products: <D_i, G>, ||D_i||^2 and ||G||^2 by client, from which the alignment of several layers is computed.
     """
 
     aggregation_error: float
@@ -61,12 +61,12 @@ class Together:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many directions an update has.
+    """Norm, stable rank and effective rank of an update; the ranks measure how many directions it has.
 
     Args:
-        norm: Frobenius.
+        norm: Frobenius norm.
         stable_rank: ||D||_F^2 / ||D||_2^2 (Rudelson and Vershynin, 2007).
-        effective_rank: exp of the entropy of the singular values' shares (Roy and Vetterli, 2007).
+        effective_rank: Exponential of the entropy of the singular values' shares (Roy and Vetterli, 2007).
     """
 
     norm: float
@@ -75,11 +75,11 @@ class Shape:
 
 
 def combined(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
-    """A linear combination; of factors alone, factors.
+    """Return a linear combination of updates, as factors if all of them are factors.
 
     Args:
-        parts: coefficients and updates.
-        shape: (O, I), for a combination of nothing.
+        parts: Coefficients and updates.
+        shape: (O, I), for an empty combination.
     """
     pairs = [LowRank(one.B, one.A, factor * one.scale) for factor, one in parts if isinstance(one, LowRank)]
     if not parts:
@@ -90,7 +90,7 @@ def combined(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> De
 
 
 def inner_product(left: Delta, right: Delta) -> float:
-    """<left, right>, in float64."""
+    """Return <left, right>, in float64."""
     if isinstance(left, LowRank) and isinstance(right, LowRank):
         return float(inner(left, right))
     pair, dense = (left, right) if isinstance(left, LowRank) else (right, left)
@@ -101,15 +101,15 @@ def inner_product(left: Delta, right: Delta) -> float:
 
 
 def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: Delta | None) -> Together:
-    """What one layer's updates show.
+    """Compare the clients' updates of one layer.
 
     Args:
         updates: D_i by client.
-        weights: w_i by client, of any sum above 0.
-        whole: G; None where the clients keep models of their own.
+        weights: Weights w_i by client, with any positive sum.
+        whole: G; None where the clients have personal models.
 
     Raises:
-        ValueError: without a client.
+        ValueError: If there are no updates.
     """
     ids = sorted(updates)
     if not ids:
@@ -125,7 +125,7 @@ def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: 
     if whole is not None:
         shape = as_shape(whole)
         gap = combined([(1.0, whole), *((-float(one), updates[id]) for one, id in zip(w, ids, strict=True))], shape)
-        # not ||G||^2 - 2 <G, D> + ||D||^2, of which rounding leaves nothing where the two are nearly equal
+        # not ||G||^2 - 2 <G, D> + ||D||^2, which cancels numerically where the two are nearly equal
         error = _ratio(float(singular_values(gap).norm()), math.sqrt(max(mean2, 0)))
         target = torch.tensor([inner_product(updates[id], whole) for id in ids], dtype=torch.float64)
         target2 = inner_product(whole, whole)
@@ -144,7 +144,7 @@ def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: 
 
 
 def alignment(layers: Sequence[Mapping[str, tuple[float, float, float]]]) -> float:
-    """``Together.alignment`` of all layers as one vector, from their ``products``; NaN without a layer."""
+    """Return ``Together.alignment`` of all layers as one vector, from their ``products``; NaN without a layer."""
     cosines: list[float] = []
     for id in layers[0] if layers else ():
         dot, own, whole = (sum(layer[id][part] for layer in layers) for part in range(3))
@@ -153,19 +153,19 @@ def alignment(layers: Sequence[Mapping[str, tuple[float, float, float]]]) -> flo
 
 
 def as_shape(delta: Delta) -> tuple[int, int]:
-    """(O, I) of either form."""
+    """Return the shape (O, I) of an update in either form."""
     return delta.shape if isinstance(delta, LowRank) else (delta.shape[0], delta.shape[1])
 
 
 def singular_values(delta: Delta) -> Tensor:
-    """Descending, float64."""
+    """Return the singular values in descending order, in float64."""
     if isinstance(delta, LowRank):
         return svd(delta)[1]
     return torch.linalg.svdvals(delta.double())
 
 
 def shape_of(delta: Delta) -> Shape:
-    """How many directions an update has; NaN ranks for an update of zero."""
+    """Return the norm, stable rank and effective rank of an update; the ranks of a zero update are NaN."""
     values = singular_values(delta)
     norm = float(values.norm())
     if norm == 0:
@@ -176,22 +176,22 @@ def shape_of(delta: Delta) -> Shape:
 
 
 def principal_angles(left: Tensor, right: Tensor) -> Tensor:
-    """Angles between two subspaces, ascending, in degrees (Bjorck and Golub, 1973).
+    """Return the angles between two subspaces, ascending, in degrees (Bjorck and Golub, 1973).
 
     Args:
-        left: orthonormal columns, (O, R).
-        right: orthonormal columns, (O, Q).
+        left: Orthonormal columns, (O, R).
+        right: Orthonormal columns, (O, Q).
 
     Returns:
-        (min(R, Q),); cosines above 1 by rounding count as 1.
+        The angles, (min(R, Q),); cosines above 1 due to rounding count as 1.
     """
     return torch.rad2deg(torch.linalg.svdvals(left.T @ right).clamp(max=1.0).arccos())
 
 
 def moment_mismatch(moments: Mapping[str, Tensor], weights: Mapping[str, float]) -> float:
-    """sqrt(sum_i w_i ||v_i - v||^2) / ||v|| of the clients' second moments v_i, v their mean; NaN for zero.
+    """Return sqrt(sum_i w_i ||v_i - v||^2) / ||v|| of the clients' second moments v_i, v their mean; NaN for zero.
 
-    How wrong it is to give all clients one state of the optimizer (FedGaLore, arXiv:2602.01746).
+    It measures the error of one shared optimizer state for all clients (FedGaLore, arXiv:2602.01746).
     """
     total = sum(weights[id] for id in moments)
     mean = sum((weights[id] / total * value.double() for id, value in moments.items()), torch.zeros(()).double())
@@ -200,7 +200,7 @@ def moment_mismatch(moments: Mapping[str, Tensor], weights: Mapping[str, float])
 
 
 def _frames(delta: Delta) -> tuple[Tensor, Tensor]:
-    """Orthonormal bases of an update's column space (O, k) and row space (I, k), directions of rounding left out."""
+    """Return orthonormal bases of an update's column space (O, k) and row space (I, k), without rounding noise."""
     if isinstance(delta, LowRank):
         U, S, Vt = svd(delta)
     else:

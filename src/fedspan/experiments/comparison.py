@@ -51,8 +51,8 @@ class CompareRow:
             reference.
         error: Standard error of the difference; None for one seed.
         worst: The worst client's metric on its own test part, mean over the seeds.
-        bytes_down: Serialized bytes of one run, mean over the seeds; None for a baseline.
-        bytes_up: The same for uploads.
+        bytes_down: Serialized bytes that one run downloads, mean over the seeds; None for a baseline.
+        bytes_up: The same for the uploads.
         seconds: Wall-clock time of the rounds of one run, mean over the seeds; None for a baseline.
     """
 

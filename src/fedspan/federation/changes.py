@@ -1,7 +1,7 @@
-"""What a reply changes, beside that of a client that trained nothing: what is clipped, made noisy and summed in secret.
+"""The change in a reply relative to an untrained client's reply: the quantity that is clipped, noised and masked.
 
-A contribution is compared with one that depends on no data, so a bound on the difference bounds what a client can do to
-a sum. Both sides can compute that one.
+The reference contribution does not depend on data, so a bound on the change bounds a client's influence on a sum. Both
+server and client can compute the reference.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["apply_change", "change_of", "clip_change", "origin_of"]
 
 
 def origin_of(method: Method, sent: Message, client: Client, round: int) -> Tensors:
-    """What a client contributes that was sent a message and trained nothing.
+    """Return the contribution of a client that received a message and trained nothing.
 
     Args:
-        method: the run's; its replies sum.
-        sent: what the client was sent.
-        client: who.
+        method: The run's method, whose replies are summed.
+        sent: The message that the client received.
+        client: The client.
         round: Number of the round, from 0.
 
     Raises:
-        ValueError: if the method keeps replies apart.
+        ValueError: If the method stacks replies instead of summing them.
     """
     contribution = method.contribute(untrained_reply(method, sent, client, round), client)
     if contribution.stack:
@@ -38,14 +38,15 @@ def origin_of(method: Method, sent: Message, client: Client, round: int) -> Tens
 
 
 def change_of(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A contribution less that of a client that trained nothing, float64; what it leaves out counts as 0.
+    """Return a contribution minus that of an untrained client, in float64; missing tensors count as 0.
 
     Args:
-        contribution: a reply's.
-        origin: from ``origin_of``.
+        contribution: Contribution of a reply.
+        origin: Result of ``origin_of``.
 
     Raises:
-        ValueError: if it holds anything that the origin does not, in another shape, apart, or not finite.
+        ValueError: If it has a tensor that the origin lacks, another shape, a stacked part or a value that is not
+            finite.
     """
     if contribution.stack:
         raise ValueError("replies that are kept apart have no sum")
@@ -63,11 +64,11 @@ def change_of(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[
 
 
 def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of which something is the change, in their own number formats."""
+    """Add a change to the origin, in the dtypes of the origin."""
     return {name: (start.double() + change[name]).to(start.dtype) for name, start in origin.items()}
 
 
 def clip_change(change: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
-    """A change, scaled down as a whole so that its norm is at most ``limit``."""
+    """Scale a change as a whole so that its norm is at most ``limit``."""
     found = norm(change)
     return {name: value * (limit / found) if found > limit else value for name, value in change.items()}

@@ -1,4 +1,4 @@
-"""Evaluation: of the global model or of every client's own, on the clients' parts and on the global test set."""
+"""Evaluation of the global model or the personal models, on the clients' data parts and on the global test set."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class ClientScores:
     """Metrics on one part (validation or test) of the clients' own examples.
 
     Args:
-        pooled: over all clients' examples together.
-        by_client: each client's own.
+        pooled: Metrics over the examples of all clients together.
+        by_client: Metrics of each client.
     """
 
     pooled: Metrics
     by_client: Mapping[str, Metrics]
 
     def summary(self, metric: str) -> dict[str, Any]:
-        """Plain means over the clients of every metric, and under ``worst`` the client with the worst ``metric``."""
+        """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
         return summarised(self.by_client, metric)
 
 
 def summarised(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
-    """Plain means of every metric over those clients where it has a value, and the worst client by ``metric``.
+    """Return unweighted means of every metric over the clients that have a value, and the worst client by ``metric``.
 
     Returns:
-        ``{metric: mean, ..., "worst": {"client": id, metric: value}}``; no ``worst`` where none has a value.
+        ``{metric: mean, ..., "worst": {"client": id, metric: value}}``; without ``worst`` if no client has a value.
     """
     names = dict.fromkeys(name for scores in by_client.values() for name in scores if name in METRICS)
     summary: dict[str, Any] = {
@@ -69,12 +69,12 @@ def _judged(member: ClientData) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Evaluator:
-    """Evaluates a progress.
+    """Evaluate a progress.
 
     Args:
-        federation: what is evaluated.
-        batch_size: of the forward passes.
-        clients: how many clients are measured, drawn from the federation's seed alone, so that rounds can be compared;
+        federation: The federation to evaluate.
+        batch_size: Batch size of the forward passes.
+        clients: Number of clients to evaluate, drawn from the federation's seed alone so that rounds are comparable;
             None: all.
     """
 
@@ -82,10 +82,10 @@ class Evaluator:
         self.federation = federation
         self.batch_size = batch_size
         self.ids = _drawn(federation, clients)
-        """Of the clients that are measured, sorted."""
+        """Ids of the evaluated clients, sorted."""
 
     def job(self, progress: Progress, client_id: str | None) -> Job:
-        """The job whose model is the client's own, or (None) the global one. Sets the engine's base too."""
+        """Return the job with the client's own model, or (None) the global one. Sets the engine's base, too."""
         method, engine = self.federation.method, self.federation.engine
         engine.adapted.set_base(progress.state.base)
         client = None if client_id is None else self.federation.client(client_id, progress)
@@ -93,28 +93,28 @@ class Evaluator:
         return method.start(method.sync(progress.state, client), client, memory, progress.state.round)
 
     def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """The distinct models with the clients that use each: one for a global method, one a client for a personal.
+        """Yield each distinct model with its clients: one for a global method, one per client for a personal method.
 
         Args:
-            progress: whose models.
-            clients: ids; None: all.
+            progress: The progress that holds the models.
+            clients: Ids of the clients; None: all.
         """
         ids = tuple(self.federation.members if clients is None else clients)
         if not self.federation.method.declared().personal:
             yield ids, self.job(progress, None)
             return
-        for id in ids:  # one after the other: a model is made when its turn comes
+        for id in ids:  # lazily: a model is built only when it is requested
             yield (id,), self.job(progress, id)
 
     def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """The clients' models on their own validation and test parts (None where no client has any)."""
+        """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
         members, examples = self.federation.members, self.federation.examples
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
         for ids, job in self.models(progress, self.ids):
             wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
             if not wanted:
                 continue
-            for _, _, own in wanted:  # the same parts at a time, whoever's models are measured
+            for _, _, own in wanted:  # the same batches, independent of the models that are evaluated
                 self.federation.engine.ready(examples, own)
             indices = np.concatenate([own for _, _, own in wanted])
             predictions = self.federation.engine.predict(job, examples, indices, self.batch_size)
@@ -138,7 +138,7 @@ class Evaluator:
         return ClientScores(pooled, by_client)
 
     def heldout(self, progress: Progress, examples: Examples, *, thorough: bool = False) -> dict[str, Metrics]:
-        """The models on a held-out set that belongs to no client; keys are client ids, or ``global``."""
+        """Evaluate the models on a held-out set that belongs to no client; keys are client ids, or ``global``."""
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
         scores: dict[str, Metrics] = {}

@@ -1,4 +1,4 @@
-"""Federated evaluation: the models go to the clients, and their metrics come back."""
+"""Federated evaluation: clients receive the models and reply with metrics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["RemoteEvaluator"]
 
 
 class RemoteEvaluator(Evaluator):
-    """Evaluates where the clients are: they are sent the models and answer with metrics.
+    """Evaluate on the clients' machines: clients receive the models and reply with metrics.
 
-    Pooled metrics are the clients' means, weighted by their numbers of examples.
+    Pooled metrics are means over clients, weighted by their numbers of examples.
 
     Args:
-        federation: what is evaluated.
-        batch_size: of the server's forward passes.
-        clients: how many clients are measured; None: all.
-        memories: what a client kept of a round, where the server can see it (a simulation); None: it stays with them.
+        federation: The federation to evaluate.
+        batch_size: Batch size of the server's forward passes.
+        clients: Number of clients to evaluate; None: all.
+        memories: Returns a client's memory of a round where the server can access it (a simulation); None: it cannot.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RemoteEvaluator(Evaluator):
         self._memories = memories
 
     def job(self, progress: Progress, client_id: str | None) -> Job:
-        """``Evaluator.job``, where what the client keeps can be seen from here."""
+        """``Evaluator.job``, where the server can access the client's memory."""
         held = None if client_id is None else progress.held.get(client_id)
         if client_id is None or held is None:
             return super().job(progress, client_id)
@@ -52,13 +52,13 @@ class RemoteEvaluator(Evaluator):
         return super().job(replace(progress, memories={client_id: memory}), client_id)
 
     def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
-        """``Evaluator.models``; clients' own models only where what clients keep can be seen from here."""
+        """``Evaluator.models``; personal models only where the server can access the clients' memories."""
         if self._memories is None and self.federation.method.declared().personal:
             return iter(())
         return super().models(progress, clients)
 
     def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """``Evaluator.clients``; those that do not answer are left out, and named (``Federation.beside``)."""
+        """``Evaluator.clients``; clients that do not reply are excluded and recorded (``Federation.beside``)."""
         federation = self.federation
         method, state, asking = federation.method, progress.state, OrderEncoder(federation.run)
         personal = method.declared().personal

@@ -1,4 +1,4 @@
-"""A federation: a method, its clients, and the way to them; it runs rounds. Knows no method by name."""
+"""A federation runs rounds of a method with its clients over a transport. It knows no method by name."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from fedspan.training.engine import Engine
 __all__ = ["Federation", "clients_by_id"]
 
 STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)
-"""Rules for trusted clients in this process: every reply counts."""
+"""Rules for trusted clients in this process: every reply is accepted."""
 
 
 class Federation:
-    """A method, an engine, the clients, and the way to them.
+    """A method, an engine, the clients and the transport to them.
 
     Args:
         method: The method, with its wrappers.
-        engine: Has the model, for ``init`` and the export; trains too, where the clients are in this process.
-        members: The clients in any order, or by id in the ids' order (``LazyMapping``).
-        examples: What the members' indices point into; the server's own, where clients are elsewhere.
+        engine: Holds the model for ``init`` and the export; trains, too, if the clients are in this process.
+        members: The clients in any order, or by sorted id (``LazyMapping``).
+        examples: The examples that the clients' indices refer to; the server's own if clients are on other machines.
         settings: Rounds, cohort, reduction, privacy, seed.
-        transport: The way to the clients.
-        rules: When a round stands; None: every selected client has to reply.
-        aggregating: Makes the aggregation of a round.
-        run: The run's name, for nodes that may know several.
-        exporting: Whether clients export their own models, because the server does not see them.
+        transport: Transport to the clients.
+        rules: Rules for accepting replies and the round; None: every selected client has to reply.
+        aggregating: Creates the aggregation of a round.
+        run: Name of the run, for nodes that take part in several.
+        exporting: Whether clients export their own models because the server does not see them.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class Federation:
         self._remark: str | None = None
 
     def remember(self, best: Progress) -> None:
-        """Note the best progress so far: clients must not delete what belongs to it."""
+        """Record the best progress so far: clients must not delete the state that belongs to it."""
         self._best = best.held
 
     def remark(self) -> str | None:
-        """What a user should know of the rounds once one was run; None: nothing."""
+        """Return a remark on the rounds for the user, available after the first round; None: no remark."""
         return self._remark
 
     def begin(self) -> Progress:
-        """The progress before the first round."""
+        """Return the progress before the first round."""
         return Progress(self.method.init(self.engine.adapted))
 
     def client(self, id: str, progress: Progress) -> Client:
-        """A client with the round that it holds."""
+        """Return a client with the round of the state that it stores."""
         return replace(self.members[id].client, held=progress.held.get(id))
 
     def next_charges(self, progress: Progress) -> tuple[Charge, ...]:
-        """The privacy cost of the next round, if every client is asked once."""
+        """Return the privacy cost of the next round if every client is selected once."""
         state = progress.state
         charges = list(round_charges(self.settings, len(self.members)))
         known: dict[tuple[int, int], tuple[Charge, ...]] = {}
@@ -99,11 +99,11 @@ class Federation:
         return tuple(charges)
 
     def cohort(self, round: int) -> tuple[str, ...]:
-        """The clients asked in a round, sorted; drawn from (seed, round) alone, or from the key of central privacy."""
+        """Return a round's selected clients, sorted; drawn from (seed, round) alone or the key of central privacy."""
         return tuple(sorted(self.drawn(round, self.rules.over_select)))
 
     def drawn(self, round: int, more: int = 0) -> list[str]:
-        """The clients of a round and so many more, in the order in which they are drawn; in the ids', if it is all."""
+        """Return a round's clients and ``more`` additional ones in the order of drawing; by id if all are selected."""
         ids = list(self.members)
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
@@ -116,15 +116,15 @@ class Federation:
         on_client: OnClient | None = None,
         on_trained: OnTrained | None = None,
     ) -> RoundResult:
-        """Run one round; clients that failed are asked again, as often as the rules allow, if too few replies count.
+        """Run one round; if too few replies are accepted, retry failed clients as often as the rules allow.
 
         Args:
-            progress: The progress before the round; left as it is.
-            on_client: Called with a client's id and training loss when its reply counts.
-            on_trained: Called with every job that a client in this process has trained.
+            progress: The progress before the round, which is not modified.
+            on_client: Called with a client's id and training loss when its reply is accepted.
+            on_trained: Called with every job that a client in this process trained.
 
         Raises:
-            FedspanError: If too few replies count in the end; the progress is what it was.
+            FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
         state = progress.state
         context = RoundContext(
@@ -147,13 +147,13 @@ class Federation:
         return result
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
-        """End the run: of a method with personal models, every client exports its own, if the server can't see it.
+        """End the run: have clients export their personal models if the server cannot see them.
 
         Args:
-            progress: The progress that is exported.
+            progress: The progress to export.
 
         Returns:
-            The clients that failed to.
+            The failures of the clients that did not export.
         """
         if not self.exporting or not self.method.declared().personal:
             return ()
@@ -178,14 +178,14 @@ class Federation:
         return tuple(failures)
 
     def note(self, happened: Transfer | Failure) -> None:
-        """Add to what happened beside the rounds."""
+        """Record an event outside the rounds."""
         if isinstance(happened, Transfer):
             self._transfers.append(happened)
         else:
             self._failures.append(happened)
 
     def beside(self) -> OutOfRoundEvents:
-        """What happened beside the rounds since this was last called."""
+        """Return the events outside the rounds since the last call."""
         taken = OutOfRoundEvents(tuple(self._transfers), tuple(self._failures))
         self._transfers.clear()
         self._failures.clear()
@@ -193,7 +193,7 @@ class Federation:
 
 
 def clients_by_id(members: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:
-    """Clients by id, in the ids' order; a mapping has that order already."""
+    """Return the clients by sorted id; a mapping is already in that order."""
     if isinstance(members, Mapping):
         return members
     return {member.client.id: member for member in sorted(members, key=lambda member: member.client.id)}

@@ -1,4 +1,4 @@
-"""What comes of asking clients, beside their replies: what travelled, and who failed."""
+"""Outcomes of exchanges with clients besides their replies: transfers and failures."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Purpose = Literal["train", "evaluate", "export"]
 
 
 class TooFew(Exception):
-    """Too few clients are left in an attempt of a round; the reasons are among the failures."""
+    """Too few clients remain in an attempt of a round; the failures hold the reasons."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message that travelled.
+    """One transmitted message.
 
     Args:
-        client: id.
-        direction: ``down`` or ``up``.
-        bytes: serialized size.
-        payload: bytes of tensor data in it.
-        purpose: what it was for.
+        client: Id of the client.
+        direction: Direction of the transfer, ``down`` or ``up``.
+        bytes: Serialized size.
+        payload: Bytes of tensor data in the message.
+        purpose: Purpose of the message.
     """
 
     client: str
@@ -36,13 +36,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Failure:
-    """A client whose reply does not count in a round, or that was not measured, or did not export.
+    """A client whose reply was rejected or missing in a round, or that was not evaluated or did not export.
 
     Args:
-        client: id.
-        attempt: of the round, from 0.
-        reason: in words.
-        purpose: what it was asked for.
+        client: Id of the client.
+        attempt: Attempt of the round, from 0.
+        reason: Reason in plain text.
+        purpose: Purpose of the order.
     """
 
     client: str
@@ -53,11 +53,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class OutOfRoundEvents:
-    """What happened between server and clients beside the rounds.
+    """Events between server and clients outside the rounds.
 
     Args:
-        transfers: models that were sent to be evaluated or exported.
-        failures: who was not measured.
+        transfers: Models that were sent for evaluation or export.
+        failures: Clients that were not evaluated.
     """
 
     transfers: tuple[Transfer, ...] = ()

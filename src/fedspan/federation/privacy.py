@@ -1,18 +1,19 @@
-"""Differential privacy of a federation: what is clipped and made noisy where, and what each order costs.
+"""Differential privacy of a federation: where changes are clipped and noised, and the privacy cost of each order.
 
 ``central`` (McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018, arXiv 1710.06963):
 
     X = sum over the cohort of clip(x_i - x, C) + N(0, (z C)^2);    mean = x + X / m,    m = q N clients on average
 
-The cohort is a Poisson sample with rate q, and m is no count of replies: a client that does not reply adds nothing, and
-one client more or less moves X by at most C.
+The cohort is a Poisson sample with rate q, and m does not count replies: a client that does not reply adds nothing, and
+adding or removing one client moves X by at most C.
 
-``local``: every client sends x + clip(x_i - x, C) + N(0, (z C)^2). Any two replies are at most 2 C apart, so the noise
-over the sensitivity is z / 2, and no sampling helps against a server that sees who replied.
+``local``: every client sends x + clip(x_i - x, C) + N(0, (z C)^2). Any two replies are at most 2 C apart, so the ratio
+of noise to sensitivity is z / 2. Sampling does not amplify privacy, because the server sees which clients replied.
 
-``dp-sgd`` (Abadi et al., CCS 2016, arXiv 1607.00133): see ``private_steps``.
+``dp-sgd`` (Abadi et al., CCS 2016, arXiv 1607.00133): see ``training.poisson.private_steps``.
 
-Deviations: the papers' clients send changes; here they send values, less those of a client that trained nothing.
+Deviations: Clients in the papers send changes. Here they send values, and the values of an untrained client are
+subtracted.
 """
 
 from __future__ import annotations
@@ -48,45 +49,45 @@ __all__ = [
 
 
 def sampling_rate(settings: RoundSettings, clients: int) -> float:
-    """The probability with which a client is in a round's cohort."""
+    """Return the probability that a client is in a round's cohort."""
     return 1.0 if settings.cohort is None else min(1.0, settings.cohort / max(1, clients))
 
 
 def poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, round: int) -> list[int]:
-    """The places of a round's clients, each drawn by itself; there may be none.
+    """Return the positions of a round's clients, each drawn independently; possibly none.
 
     Args:
-        privacy: central.
-        settings: the run's.
-        clients: in the federation.
-        round: number.
+        privacy: Central privacy settings.
+        settings: Round settings of the run.
+        clients: Number of clients in the federation.
+        round: Number of the round, from 0.
     """
     rate = sampling_rate(settings, clients)
     if rate == 1.0:
         return list(range(clients))
-    # Clients know the run's seed, and who knows the cohort has nothing of the sampling's protection.
+    # Clients know the run's seed, and a known cohort removes the protection of sampling.
     seed = int.from_bytes(privacy.key, "big") if privacy.secret else settings.seed
     rng = generator(seed, "cohort", round)
     return (torch.rand(clients, generator=rng, dtype=torch.float64) < rate).nonzero().flatten().tolist()
 
 
 def client_noise(privacy: Privacy, rate: float) -> float:
-    """The noise over the clipping norm of ``central`` or ``local``: the run's, or as little as its budget allows.
+    """Return the noise multiplier of ``central`` or ``local``: the configured one, or the smallest within the budget.
 
     Args:
-        privacy: of the run.
-        rate: with which a client is in a cohort; of ``local``, every client may be in every round.
+        privacy: Privacy settings of the run.
+        rate: Probability that a client is in a cohort; unused by ``local``, where every client may be in every round.
     """
     if privacy.noise is not None:
         return privacy.noise
-    assert privacy.epsilon is not None  # the config has one of the two
+    assert privacy.epsilon is not None  # the config guarantees one of the two
     if privacy.mechanism == "local":
         return 2 * calibrate_noise(1.0, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
     return calibrate_noise(rate, privacy.rounds, privacy.epsilon, privacy.delta, privacy.accounting)
 
 
 def round_charges(settings: RoundSettings, clients: int) -> tuple[Charge, ...]:
-    """What a round costs all clients together."""
+    """Return the privacy cost of a round that all clients share."""
     privacy = settings.privacy
     if privacy is None or privacy.mechanism != "central":
         return ()
@@ -103,16 +104,16 @@ def order_charges(
     round: int,
     memory: Memory | None = None,
 ) -> tuple[Charge, ...]:
-    """What an order to train costs the client.
+    """Return the privacy cost of a training order for the client.
 
     Args:
-        privacy: of the run.
-        training: local training.
-        method: the run's.
-        sent: with the order.
-        client: who.
+        privacy: Privacy settings of the run.
+        training: Settings of local training.
+        method: The run's method.
+        sent: The message in the order.
+        client: The client that trains.
         round: Number of the round, from 0.
-        memory: its own, where that is at hand; else it must be sent everything.
+        memory: The client's memory, if available; without it, the message must be complete.
     """
     if privacy is None or privacy.mechanism == "central":
         return ()
@@ -126,7 +127,7 @@ def order_charges(
 def expected_charges(
     privacy: Privacy | None, training: TrainingSettings, method: Method, state: ServerState, client: Client
 ) -> tuple[Charge, ...]:
-    """The privacy cost of an order to train as the server knows it; the same whatever the client holds.
+    """Return the privacy cost of a training order as the server knows it, independent of the client's stored state.
 
     Args:
         privacy: Privacy of the run.
@@ -142,7 +143,7 @@ def expected_charges(
 def training_noise(
     training: TrainingSettings, method: Method, sent: Message, client: Client, round: int, memory: Memory | None = None
 ) -> float:
-    """The noise of DP-SGD in an order's jobs, arguments as in ``order_charges``; 0 without it."""
+    """Return the DP-SGD noise of an order's jobs (arguments as in ``order_charges``); 0 without DP-SGD."""
     privacy = training.privacy
     if privacy is None or privacy.mechanism != "dp-sgd":
         return 0.0
@@ -150,17 +151,17 @@ def training_noise(
 
 
 def privatize(privacy: Privacy | None, started: Tensors, client: Client, reply: Message, round: int) -> Message:
-    """A reply as it may leave the client: with ``local``, clipped and noisy, else as it is.
+    """Return the reply that may leave the client: clipped and noised with ``local``, otherwise unchanged.
 
     Args:
-        privacy: of the run.
-        started: tensors of the job that the client began with: all clients began alike.
-        client: who.
-        reply: what the method made.
-        round: number.
+        privacy: Privacy settings of the run.
+        started: Initial tensors of the client's first job, which all clients share.
+        client: The client that trains.
+        reply: The method's reply.
+        round: Number of the round, from 0.
 
     Raises:
-        FedspanError: if the reply holds anything that noise can't hide.
+        FedspanError: If the reply holds anything that noise cannot hide.
     """
     if privacy is None or privacy.mechanism != "local":
         return reply
@@ -180,23 +181,23 @@ def privatize(privacy: Privacy | None, started: Tensors, client: Client, reply: 
 def private_mean(
     total: Mapping[str, Tensor], origin: Tensors, privacy: Privacy, rate: float, expected: float, round: int
 ) -> dict[str, Tensor]:
-    """What becomes of the sum of a round's clipped changes: noise on it, and the number of clients under it.
+    """Add noise to the sum of a round's clipped changes and divide it by the expected number of clients.
 
     Args:
-        total: the sum, each change of norm ``privacy.clip`` at most.
-        origin: what a client contributes that trained nothing.
-        privacy: of the run, central.
-        rate: with which a client is in a cohort.
-        expected: clients of a cohort, on average.
-        round: number.
+        total: Sum of changes whose norms are at most ``privacy.clip``.
+        origin: Contribution of a client that trained nothing.
+        privacy: Privacy settings of the run, central.
+        rate: Probability that a client is in a cohort.
+        expected: Mean number of clients in a cohort.
+        round: Number of the round, from 0.
     """
     noisy = _noisy(total, privacy, client_noise(privacy, rate), "central", round)
     return apply_change({name: value / expected for name, value in noisy.items()}, origin)
 
 
 def _noisy(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:
-    """A change with noise on every entry."""
-    if privacy.secret:  # whoever makes a client answer twice gets the same answer, or one with other noise
+    """Add noise to every entry of a change."""
+    if privacy.secret:  # a repeated order yields either the same reply or one with different noise
         label = (*label, digest_of(change))
     std = noise * privacy.clip
     return {name: value + std * gaussian(privacy.key, value.shape, *label, name) for name, value in change.items()}

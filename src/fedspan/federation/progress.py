@@ -1,4 +1,4 @@
-"""What a run knows between rounds, what a round gives, and what is known of a client."""
+"""The state of a run between rounds, the result of a round, and the facts about a client."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ClientData", "Progress", "RoundResult", "stored_moments"]
 
 @dataclass(frozen=True)
 class ClientData:
-    """A client: what is known of it, and where its examples are.
+    """A client: its fixed facts and the indices of its examples.
 
     Args:
-        client: Its fixed facts (``Progress`` has ``held``).
+        client: Fixed facts about the client (``Progress`` has ``held``).
         train: Indices of its training examples, int64.
         validation: Indices of its validation examples, int64.
         test: Indices of its test examples, int64.
@@ -34,12 +34,12 @@ class ClientData:
 
 @dataclass(frozen=True)
 class Progress:
-    """All that a run knows between rounds; the content of a checkpoint.
+    """The complete state of a run between rounds; the content of a checkpoint.
 
     Args:
         state: The server's state.
-        memories: The clients' memories as of their last accepted replies, where this process stores them.
-        held: Round of the last state that reached each client and whose reply was accepted.
+        memories: The clients' memories as of their last accepted replies, if this process stores them.
+        held: Round of the last state that each client received and whose reply was accepted.
         optimizers: Stored moments by client and phase, with the generation that they belong to.
     """
 
@@ -58,10 +58,11 @@ class RoundResult:
         transfers: Messages between server and clients, by client.
         cohort: Ids of the selected clients, sorted.
         lr: Learning rate of the round.
-        loss: Mean training loss over the cohort's examples; NaN where no client reported one.
-        failures: Clients whose replies do not count.
+        loss: Mean training loss over the cohort's examples; NaN if no client reported one.
+        failures: Clients whose replies were not accepted.
         charges: Privacy costs of the round.
         late: Selected clients that the round did not wait for.
+        simulated_seconds: Time that the round took on the simulated clock, in seconds; None: there is none.
     """
 
     progress: Progress
@@ -72,8 +73,9 @@ class RoundResult:
     failures: tuple[Failure, ...] = ()
     charges: tuple[Charge, ...] = ()
     late: tuple[str, ...] = ()
+    simulated_seconds: float | None = None
 
 
 def stored_moments(job: Job, kept: tuple[OptimizerState, int] | None, wanted: bool) -> OptimizerState | None:
-    """The stored moments that a job continues with; None if there are none, or they are of another generation."""
+    """Return the stored moments that a job continues with; None if there are none, or their generation differs."""
     return None if kept is None or not wanted or kept[1] != job.generation else kept[0]

@@ -1,8 +1,8 @@
-"""What a server and a client on another machine send each other: a header, which is JSON, and a body of tensors.
+"""The messages between a server and a client on another machine: a JSON header and a body of tensors.
 
-The body is the message's wire format (``wire``), so that the ledger counts the same bytes on every engine; the header
-holds what a simulation simply knows: the round, the learning rate, which client. Whatever comes from the network is
-checked field by field here; nothing is unpickled.
+The body is a serialized message (``federation.serialization``), so that the ledger counts the same bytes on every
+engine. The header holds the values that a simulation shares in memory: the round, the learning rate, the client. All
+network input is checked field by field here; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Version of the headers; a reader refuses any other."""
+"""Version of the headers; a reader rejects any other."""
 
 _HEADER = 1 << 20
-"""Bytes of a header, at most."""
+"""Maximum length of a header."""
 
 OrderKind = Literal["train", "evaluate", "export"]
-"""What a server may ask of a client."""
+"""Kinds of orders that a server may send to a client."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -48,11 +48,11 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 @dataclass(frozen=True)
 class Envelope:
-    """What travels.
+    """The unit of transmission.
 
     Args:
-        header: JSON.
-        body: an encoded message, or nothing.
+        header: Header as JSON text.
+        body: An encoded message, or empty.
     """
 
     header: str
@@ -60,7 +60,7 @@ class Envelope:
 
 
 class HeaderPart(BaseModel):
-    """A piece of a header."""
+    """A part of a header."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -69,7 +69,7 @@ H = TypeVar("H", bound=HeaderPart)
 
 
 class ClientFacts(HeaderPart):
-    """What both sides know of a client (``core.values.Client``)."""
+    """Facts about a client that both sides know (``core.values.Client``)."""
 
     id: Name
     rank: Count
@@ -80,32 +80,32 @@ class ClientFacts(HeaderPart):
 
     @classmethod
     def of(cls, client: Client) -> ClientFacts:
-        """Of a client."""
+        """Create the facts of a client."""
         return cls(**{name: getattr(client, name) for name in cls.model_fields})
 
     def client(self) -> Client:
-        """The client."""
+        """Return the client."""
         return Client(**self.model_dump())
 
 
 class Part(HeaderPart):
-    """One phase of a client's training: its mean loss over so many examples."""
+    """One phase of a client's training: its mean loss and its number of examples."""
 
     loss: float
     examples: Annotated[float, Field(ge=0)]
 
 
 class Masking(HeaderPart):
-    """What a client is told of the secure sum that its reply goes into (``engines.secure_client``).
+    """Parameters of the secure sum that a client's reply enters (``clients.secagg``).
 
     Args:
-        session: number of the exchange of keys that came before.
-        peers: itself and the neighbours that are still there, whose masks its own cancel.
-        clients: addends of the sum, at most.
-        clip: norm of a change, at most.
-        bits: of the integers.
-        top: the greatest weight in the sum; weights count as shares of it.
-        layout: digest of the names and shapes of what is summed.
+        session: Number of the session, whose keys were exchanged before.
+        peers: The client itself and its remaining neighbours, whose masks its own masks cancel.
+        clients: Maximum number of vectors in the sum.
+        clip: Maximum norm of a change.
+        bits: Bits of the summed integers.
+        top: Largest weight in the sum; weights are expressed as fractions of it.
+        layout: Digest of the names and shapes of the summed tensors.
     """
 
     session: Count
@@ -118,10 +118,10 @@ class Masking(HeaderPart):
 
 
 Scores = dict[Name, float]
-"""Metrics by name; ``examples`` among them."""
+"""Metrics by name, including ``examples``."""
 
 ScoredPart = Literal["validation", "test"]
-"""Of a client's examples."""
+"""Part of a client's examples that is evaluated."""
 
 
 class _OrderHeader(HeaderPart):
@@ -152,20 +152,21 @@ class _ReplyHeader(HeaderPart):
 
 @dataclass(frozen=True)
 class Order:
-    """What a server asks of a client.
+    """An order of a server to a client.
 
     Args:
-        task: train; evaluate a model; export the client's own model where it is.
-        round: number of the state that it is sent.
-        attempt: of the round, from 0.
-        lr: learning rate of the round.
-        to: the id of whom it is asked.
-        client: its facts; None where it is the global model that it evaluates.
-        best: the round that it held when the run was at its best so far; what it kept of that must stay.
-        run: which one, where a node may know several.
-        serial: grows from order to order of a run; what is not newer than another one was sent before.
-        secure: into which secure sum the reply goes; None: it is sent as it is.
-        body: the message, encoded.
+        task: Kind of order: train, evaluate a model, or export the client's own model on its machine.
+        round: Number of the round of the transmitted state.
+        attempt: Attempt of the round, from 0.
+        lr: Learning rate of the round.
+        to: Id of the client that receives the order.
+        client: Facts about the client; None if it evaluates the global model.
+        best: Round that the client held at the run's best progress so far; its stored state of that round must stay.
+        run: Name of the run, for nodes that take part in several.
+        serial: Serial number that increases with every order of a run; an order without a greater serial is a
+            repetition.
+        secure: Parameters of the secure sum that the reply enters; None: it is sent in plaintext.
+        body: The encoded message.
     """
 
     task: OrderKind
@@ -181,7 +182,7 @@ class Order:
     secure: Masking | None = None
 
     def envelope(self) -> Envelope:
-        """As it travels."""
+        """Encode as an envelope."""
         facts = None if self.client is None else ClientFacts.of(self.client)
         header = _OrderHeader(
             task=self.task,
@@ -200,18 +201,18 @@ class Order:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client replies.
+    """A client's reply to an order.
 
     Args:
-        task: what it was asked.
-        round: as it was told.
-        attempt: as it was told.
-        id: its own.
-        parts: losses of its training, phase by phase.
-        scores: by part of its data.
-        failed: why there is nothing else, in words; None: it went well.
-        lost: what it kept of the round that the order builds on is gone, so it must be sent everything anew.
-        body: the message, encoded; empty after an evaluation.
+        task: Kind of the order.
+        round: Round of the order.
+        attempt: Attempt of the order.
+        id: Id of the client.
+        parts: Losses of local training, phase by phase.
+        scores: Metrics by part of the client's data.
+        failed: Reason of a failure in plain text; None: the order succeeded.
+        lost: Whether the client lost the stored state that the order builds on, so that it needs a complete message.
+        body: The encoded message; empty after an evaluation.
     """
 
     task: OrderKind
@@ -225,7 +226,7 @@ class Reply:
     body: bytes = b""
 
     def envelope(self) -> Envelope:
-        """As it travels."""
+        """Encode as an envelope."""
         header = _ReplyHeader(
             task=self.task,
             round=self.round,
@@ -240,10 +241,10 @@ class Reply:
 
 
 def decode_order(envelope: Envelope) -> Order:
-    """The order in a parcel; its body is looked into when it is asked for.
+    """Decode the order in an envelope; its body stays encoded.
 
     Raises:
-        ValueError: if the header is none; nothing else, whatever came.
+        ValueError: If the header is invalid; no input raises any other error.
     """
     header = read_header(_OrderHeader, envelope)
     client = None if header.client is None else header.client.client()
@@ -264,10 +265,10 @@ def decode_order(envelope: Envelope) -> Order:
 
 
 def decode_reply(envelope: Envelope) -> Reply:
-    """The answer in a parcel.
+    """Decode the reply in an envelope.
 
     Raises:
-        ValueError: if the header is none; nothing else, whatever came.
+        ValueError: If the header is invalid; no input raises any other error.
     """
     header = read_header(_ReplyHeader, envelope)
     return Reply(
@@ -284,10 +285,10 @@ def decode_reply(envelope: Envelope) -> Reply:
 
 
 def read_header(kind: type[H], envelope: Envelope) -> H:
-    """A parcel's header as one of a kind.
+    """Parse an envelope's header as the given kind.
 
     Raises:
-        ValueError: if it is none; nothing else, whatever came.
+        ValueError: If the header is not of this kind; no input raises any other error.
     """
     if len(envelope.header) > _HEADER:
         raise ValueError(f"a header of {len(envelope.header)} characters, of {_HEADER} at most")

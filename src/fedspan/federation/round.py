@@ -1,8 +1,8 @@
-"""The server half of a round: sends orders, retries clients that failed, and aggregates the replies that count.
+"""The server half of a round: sends orders, retries failed clients and aggregates the accepted replies.
 
 A round is a function ``Progress -> Progress``: nothing is changed in place, so a round that fails or is retried leaves
-the server state and every client's memory as they were. Where the clients are is the transport's business; whether the
-server sees their replies or only sums of them is the aggregation's.
+the server state and every client's memory unchanged. The transport determines where the clients are; the aggregation
+determines whether the server sees their replies or only sums of them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OnClient = Callable[[str, float], None]
 
 
 class Round:
-    """One round, until it stands or fails.
+    """One round, until it succeeds or fails.
 
     Args:
-        context: What the round is.
-        aggregating: Makes the round's aggregation.
+        context: Definition of the round.
+        aggregating: Creates the round's aggregation.
         held: Round of the last accepted reply of each client.
-        best: The same as of the best progress so far: clients must not delete what belongs to it.
-        on_client: Called with a client's id and training loss when its reply counts.
+        best: The same for the best progress so far: clients must not delete the state that belongs to it.
+        on_client: Called with a client's id and training loss when its reply is accepted.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Round:
         self.aggregation = aggregating(context, self._tally)
 
     def run(self) -> RoundResult:
-        """Run the round; clients that failed are asked again, as often as the rules allow, if too few replies count.
+        """Run the round; if too few replies are accepted, retry failed clients as often as the rules allow.
 
         Raises:
-            FedspanError: If too few replies count in the end.
+            FedspanError: If too few replies are accepted after all attempts.
         """
         context, aggregation, tally = self.context, self.aggregation, self._tally
         for attempt in range(context.rules.retries + 1):
@@ -77,7 +77,7 @@ class Round:
         return replace(self.context.members[id].client, held=self._held.get(id))
 
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
-        """Have clients train, and aggregate what they reply."""
+        """Order clients to train and aggregate their replies."""
         context, state, tally = self.context, self.context.state, self._tally
         asking, privacy = OrderEncoder(context.run), context.settings.privacy
 
@@ -106,13 +106,13 @@ class Round:
         context.transport.exchange(orders, on_reply, context.rules.deadline, patient=attempt > 0)
 
     def _result(self, reduced: Reduced, attempt: int) -> RoundResult:
-        """The result of a round that stands."""
+        """Return the result of a successful round."""
         context, state, tally = self.context, self.context.state, self._tally
         answers = {id: self.aggregation.answers[id] for id in context.ids if id in self.aggregation.answers}
         parts = [part for answer in answers.values() for part in answer.parts]
         examples = sum(part.examples for part in parts)
         failed = {failure.client for failure in tally.failures if failure.attempt == attempt}
-        memories, optimizers = context.transport.stored()
+        memories, optimizers = context.transport.stored(answers)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
@@ -126,12 +126,13 @@ class Round:
             loss=sum(part.loss * part.examples for part in parts) / examples if examples else math.nan,
             failures=tuple(tally.failures),
             charges=tuple(self._charges),
+            simulated_seconds=context.transport.simulated_seconds(),
             late=tuple(id for id in context.ids if id not in self.aggregation.answers and id not in failed),
         )
 
 
 def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "train") -> Transfer:
-    """An order as the ledger counts it.
+    """Create the ledger entry of an order.
 
     Args:
         id: Id of the client.
@@ -145,12 +146,12 @@ def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "t
 def _too_few(
     good: Collection[str], failures: Sequence[Failure], quorum: int, round: int, ids: Sequence[str]
 ) -> FedspanError:
-    """The error of a round that does not stand.
+    """Create the error of a round with too few accepted replies.
 
     Args:
-        good: Clients whose replies would count.
-        failures: Failures of the others.
-        quorum: Replies that the round needs.
+        good: Clients whose replies would be accepted.
+        failures: Failures of the other clients.
+        quorum: Number of replies that the round needs.
         round: Number of the round, from 0.
         ids: Ids of the selected clients.
     """

@@ -10,14 +10,14 @@ __all__ = ["cohort_of"]
 
 
 def cohort_of(seed: int, round: int, clients: int, size: int | None, more: int = 0) -> list[int]:
-    """Positions of a round's clients and so many more, in the order in which they are drawn; all, in order, if all.
+    """Draw the positions of a round's clients and of ``more`` extra ones, in order of drawing; all, sorted, if all.
 
     Args:
-        seed: the run's.
-        round: number, from 0.
-        clients: of the federation.
-        size: of the cohort; None: all.
-        more: clients to be asked beyond that.
+        seed: Seed of the run.
+        round: Number of the round, from 0.
+        clients: Number of clients in the federation.
+        size: Size of the cohort; None: all clients.
+        more: Number of additional clients to select.
     """
     if size is None or size >= clients:
         return list(range(clients))

@@ -1,12 +1,12 @@
-"""Messages and server states as bytes: one safetensors payload each, nothing pickled.
+"""Serialization of messages and server states: one safetensors payload each, nothing pickled.
 
-The tensors of a payload are numbered; what they are called and where they belong stands as JSON under the one key of
-the payload's metadata (one key, because safetensors promises no order of several). So names may hold any characters,
-and tensors of any dtype that safetensors knows come back bit for bit, on the CPU and contiguous.
+The tensors of a payload are numbered. Their names and structure are stored as JSON under the only key of the payload's
+metadata (one key, because safetensors does not guarantee an order of several). So names may contain any characters, and
+tensors of any dtype that safetensors supports are restored bit for bit, on the CPU and contiguous.
 
-Messages are canonical: equal messages give equal bytes, names sorted, so what the ledger counts does not depend on how
-a method built its dicts. States keep the order of their dicts instead (sums over a dict of tensors depend on it in the
-last bit, and a resumed run must go on with the same bits) and store a tensor object that occurs twice only once.
+Messages are canonical: equal messages give equal bytes with sorted names, so the ledger's counts do not depend on how a
+method built its dicts. States preserve the order of their dicts instead (sums over a dict of tensors depend on it in
+the last bit, and a resumed run must continue with the same bits) and store a tensor object that occurs twice only once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedspan.core.values import Message, Scalar, ServerState
 __all__ = ["Reader", "Writer", "decode", "decode_state", "encode", "encode_state", "expect", "payload_size"]
 
 FORMAT = 1
-"""Version of the structure below; a reader refuses any other."""
+"""Version of the structure below; a reader rejects any other."""
 
 _KEY = "fedspan"
 _STORED = frozenset(
@@ -42,17 +42,17 @@ _STORED = frozenset(
 
 
 class Writer:
-    """Takes the tensors of a value and hands out a JSON structure with their numbers, then writes both as one payload.
+    """Collects the tensors of a value, returns a JSON structure with their numbers, and writes both as one payload.
 
     Args:
-        canonical: sort names and store every tensor by itself, so that equal values give equal bytes; else keep the
-            order of dicts and store a tensor object that occurs several times once.
+        canonical: Whether to sort names and store every tensor separately, so that equal values give equal bytes;
+            otherwise the order of dicts is preserved and a tensor object that occurs several times is stored once.
     """
 
     def __init__(self, *, canonical: bool) -> None:
         self._canonical = canonical
         self._stored: dict[str, Tensor] = {}
-        self._seen: dict[int, tuple[int, Tensor]] = {}  # holds the tensor too, or its id might be given out again
+        self._seen: dict[int, tuple[int, Tensor]] = {}  # holds the tensor, too, so that its id is not reused
         self._storages: set[int] = set()
 
     def _ordered(self, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -75,18 +75,18 @@ class Writer:
         return number
 
     def tensors(self, tensors: Tensors) -> dict[str, int]:
-        """Take named tensors; the structure is ``{name: number}``.
+        """Add named tensors; the structure is ``{name: number}``.
 
         Raises:
-            ValueError: for a tensor that safetensors cannot hold (sparse, quantised, complex128, without data).
+            ValueError: If safetensors cannot store a tensor (sparse, quantised, complex128, without data).
         """
         return {name: self._put(name, tensor) for name, tensor in self._ordered(tensors)}
 
     def scalars(self, scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Plain values, checked.
+        """Check plain values and return them.
 
         Raises:
-            ValueError: for a value that is not an int, float, str or bool.
+            ValueError: If a value is not an int, float, str or bool.
         """
         for name, value in scalars.items():
             if not isinstance(value, int | float | str):  # bool is an int
@@ -94,7 +94,7 @@ class Writer:
         return dict(self._ordered(scalars))
 
     def deltas(self, deltas: Mapping[str, Delta]) -> dict[str, list[int | float]]:
-        """Changes by layer: ``[number of B, number of A, scale]`` for factors, ``[number]`` for a dense matrix."""
+        """Add changes by layer: ``[number of B, number of A, scale]`` for factors, ``[number]`` for a dense matrix."""
         structure: dict[str, list[int | float]] = {}
         for layer, delta in self._ordered(deltas):
             if isinstance(delta, LowRank):
@@ -104,11 +104,11 @@ class Writer:
         return structure
 
     def increments(self, increments: Iterable[Increment]) -> list[dict[str, object]]:
-        """Increments of the base, in their order."""
+        """Add increments of the base, in their order."""
         return [{"round": i.round, "decay": i.decay, "deltas": self.deltas(i.deltas)} for i in increments]
 
     def base(self, base: BaseUpdate) -> dict[str, object]:
-        """A base update."""
+        """Add a base update."""
         return {
             "round": base.round,
             "rho": base.rho,
@@ -118,16 +118,16 @@ class Writer:
         }
 
     def payload(self, kind: str, structure: Mapping[str, object]) -> bytes:
-        """The safetensors payload of everything taken, with its structure."""
+        """Return the safetensors payload of all added tensors with its structure."""
         text = json.dumps({"kind": kind, "format": FORMAT, **structure}, separators=(",", ":"))
         return safetensors.torch.save(self._stored, {_KEY: text})
 
 
 def expect(structure: object, name: str, *kinds: type) -> Any:
-    """A value of exactly one of the given types out of a JSON object (so ``true`` is no int).
+    """Return a value of exactly one of the given types from a JSON object (so ``true`` is not an int).
 
     Raises:
-        ValueError: if it is missing or of another type.
+        ValueError: If it is missing or of another type.
     """
     value = structure.get(name, Ellipsis) if isinstance(structure, dict) else Ellipsis
     if type(value) not in kinds:
@@ -136,14 +136,14 @@ def expect(structure: object, name: str, *kinds: type) -> Any:
 
 
 class Reader:
-    """Reads a payload of ``Writer``: the structure, and the tensors behind its numbers.
+    """Reads a payload of ``Writer``: the structure and the tensors that its numbers refer to.
 
     Args:
-        data: the payload.
-        kind: what it must hold.
+        data: The payload.
+        kind: Kind of value that the payload must hold.
 
     Raises:
-        ValueError: if the bytes are no such payload, whatever they are.
+        ValueError: If the bytes are not such a payload; no input raises any other error.
     """
 
     def __init__(self, data: bytes, kind: str) -> None:
@@ -153,7 +153,7 @@ class Reader:
             text = expect(expect(header, "__metadata__", dict), _KEY, str)
             self.structure: dict[str, Any] = json.loads(text)
             self._stored = safetensors.torch.load(data)
-            # Other bytes than 0 and 1 pass for bools until something computes with them.
+            # Bytes other than 0 and 1 are accepted as bools until something computes with them.
             if any((t.view(torch.uint8) > 1).any() for t in self._stored.values() if t.dtype == torch.bool):
                 raise ValueError("a bool that is neither true nor false")
         except (ValueError, SafetensorError, RuntimeError, KeyError, TypeError) as error:
@@ -171,15 +171,15 @@ class Reader:
         return self._stored[str(number)]
 
     def tensors(self, structure: Mapping[str, object]) -> dict[str, Tensor]:
-        """Named tensors, in the order in which they were written."""
+        """Read named tensors, in the order in which they were written."""
         return {name: self._get(number) for name, number in structure.items()}
 
     def scalars(self, structure: Mapping[str, object]) -> dict[str, Scalar]:
-        """Plain values with the types that they had."""
+        """Read plain values with their original types."""
         return {name: expect(structure, name, int, float, str, bool) for name in structure}
 
     def deltas(self, structure: Mapping[str, object]) -> dict[str, Delta]:
-        """Changes by layer."""
+        """Read changes by layer."""
         deltas: dict[str, Delta] = {}
         for layer, parts in structure.items():
             match parts:
@@ -192,14 +192,14 @@ class Reader:
         return deltas
 
     def increments(self, structure: Iterable[object]) -> tuple[Increment, ...]:
-        """Increments of the base, in their order."""
+        """Read increments of the base, in their order."""
         return tuple(
             Increment(expect(i, "round", int), self.deltas(expect(i, "deltas", dict)), expect(i, "decay", float, int))
             for i in structure
         )
 
     def base(self, structure: Mapping[str, object]) -> BaseUpdate:
-        """A base update."""
+        """Read a base update."""
         return BaseUpdate(
             round=expect(structure, "round", int),
             rho=expect(structure, "rho", float, int),
@@ -210,10 +210,10 @@ class Reader:
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes; equal messages give equal bytes. Their number is what the ledger counts.
+    """Encode a message; equal messages give equal bytes. The ledger counts their number.
 
     Raises:
-        ValueError: for a tensor or scalar that cannot be stored (``Writer.tensors``, ``Writer.scalars``).
+        ValueError: If a tensor or scalar cannot be stored (``Writer.tensors``, ``Writer.scalars``).
     """
     writer = Writer(canonical=True)
     structure: dict[str, object] = {
@@ -233,10 +233,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message in a payload of ``encode``: tensors bit for bit on the CPU, names sorted.
+    """Decode a payload of ``encode``: tensors bit for bit on the CPU, names sorted.
 
     Raises:
-        ValueError: if the bytes are not such a payload. No input makes it raise anything else, or run code.
+        ValueError: If the bytes are not such a payload. No input raises any other error or runs code.
     """
     reader = Reader(data, "message")
     patch = expect(reader.structure, "base", dict, NoneType)
@@ -256,7 +256,7 @@ def decode(data: bytes) -> Message:
 
 
 def payload_size(message: Message) -> int:
-    """Bytes of tensor data in a message, its share of the base included, names and structure not."""
+    """Return the bytes of tensor data in a message, including its base update, without names and structure."""
     tensors = list(message.tensors.values())
     if message.base is not None:
         for deltas in (message.base.total, *(increment.deltas for increment in message.base.increments)):
@@ -266,10 +266,10 @@ def payload_size(message: Message) -> int:
 
 
 def encode_state(state: ServerState) -> bytes:
-    """A server state as bytes, dicts in their order.
+    """Encode a server state; dicts preserve their order.
 
     Raises:
-        ValueError: as ``encode``.
+        ValueError: As in ``encode``.
     """
     writer = Writer(canonical=False)
     structure = {
@@ -284,10 +284,10 @@ def encode_state(state: ServerState) -> bytes:
 
 
 def decode_state(data: bytes) -> ServerState:
-    """The state in a payload of ``encode_state``.
+    """Decode a payload of ``encode_state``.
 
     Raises:
-        ValueError: as ``decode``.
+        ValueError: As in ``decode``.
     """
     reader = Reader(data, "state")
     return ServerState(

@@ -1,4 +1,4 @@
-"""What a federation needs to know of its rounds, as plain values (the config builds them)."""
+"""Settings of a federation's rounds as plain values, built from the config."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["RoundSettings", "SecureSettings"]
 
 @dataclass(frozen=True)
 class RoundSettings:
-    """The rounds.
+    """Settings of the rounds.
 
     Args:
-        rounds: how many.
-        cohort: clients asked each round; None: all.
-        seed: of every draw.
-        reduction: how replies that sum are combined.
-        trim: share of the replies that ``trimmed-mean`` drops at each end.
-        max_norm: to which ``clipped-mean`` scales larger changes down; None: the median of the round's.
-        privacy: of the run; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
+        rounds: Number of rounds.
+        cohort: Number of clients selected in each round; None: all.
+        seed: Seed of every random draw.
+        reduction: Rule that combines summed replies.
+        trim: Fraction of the replies that ``trimmed-mean`` drops at each end.
+        max_norm: Norm to which ``clipped-mean`` clips changes; None: the median norm of the round.
+        privacy: Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
     """
 
     rounds: int
@@ -35,13 +35,13 @@ class RoundSettings:
 
 @dataclass(frozen=True)
 class SecureSettings:
-    """Secure aggregation.
+    """Settings of secure aggregation.
 
     Args:
-        clip: norm of what a client changes, at most.
-        bits: of the integers that are summed, 32 or 64.
-        threshold: share of a neighbourhood that can open a secret of one of its members.
-        neighbours: of every client; None: all others, up to a number that is enough.
+        clip: Maximum norm of a client's change.
+        bits: Bits of the summed integers, 32 or 64.
+        threshold: Fraction of a neighbourhood that can reconstruct a secret of one of its clients.
+        neighbours: Number of neighbours of every client; None: all other clients, up to a sufficient number.
     """
 
     clip: float = 100.0

@@ -1,7 +1,7 @@
-"""What of a round's replies counts: every reply is checked before it touches the state.
+"""Reply validation: every reply of a round is checked before it affects the state.
 
-A reply is compared with that of a client that trained nothing, which the server can make itself: names, shapes and
-number formats must be its, all numbers finite, and the distance from it at most a multiple of the cohort's median.
+A reply is compared with the reply of an untrained client, which the server computes itself: names, shapes and dtypes
+must match, all numbers must be finite, and the distance from it may be at most a multiple of the cohort's median.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ __all__ = [
 ]
 
 _ENOUGH = 3
-"""Replies from which on one can be told to be far from the others."""
+"""Minimum number of replies for outlier detection."""
 
 
 @dataclass(frozen=True)
 class ReplyRules:
-    """When a round stands.
+    """Rules for accepting replies and the round.
 
     Args:
-        min_replies: good replies that it takes; None: more than half of the cohort.
-        deadline: seconds that clients have.
-        retries: of a round that has too few, before the run stops.
-        norm_factor: how many times the cohort's median a reply's distance from an untrained one may be; None: any.
-        over_select: clients that are asked beside those that a round wants; the good replies that come first count.
-        validate: check replies; without it (clients in this process, whose replies are the run's own) all of the cohort
-            reply, none fails, and each reply is folded into the reduction as it comes.
+        min_replies: Number of accepted replies that a round needs; None: more than half of the cohort.
+        deadline: Time limit for the clients, in seconds.
+        retries: Number of retries of a round with too few replies before the run stops.
+        norm_factor: Maximum distance of a reply from the untrained one, as a multiple of the cohort's median; None: no
+            limit.
+        over_select: Number of clients selected beyond those that a round needs; the first accepted replies are used.
+        validate: Whether to check replies; without it (trusted clients in this process) all of the cohort reply, none
+            fails, and each reply is folded into the reduction on arrival.
     """
 
     min_replies: int | None = None
@@ -55,18 +56,18 @@ class ReplyRules:
     validate: bool = True
 
     def quorum(self, cohort: int) -> int:
-        """Good replies that a round takes."""
+        """Return the number of accepted replies that a round needs."""
         wanted = cohort // 2 + 1 if self.min_replies is None else self.min_replies
         return min(cohort, wanted)
 
 
 def untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
-    """The reply to a message of a client that remembers nothing, and whose training moved nothing.
+    """Return the reply of a client without memory whose training changes nothing.
 
     Args:
-        method: the run's.
-        sent: what the client is sent.
-        client: who.
+        method: The run's method.
+        sent: The message to the client.
+        client: The client.
         round: Number of the round, from 0.
     """
     return untrained_jobs(method, sent, client, round)[1]
@@ -75,14 +76,14 @@ def untrained_reply(method: Method, sent: Message, client: Client, round: int) -
 def untrained_jobs(
     method: Method, sent: Message, client: Client, round: int, memory: Memory | None = None
 ) -> tuple[list[Job], Message]:
-    """The jobs of a client whose training moves nothing, phase by phase, and its reply.
+    """Return the jobs of a client whose training changes nothing, phase by phase, and its reply.
 
     Args:
-        method: the run's.
-        sent: what the client is sent.
-        client: who.
+        method: The run's method.
+        sent: The message to the client.
+        client: The client.
         round: Number of the round, from 0.
-        memory: its own; None: it remembers nothing, and is sent everything.
+        memory: The client's memory; None: the client stores nothing and receives a complete message.
     """
     memory = memory or {}
     job = method.start(sent, client, memory, round)
@@ -106,34 +107,28 @@ def untrained_jobs(
 
 @dataclass(frozen=True)
 class ValidatedReply:
-    """A reply that passed on its own.
+    """A reply that passed the checks of a single reply.
 
     Args:
-        message: the reply.
-        distance: from the untrained one.
+        message: The decoded reply.
+        distance: Distance from the untrained reply.
     """
 
     message: Message
     distance: float
 
 
-def validate_reply(
-    answer: Reply, client: Client, round: int, attempt: int, expected: Message, budget: bool
-) -> ValidatedReply:
-    """A client's reply, checked by itself.
+def validate_reply(answer: Reply, expected: Message, budget: bool) -> ValidatedReply:
+    """Check a client's reply on its own.
 
     Args:
-        answer: what came.
-        client: who was asked.
-        round: that was asked for.
-        attempt: likewise.
-        expected: the untrained reply.
-        budget: whether the client chooses what it sends: shapes may be smaller, and tensors left out.
+        answer: The received reply.
+        expected: The untrained reply.
+        budget: Whether the client chooses what it sends: shapes may be smaller and tensors may be missing.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: If the reply is rejected; the message gives the reason.
     """
-    require_requested(answer, client.id, round, attempt)
     message = serialization.decode(answer.body)
     if message.base is not None:
         raise ValueError("it holds a change of the base, which only the server sends")
@@ -148,10 +143,10 @@ def validate_reply(
 
 
 def require_requested(answer: Reply, id: str, round: int, attempt: int) -> None:
-    """Check that a reply is the one that was asked for.
+    """Check that a reply matches its order.
 
     Raises:
-        ValueError: if not.
+        ValueError: If it does not match.
     """
     if (answer.task, answer.id, answer.round, answer.attempt) != ("train", id, round, attempt):
         raise ValueError(
@@ -179,7 +174,7 @@ def _require_structure(message: Message, expected: Message, budget: bool) -> Non
 
 
 def distance(message: Message, expected: Message) -> float:
-    """The norm of what training changed in a reply; of tensors of other shapes than the untrained one's, their own."""
+    """Return the norm of a reply's change; a tensor whose shape differs from the untrained one counts as a whole."""
     total = 0.0
     for name, value in message.tensors.items():
         wanted = expected.tensors[name]
@@ -193,7 +188,7 @@ def distance(message: Message, expected: Message) -> float:
 
 
 def find_outliers(replies: Mapping[str, ValidatedReply], factor: float | None) -> dict[str, str]:
-    """Whose replies are too far from the untrained one, beside the others', with the reason."""
+    """Return the clients whose replies are too far from the untrained one, compared with the others, with reasons."""
     if factor is None or len(replies) < _ENOUGH:
         return {}
     middle = statistics.median(reply.distance for reply in replies.values())

@@ -1,1 +1,1 @@
-"""One paper, one file; the registry names them all."""
+"""The methods, one paper per file; the registry lists them all."""

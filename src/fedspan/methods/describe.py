@@ -1,6 +1,6 @@
-"""What ``fedspan methods`` shows: the registry as a table that can be read without importing torch.
+"""The table of ``fedspan methods``: the registry in a form that can be read without importing torch.
 
-``table.json`` is written by ``python -m fedspan.methods.describe``; a test fails when it differs from the registry.
+``table.json`` is written by ``python -m fedspan.methods.describe``; a test fails if it differs from the registry.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Option:
     """An option of a method, as ``method.<name>`` in a config.
 
     Args:
-        name: of the option.
-        type: of its values.
-        default: what it is when left out.
-        help: what it does.
+        name: Name of the option.
+        type: Type of its values.
+        default: Value if omitted.
+        help: Description of its effect.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class MethodRow:
-    """A registered method and what it claims of itself.
+    """A registered method and its claims.
 
     Args:
         key: ``method.name`` in a config.
-        name: as the paper spells it.
-        cls: the class, in ``fedspan.methods``.
-        idea: one line.
-        paper: title, venue and arXiv id.
-        exact: the aggregated weight equals the weighted mean of the clients' weights, to rounding.
-        personal: every client ends with a model of its own.
-        heterogeneous_ranks: clients may have different ranks.
-        reduction: ``sum`` if a weighted mean of the replies is enough, else ``stack``.
-        extras: what becomes of the head by default: average, local or frozen.
-        options: beside the name.
+        name: Name, as the paper spells it.
+        cls: Name of the class in ``fedspan.methods``.
+        idea: Summary in one line.
+        paper: Title, venue and arXiv id.
+        exact: Whether the aggregated weight equals the weighted mean of the clients' weights, to rounding.
+        personal: Whether every client ends with its own model.
+        heterogeneous_ranks: Whether clients may have different ranks.
+        reduction: ``sum`` if a weighted mean of the replies suffices, else ``stack``.
+        extras: Default treatment of the head: average, local or frozen.
+        options: Options besides the name.
     """
 
     key: str
@@ -68,14 +68,14 @@ class MethodRow:
 
 
 def list_methods() -> tuple[MethodRow, ...]:
-    """Every registered method, sorted by key. Imports no method, so it takes milliseconds."""
+    """List every registered method, sorted by key. No method is imported, so this takes milliseconds."""
     rows = json.loads(files("fedspan.methods").joinpath(_TABLE).read_text(encoding="utf-8"))
     return tuple(MethodRow(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
 
 
 def describe() -> list[dict[str, Any]]:
-    """The table as plain values, made from the registry."""
-    from fedspan.methods.registry import METHODS  # imports torch, which reading the table does without
+    """Build the table as plain values from the registry."""
+    from fedspan.methods.registry import METHODS  # imports torch, which reading the table does not need
 
     rows: list[dict[str, Any]] = []
     for key, cls in sorted(METHODS.items()):
@@ -99,13 +99,13 @@ def describe() -> list[dict[str, Any]]:
 
 
 def title_of(cls: type[Any]) -> tuple[str, str]:
-    """Name and idea, which the first line of a class's module gives."""
+    """Return name and idea from the first line of the docstring of a class's module."""
     name, _, idea = (inspect.getdoc(inspect.getmodule(cls)) or "").split("\n\n")[0].partition(": ")
     return name, " ".join(idea.split())
 
 
 def options_of(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
-    """The fields of a class but for the hidden ones, with what docstrings of the class and its bases say of them."""
+    """List the fields of a class except the hidden ones, with help from the docstrings of the class and its bases."""
     said: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         said |= _arguments(ancestor.__doc__ or "")
@@ -117,7 +117,7 @@ def options_of(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
 
 
 def _arguments(docstring: str) -> Mapping[str, str]:
-    """The ``Args`` section of a docstring, by name."""
+    """Parse the ``Args`` section of a docstring, by name."""
     section = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

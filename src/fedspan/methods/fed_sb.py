@@ -53,7 +53,7 @@ class FedSB(RegisteredMethod):
     """Average R between fixed B and A.
 
     Args:
-        init_step: size of the first step, along the gradient's signs, whose principal part B R A begins with.
+        init_step: Size of the first step along the gradient's signs; B R A starts as its principal part.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -104,7 +104,7 @@ class FedSB(RegisteredMethod):
         return state.next(tensors={**state.tensors, **reduced.mean} if state.round else self._factors(reduced.mean))
 
     def _factors(self, gradients: Tensors) -> dict[str, Tensor]:
-        """B, R and A of the first step."""
+        """Compute B, R and A of the first step."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             gradient = gradients[tensor_name(layer.name, "gradient")]

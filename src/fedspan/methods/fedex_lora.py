@@ -35,7 +35,7 @@ class FedExLoRA(RegisteredMethod):
     """Average factors; add the residual to the base.
 
     Args:
-        residual_rank: send the best approximation of this rank instead of the whole residual (then not exact).
+        residual_rank: Rank of the approximation sent instead of the whole residual (then not exact); None: the whole.
     """
 
     claims: ClassVar[Claims] = Claims(

@@ -64,7 +64,7 @@ _SAMPLES = 200
 
 
 def _tall(value: Tensor, layer: LayerSpec) -> Tensor:
-    """A tensor of a wide layer transposed, so that the projector is always on the right; its own inverse."""
+    """Transpose a wide layer's tensor, so that the projector is always on the right; its own inverse."""
     return value if side_of(layer.shape) == "right" else value.T
 
 
@@ -74,21 +74,21 @@ class FedGaLore(RegisteredMethod):
     """GaLore on clients, summed updates, synchronised second moments.
 
     Args:
-        projectors: how those from the gradient are found: svd or rsvd (randomised).
-        adaptive_refreshes: so many refreshes take projectors from the gradient, the following ones from the seed.
-        adaptive_in: whether these are counted from the beginning of the run, or of every round.
-        steps: local steps a round; 0: the run's epochs or steps, under one projector a round.
-        period: steps between refreshes (0: one a round); needs ``steps``.
-        rounds_per_seed: rounds that use the same seeded projectors.
-        moments: how the second moment follows a new projector: squared, linear (the paper's, clamped) or keep.
-        scale: of the step (GaLore's ``scale``).
-        bias_correction: of Adam's moments.
-        decay_base: weight decay acts on the target layers' whole weights, as in the paper; if not, they do not decay.
-        synchronisation: of second moments: ajive, average, average-svd or none (FedGaLore-).
-        joint_rank: of ajive and average-svd; 0: r.
-        estimate_joint_rank: let AJIVE's two bounds find the joint rank, from views of rank ``view_rank``.
-        view_rank: directions that AJIVE keeps of each client; 0: r, or r / 2 to estimate the joint rank.
-        identifiable: AJIVE drops directions along which some client varies too little.
+        projectors: Algorithm for projectors from the gradient: svd or rsvd (randomised).
+        adaptive_refreshes: Number of refreshes with projectors from the gradient; later ones use the seed.
+        adaptive_in: Whether these are counted per run or per round.
+        steps: Local steps per round; 0: the run's epochs or steps, under one projector a round.
+        period: Steps between refreshes (0: one refresh per round); needs ``steps``.
+        rounds_per_seed: Number of rounds that use the same seeded projectors.
+        moments: Transformation of the second moment to a new projector: squared, linear (the paper's, clamped) or keep.
+        scale: Scale of the step (GaLore's ``scale``).
+        bias_correction: Whether to correct the bias of Adam's moments.
+        decay_base: Whether weight decay acts on the target layers' whole weights, as in the paper, or not at all.
+        synchronisation: Synchronisation of second moments: ajive, average, average-svd or none (FedGaLore-).
+        joint_rank: Joint rank of ajive and average-svd; 0: r.
+        estimate_joint_rank: Whether AJIVE's two bounds determine the joint rank, from views of rank ``view_rank``.
+        view_rank: Number of directions that AJIVE retains per client; 0: r, or r / 2 to estimate the joint rank.
+        identifiable: Whether AJIVE drops directions along which some client varies too little.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -123,25 +123,25 @@ class FedGaLore(RegisteredMethod):
 
     @property
     def segments(self) -> int:
-        """Projectors of one round, J."""
+        """Number J of projectors in a round."""
         return -(-self.steps // self.period) if self.period else 1
 
     def adaptive(self, round: int) -> int:
-        """How many of a round's projectors, the first ones, come from the gradient."""
+        """Return the number of a round's first projectors that come from the gradient."""
         before = 0 if self.adaptive_in == "round" else round * self.segments
         return min(self.segments, max(0, self.adaptive_refreshes - before))
 
     def fitted(self, round: int) -> bool:
-        """Whether a round ends with projectors of the clients' own, so that vbar needs a basis that travels."""
+        """Return whether a round ends with clients' own projectors, so that vbar needs a transmitted basis."""
         return self.adaptive(round) == self.segments and self.moments != "keep" and self.synchronisation != "none"
 
     def seed_of(self, round: int) -> int:
-        """The seed of a round's first projector; the following ones have the following integers."""
+        """Return the seed of a round's first projector; later projectors have the next integers."""
         rng = generator(self.seed, "projector seed", max(0, round) // self.rounds_per_seed)
         return int(torch.randint(2**62, (), generator=rng))
 
     def projector(self, layer: LayerSpec, round: int, segment: int) -> Tensor:
-        """A seeded projector, (R, n) however the layer stands."""
+        """Draw a seeded projector, (R, n) whatever the layer's orientation."""
         rank, side = min(self.r, *layer.shape), side_of(layer.shape)
         return _tall(seeded_projector(layer.name, layer.shape, rank, side, self.seed_of(round) + segment), layer)
 
@@ -182,7 +182,7 @@ class FedGaLore(RegisteredMethod):
         for layer in self.spec.layers:
             accs, Ps = self._trained(layer, slots_of(trained.tensors, layer.name))
             reply[tensor_name(layer.name, "acc")] = accs
-            if adaptive:  # the others follow from the seed
+            if adaptive:  # the other projectors follow from the seed
                 reply[tensor_name(layer.name, "P")] = Ps[: adaptive * min(self.r, *layer.shape)]
             if self.synchronisation != "none":
                 moment = trained.optimizer_state.moments["exp_avg_sq"][tensor_name(layer.name, "acc")]
@@ -190,7 +190,7 @@ class FedGaLore(RegisteredMethod):
         return Message(reply, {"decay": trained.decay, "steps": trained.steps}), memory
 
     def _trained(self, layer: LayerSpec, slots: Tensors) -> tuple[Tensor, Tensor]:
-        """The round's accumulators (m, J R) and projectors (J R, n)."""
+        """Return the round's accumulators (m, J R) and projectors (J R, n)."""
         accs, Ps = Projected(side_of(layer.shape)).finished
         done = [(_tall(slots[accs], layer), _tall(slots[Ps], layer))] if accs in slots else []
         parts = [*done, (_tall(slots["acc"], layer), _tall(slots["P"], layer))]
@@ -217,7 +217,7 @@ class FedGaLore(RegisteredMethod):
         )
 
     def _delta(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> Delta:
-        """sum_i p_i (W_i - rho_i W): accumulators sum under the seed's projectors and stand apart under the others."""
+        """sum_i p_i (W_i - rho_i W): accumulators under the seed's projectors add up, the others stay separate."""
         acc, P = tensor_name(layer.name, "acc"), tensor_name(layer.name, "P")
         own, rank = self.adaptive(round) * min(self.r, *layer.shape), min(self.r, *layer.shape)
         pairs = [LowRank(item.tensors[acc][:, :own], item.tensors[P], item.weight) for item in stack] if own else []
@@ -231,18 +231,18 @@ class FedGaLore(RegisteredMethod):
         return pair if pair.numel() <= layer.out_features * layer.in_features else pair.dense()
 
     def _joined(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> dict[str, Tensor]:
-        """vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
+        """Return vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
         moments = [item.tensors[tensor_name(layer.name, "v")].double() for item in stack]
         weights, rank = [item.weight for item in stack], moments[0].shape[1]
         joint = min(self.joint_rank or self.r, rank)
-        if not self.fitted(round):  # one projector for all, or coordinates taken as they are
+        if not self.fitted(round):  # one projector for all, or unchanged coordinates
             parts = [as_dense(part) for part in self._shared(layer, moments, joint, round)]
             v = torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(0)
             return {"v": self._cut(v, joint).clamp_min(0.0)}
         Ps = [item.tensors[tensor_name(layer.name, "P")][-rank:].double() for item in stack]
         pairs = [LowRank(v, P) for v, P in zip(moments, Ps, strict=True)]
         pairs = [part for part in self._shared(layer, pairs, joint, round) if isinstance(part, LowRank)]
-        if self.moments == "linear":  # signed: clamped where a client has put it into its own coordinates
+        if self.moments == "linear":  # signed: clamped after a client has transformed it to its own coordinates
             whole = concatenate([LowRank(pair.B, pair.A, weight) for pair, weight in zip(pairs, weights, strict=True)])
             U, S, P_RI = svd(whole, rank)
             return {"v": self._cut(U * S, joint), "P": P_RI}
@@ -254,7 +254,7 @@ class FedGaLore(RegisteredMethod):
         return {"v": self._cut(v, joint).clamp_min(0.0), "P": P_RI}
 
     def _shared(self, layer: LayerSpec, views: Sequence[Delta], joint: int, round: int) -> list[Delta]:
-        """J_i and the column means of every view under AJIVE; the views themselves elsewhere."""
+        """Return J_i and the column means of every view under AJIVE, otherwise the views themselves."""
         if self.synchronisation != "ajive":
             return list(views)
         found = ajive(
@@ -272,14 +272,14 @@ class FedGaLore(RegisteredMethod):
         ]
 
     def _between(self, Ps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """The R directions (R, n) that projectors cover best on average."""
+        """Compute the R directions (R, n) that projectors cover best on average."""
         stack = torch.cat([weight**0.5 * P.T for weight, P in zip(weights, Ps, strict=True)], 1)
         U, _, _ = torch.linalg.svd(stack, full_matrices=False)  # three times faster than that of the wide transpose
         U = U[:, : len(Ps[0])]
         return fix_signs(U, U.T)[0].T
 
     def _cut(self, v: Tensor, joint: int) -> Tensor:
-        """The nearest matrix of the joint rank, for ``average-svd``."""
+        """Compute the nearest matrix of the joint rank, for ``average-svd``."""
         if self.synchronisation != "average-svd":
             return v
         U, S, Vt = torch.linalg.svd(v, full_matrices=False)

@@ -65,8 +65,8 @@ class FedHM(RegisteredMethod):
     """Train factors, average products.
 
     Args:
-        frobenius_decay: weight decay of the products U V, in place of the factors' own; 0 leaves that as it is.
-        keep_global: in a layer that nobody trained at full rank, the old global weight joins as one more client.
+        frobenius_decay: Weight decay of the products U V, in place of the factors' own; 0 retains the latter.
+        keep_global: Whether the old weight counts as one more client in layers that no client trained at full rank.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -97,7 +97,7 @@ class FedHM(RegisteredMethod):
         return Message(_by_slot(pairs), {"generation": state.generation})
 
     def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:
-        """The first ``rank`` components of a layer, filled up with such as add nothing."""
+        """Return the first ``rank`` components of a layer, padded with components that add nothing."""
         whole, (rows, columns) = _pair(state.tensors, layer), layer.rectangle
         kept = LowRank(whole.B[:, :rank], whole.A[:rank])
         missing = min(rank, rows, columns) - kept.rank

@@ -53,8 +53,8 @@ class FedLoRU(RegisteredMethod):
     """Average factors; accumulate them into the base every ``tau`` rounds.
 
     Args:
-        tau: rounds between accumulations (at least 1).
-        from_scratch: begin from target layers of zeros, with A and B both random, instead of the pretrained weights.
+        tau: Number of rounds between accumulations (at least 1).
+        from_scratch: Whether to start from zero target layers, with A and B both random, not the pretrained weights.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -74,7 +74,7 @@ class FedLoRU(RegisteredMethod):
         return ServerState(tensors=self.fresh(0), base=base)
 
     def fresh(self, generation: int) -> dict[str, Tensor]:
-        """A and B after so many accumulations."""
+        """Create A and B after ``generation`` accumulations."""
         key = (generation,) if generation else ()  # generation 0 starts where FedIT does
         if generation or not self.from_scratch:
             return {**a_factors(self, self.r, *key), **b_factors(self.spec, self.r)}
@@ -87,7 +87,7 @@ class FedLoRU(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         held = None if client is None else client.held
         scalars = {"generation": state.generation}
-        if state.round == max(0, state.base.round):  # just re-initialised (or never trained): the seed says it all
+        if state.round == max(0, state.base.round):  # just re-initialized (or never trained): the seed suffices
             return Message(scalars=scalars, base=state.base.since(held))
         return Message(state.tensors, scalars, state.base.since(held))
 
@@ -126,5 +126,5 @@ class FedLoRU(RegisteredMethod):
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = self.r * sum(layer.shape)
-        accumulated = min(both, layer.out_features * layer.in_features)  # what a new A and B follow upon
+        accumulated = min(both, layer.out_features * layer.in_features)  # a new A and B follow it
         return Traffic(down=0 if not round else both if round % self.tau else accumulated, up=both)

@@ -93,12 +93,12 @@ class FedMomentum(RegisteredMethod):
         )
 
     def _sum(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
-        """D, with what rode along."""
+        """Compute D, including the frozen components."""
         trained, frozen = products(layer, reduced), self._frozen(layer, state, reduced)
         return concatenate([trained, frozen]) if frozen.rank else trained
 
     def _frozen(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
-        """``sum_i p_i`` of what rode along: component j counts for the clients of rank j or less."""
+        """Sum the frozen components with weights p_i: component j counts for the clients of rank j or less."""
         B, A = state.tensors[tensor_name(layer, "B")], state.tensors[tensor_name(layer, "A")]
         least = min(self.r, *(one.client.rank for one in reduced.stack))
         shares = [sum(one.weight for one in reduced.stack if one.client.rank <= j) for j in range(least, self.r)]
@@ -106,6 +106,6 @@ class FedMomentum(RegisteredMethod):
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         (rows, columns), ends = layer.shape, sum(layer.shape)
-        stacked = sum(cohort) + self.r - min(self.r, *cohort) if cohort else 0  # with what rode along
+        stacked = sum(cohort) + self.r - min(self.r, *cohort) if cohort else 0  # with the frozen components
         rest = min((min(stacked, rows, columns) - self.r) * ends, rows * columns)
         return Traffic(down=self.r * ends + max(0, rest), up=rank * ends)

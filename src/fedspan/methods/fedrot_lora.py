@@ -39,7 +39,7 @@ class FedRotLoRA(RegisteredMethod):
     """Align, then average A and B.
 
     Args:
-        strength: the paper's lambda, from 0 (FedIT) to 1 (the whole rotation).
+        strength: The paper's lambda, from 0 (FedIT) to 1 (full rotation).
     """
 
     claims: ClassVar[Claims] = Claims(

@@ -38,7 +38,7 @@ __all__ = ["FedSALoRA"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class FedSALoRA(RegisteredMethod):
-    """Average A; every client keeps its B."""
+    """Average A; B stays on every client."""
 
     claims: ClassVar[Claims] = Claims(
         paper="Selective Aggregation for Low-Rank Adaptation in Federated Learning (ICLR 2025, arXiv:2410.01463)",

@@ -35,7 +35,7 @@ class FedSVD(RegisteredMethod):
     """Average B under an A that the server renews.
 
     Args:
-        init_A: distribution of A in the first round.
+        init_A: Distribution of A in the first round.
     """
 
     claims: ClassVar[Claims] = Claims(

@@ -42,7 +42,7 @@ class FFALoRA(RegisteredMethod):
     """Average B under one frozen A.
 
     Args:
-        init_A: distribution of the frozen A.
+        init_A: Distribution of the frozen A.
     """
 
     claims: ClassVar[Claims] = Claims(

@@ -40,7 +40,7 @@ class FlexLoRA(RegisteredMethod):
     """Average products, truncate to each client's rank.
 
     Args:
-        split: which factor the singular values go to: ``B`` (published code), or half to each (``balanced``).
+        split: Destination of the singular values: ``B`` (published code), or half to each (``balanced``).
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -77,7 +77,7 @@ class FlexLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        """Keeps the SVD itself, scaling 1; ``sync`` cuts it to a client's rank and scaling."""
+        """Store the SVD itself, scaling 1; ``sync`` cuts it to a client's rank and scaling."""
         largest = max(self.r, int(state.scalars.get("rank", 0)), *(one.client.rank for one in reduced.stack))
         share = upward if self.split == "B" else balanced
 

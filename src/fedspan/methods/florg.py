@@ -63,12 +63,12 @@ class FLoRG(RegisteredMethod):
     """Average Gram matrices; align.
 
     Args:
-        alignment: how rank r is taken of the averaged Gram matrix: paper, top-r, or none (no rotation).
-        bases: structured (no memory) or dense (as large as the layer) L and R.
-        init_A: distribution of A_1; gaussian entries, or orthonormal rows of the same expected length.
-        init_std: of A's entries at the start.
-        center: take the initial product off the base.
-        gram_sums: contribute Gram matrices, which sum, in place of factors, which do not.
+        alignment: Reduction of the averaged Gram matrix to rank r: paper, top-r, or none (no rotation).
+        bases: Kind of L and R: structured (no memory) or dense (as large as the layer) L and R.
+        init_A: Distribution of A_1: gaussian entries, or orthonormal rows of the same expected length.
+        init_std: Standard deviation of A's initial entries.
+        center: Whether to subtract the initial product from the base.
+        gram_sums: Whether replies contribute Gram matrices, which can be summed, instead of factors, which cannot.
     """
 
     claims: ClassVar[Claims] = Claims(paper="FLoRG (ICLR 2026, arXiv:2602.17095)", exact=False, reduction="stack")
@@ -84,7 +84,7 @@ class FLoRG(RegisteredMethod):
         return replace(self.claims, reduction="sum", sends="other") if self.gram_sums else self.claims
 
     def first_A(self, layer: LayerSpec) -> Tensor:
-        """A_1 (R, K), float32."""
+        """Draw A_1 (R, K), float32."""
         rng, k = generator(self.seed, "A", layer.name), min(layer.shape)
         if self.init_A == "gaussian":
             return self.init_std * torch.randn(self.r, k, generator=rng)
@@ -92,7 +92,7 @@ class FLoRG(RegisteredMethod):
         return self.init_std * math.sqrt(k) * torch.cat([rows, rows.new_zeros(self.r - len(rows), k)])
 
     def fixed(self, layer: LayerSpec) -> tuple[Parametrization, dict[str, Tensor]]:
-        """The layer's parametrization and the slots in it that stand for L and R, all from the seed."""
+        """Return the layer's parametrization and its slots for L and R, all from the seed."""
         scaling = self.scaling(None)
         if self.bases == "dense":
             L_OK, R_KI = dense_bases(layer.shape, self.seed, layer.name)
@@ -149,7 +149,7 @@ class FLoRG(RegisteredMethod):
         return state.next(tensors=tensors, generation=state.generation + 1)
 
     def _mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
-        """A~ of the replies."""
+        """Compute A~ of the replies."""
         if self.gram_sums:
             return factor_of_gram(reduced.mean[tensor_name(layer.name, "gram")])
         name = tensor_name(layer.name, "A")

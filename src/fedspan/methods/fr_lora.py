@@ -82,7 +82,7 @@ class FRLoRA(RegisteredMethod):
         return state.next(base=base, generation=state.generation + 1)
 
     def _learnt(self, layer: str, state: ServerState, reduced: Reduced) -> Delta:
-        """``s (B A - B0 A0)`` out of differences, so that nothing large cancels."""
+        """Compute ``s (B A - B0 A0)`` from differences, so that no large terms cancel."""
         a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
         A0, B0, B = state.tensors[a], state.tensors[b], reduced.mean[b]
         if self.train == "B":

@@ -54,7 +54,7 @@ def _rank(tensors: Tensors) -> int:
 
 
 def _averaged(old_RX: Tensor, replies: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """``sum of share * value`` over replies padded with rows of zeros; rows that no reply has stay as they are."""
+    """Compute ``sum of share * value`` over replies padded with zero rows; rows that no reply has do not change."""
     mean = old_RX.to(torch.float64, copy=True)
     mean[: max(len(value) for _, value in replies)] = 0.0
     for share, value in replies:
@@ -68,9 +68,9 @@ class HetLoRA(RegisteredMethod):
     """Pad, weigh by size, prune.
 
     Args:
-        gamma: fraction of a client's rank that outlives a pruning; 1 never prunes.
-        penalty: lambda, strength of the penalty on the slots that may go.
-        weighting: of the average: ``norm`` of each client's update, or the run's own weights (``examples``).
+        gamma: Fraction of a client's rank that survives pruning; 1 never prunes.
+        penalty: Strength lambda of the penalty on the slots that may be pruned.
+        weighting: Weighting of the average: ``norm`` of each client's update, or the run's own weights (``examples``).
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -95,7 +95,7 @@ class HetLoRA(RegisteredMethod):
         return Message({name: value * share if name.endswith("/B") else value for name, value in own.items()})
 
     def _widened(self, tensors: Tensors, rank: int) -> dict[str, Tensor]:
-        """With slots that nobody has trained yet, B = 0 and A drawn by slot, up to a rank."""
+        """Widen to a rank with untrained slots, B = 0 and A drawn by slot."""
         known = _rank(tensors)
         if known >= rank:
             return dict(tensors)
@@ -148,7 +148,7 @@ class HetLoRA(RegisteredMethod):
         return state.next(tensors=tensors, scalars={**state.scalars, **pruned})
 
     def _norm(self, item: StackItem) -> float:
-        """``||s_i B_i A_i||_F`` over all layers."""
+        """Compute ``||s_i B_i A_i||_F`` over all layers."""
         square = 0.0
         for layer in self.spec.layers:
             a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
@@ -157,5 +157,5 @@ class HetLoRA(RegisteredMethod):
         return math.sqrt(max(square, 0.0))
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)  # less by the slots that a client has pruned
+        both = rank * (layer.out_features + layer.in_features)  # minus the slots that a client has pruned
         return Traffic(down=both, up=both)

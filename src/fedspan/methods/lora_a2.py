@@ -52,7 +52,7 @@ class LoRAA2(RegisteredMethod):
     """Alternate; train and send selected slots.
 
     Args:
-        b_lr_scale: multiplier on the learning rate in rounds that train B.
+        b_lr_scale: Multiplier on the learning rate in rounds that train B.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -101,7 +101,7 @@ class LoRAA2(RegisteredMethod):
         return Message(sent, {"active": active}), select(job.tensors, names(self.spec, "A", "B"))
 
     def _masks(self, before: Tensors, probed: Tensors, active: str, rank: int) -> dict[str, Tensor]:
-        """1 in the slots of greatest importance, ``rank`` a layer on average; ties go to the first."""
+        """Build masks with 1 in the most important slots, ``rank`` per layer on average; ties go to the first."""
         importance: list[Tensor] = []
         for layer in self.spec.layers:
             now = {slot: before[tensor_name(layer.name, slot)] for slot in ("A", "B")}
@@ -119,7 +119,7 @@ class LoRAA2(RegisteredMethod):
         active = str(message.scalars["active"])
         axis, sums = _SLOT_AXIS[active], dict[str, Tensor]()
         for layer in self.spec.layers:
-            name = tensor_name(layer.name, "d" + active)  # a change: not under the name of what it changes
+            name = tensor_name(layer.name, "d" + active)  # a change: its name differs from that of the changed tensor
             change, kept = message.tensors[name], message.tensors[tensor_name(layer.name, "slots")]
             shape = (layer.out_features, self.r) if active == "B" else (self.r, layer.in_features)
             sums[name] = change.new_zeros(shape).index_copy(axis, kept.long(), change)
@@ -134,7 +134,7 @@ class LoRAA2(RegisteredMethod):
         return state.next(tensors={**state.tensors, **moved})
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        # Slots are chosen over all layers together: ``up`` is that of the mean layer, exact where all are chosen.
+        # Slots are selected over all layers together: ``up`` is that of the mean layer, exact if all are selected.
         sizes, budget = {"A": layer.in_features, "B": layer.out_features}, min(rank, self.r)
         down = self.r * sizes[alternating_factor(round - 1)] if round else 0
         return Traffic(down=down, up=budget * (sizes[alternating_factor(round)] + 1))

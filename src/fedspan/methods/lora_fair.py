@@ -37,7 +37,7 @@ __all__ = ["LoRAFAIR", "aligned"]
 
 
 def aligned(B: Tensor, C: Tensor, G: Tensor, size: float, lam: float, exponent: int, steps: int, lr: float) -> Tensor:
-    """The X that descends ``1 - <C, X> / (size sqrt(<X G, X>)) + lam ||X - B||^exponent`` from X = B."""
+    """Find the X that descends ``1 - <C, X> / (size sqrt(<X G, X>)) + lam ||X - B||^exponent`` from X = B."""
     X, rate = B, lr * float(B.square().sum())
 
     def objective(X: Tensor) -> float:
@@ -67,10 +67,10 @@ class LoRAFAIR(RegisteredMethod):
 
     Args:
         objective: ``cosine`` (paper), or ``frobenius``, which has a closed form.
-        lam: the paper's lambda, on the length of the correction.
+        lam: The paper's lambda, on the length of the correction.
         penalty: ``norm``, or ``squared`` norm of the correction, under ``cosine``.
-        server_steps: gradient steps, under ``cosine``.
-        server_lr: their rate, relative to the squared norm of the averaged B, under ``cosine``.
+        server_steps: Number of gradient steps under ``cosine``.
+        server_lr: Learning rate of server steps under ``cosine``, relative to the squared norm of the averaged B.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -114,7 +114,7 @@ class LoRAFAIR(RegisteredMethod):
                 ridge = G + self.lam * torch.eye(len(G), dtype=G.dtype)
                 return (B + torch.linalg.solve(ridge, C - B @ G, left=False)).to(mean.dtype)
             size = float(inner(stacked, stacked).sqrt()) / scaling
-            if not size * float((B @ G * B).sum()) > 0:  # no direction to compare
+            if not size * float((B @ G * B).sum()) > 0:  # no direction to compare with
                 return mean
             exponent = 1 if self.penalty == "norm" else 2
             return aligned(B, C, G, size, self.lam, exponent, self.server_steps, self.server_lr).to(mean.dtype)

@@ -40,7 +40,7 @@ class MFedLoRU(FedLoRU):
     """FedLoRU with nested low-rank updates where a client's rank is below ``r``.
 
     Args:
-        nested_scaling: factor on a nested product, by nested rank (the paper's alpha_A / r_A = alpha_B / r_B).
+        nested_scaling: Factor on a nested product, per nested rank (the paper's alpha_A / r_A = alpha_B / r_B).
     """
 
     claims: ClassVar[Claims] = replace(FedLoRU.claims, heterogeneous_ranks=True, reduction="stack")
@@ -65,7 +65,7 @@ class MFedLoRU(FedLoRU):
                 tensors[tensor_name(layer.name, f"{slot}_d")] = torch.zeros(rows, client.rank)
                 tensors[tensor_name(layer.name, f"{slot}_u")] = kaiming(client.rank, columns, rng)
         nested = Group(names(self.spec, "A_d", "A_u", "B_d", "B_u"))
-        # Nested factors are new every round, so moments of an earlier one mean nothing.
+        # Nested factors are new every round, so moments of an earlier round are invalid.
         return replace(job, tensors=tensors, trainable=(nested,), generation=round)
 
     def contribute(self, message: Message, client: Client) -> Contribution:
@@ -80,7 +80,7 @@ class MFedLoRU(FedLoRU):
         return super().update(state, replace(reduced, mean=mean))
 
     def _rebuilt(self, state: ServerState, item: StackItem) -> dict[str, Tensor]:
-        """A client's A and B out of its reply."""
+        """Rebuild a client's A and B from its reply."""
         parametrization = self._parametrization(item.client)
         if isinstance(parametrization, LoRA):
             return dict(item.tensors)

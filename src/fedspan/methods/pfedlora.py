@@ -52,7 +52,7 @@ class PFedLoRA(RegisteredMethod):
 
     Args:
         variant: 1 trains the pair and then the weight, 2 both together.
-        personal_epochs: passes over a client's examples in which the pair trains, before the weight does (variant 1).
+        personal_epochs: Passes over a client's examples in which the pair trains, before the weight does (variant 1).
     """
 
     claims: ClassVar[Claims] = Claims(

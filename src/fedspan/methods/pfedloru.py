@@ -38,9 +38,9 @@ class PFedLoRU(FedLoRU):
     """FedLoRU with a personal pair.
 
     Args:
-        personal_r: rank of L U.
-        personal_alpha: numerator of the personal scaling s_p = personal_alpha / personal_r.
-        personal_epochs: passes over a client's examples in which L and U train, before A and B do.
+        personal_r: Rank of L U.
+        personal_alpha: Numerator of the personal scaling s_p = personal_alpha / personal_r.
+        personal_epochs: Passes over a client's examples in which L and U train, before A and B do.
     """
 
     claims: ClassVar[Claims] = replace(FedLoRU.claims, personal=True)

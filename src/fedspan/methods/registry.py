@@ -1,9 +1,9 @@
-"""Every method by its key: the one place that names them all. One line a method.
+"""The registry of all methods by key, one line per method.
 
-Methods of one's own join them by ``register``, or from an installed package that names them as entry points in the
-group ``fedspan.methods`` (``my-method = "my_package:MyMethod"``): wherever a config names one, on the command line and
-on nodes, it is found there. The tables of ``fedspan methods`` show those of the registry itself. A node runs what is
-installed on it; no server can add to this.
+Add your own methods with ``register``, or from an installed package that declares them as entry points in the group
+``fedspan.methods`` (``my-method = "my_package:MyMethod"``): configs find them there, on the command line and on nodes.
+The tables of ``fedspan methods`` show those of the registry itself. A node runs only the methods installed on it; no
+server can add to these.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fedspan.methods.slora import SLoRA
 __all__ = ["GROUP", "METHODS", "method_class", "register"]
 
 GROUP = "fedspan.methods"
-"""Of entry points."""
+"""Group of the entry points."""
 _RESERVED = {"all"}
 _KEY = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -82,15 +82,15 @@ METHODS: Mapping[str, type[RegisteredMethod]] = MappingProxyType(_methods)
 
 
 def register(key: str, cls: type[RegisteredMethod]) -> None:
-    """Make a method of your own known in this process, in configs, comparisons and plans alike.
+    """Register a method of your own in this process, for configs, comparisons and plans.
 
     Args:
-        key: lower case, with hyphens; what ``method.name`` says.
-        cls: a frozen dataclass on ``fedspan.core.method.RegisteredMethod`` that declares its ``claims``. Its fields are
-            the options of ``method:``.
+        key: Value of ``method.name``, in lower case with hyphens.
+        cls: Frozen dataclass derived from ``fedspan.core.method.RegisteredMethod`` that declares its ``claims``. Its
+            fields are the options of ``method:``.
 
     Raises:
-        FedspanError: for a key that is taken by another class or is none, or a class that is no method.
+        FedspanError: If the key is invalid or belongs to another class, or the class is not a method.
     """
     if not _KEY.fullmatch(key) or key in _RESERVED:
         raise FedspanError(
@@ -109,27 +109,27 @@ def _require_method(key: str, cls: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, RegisteredMethod)) or missing:
         lacks = f"; it lacks {', '.join(missing)}" if missing else ""
         raise FedspanError("method.name", key, f"a class on fedspan.core.method.RegisteredMethod, not {cls!r}{lacks}")
-    if "__dataclass_fields__" not in vars(cls):  # its base is frozen, so it is, too
+    if "__dataclass_fields__" not in vars(cls):  # its base is frozen, so it must be too
         raise FedspanError("method.name", key, f"a class under @dataclass(frozen=True, kw_only=True), not {cls!r}")
     if not isinstance(getattr(cls, "claims", None), Claims):
         raise FedspanError("method.name", key, f"a class that declares its claims (a ClassVar[Claims]), not {cls!r}")
 
 
 def method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]:
-    """The class registered under a key, here or by an installed package.
+    """Return the class registered under a key, here or by an installed package.
 
     Args:
-        key: of a method.
-        field: where the user wrote it.
+        key: Key of a method.
+        field: Config field of the key, for error messages.
 
     Raises:
-        FedspanError: for an unknown key, with the nearest known ones, or a package's that can't be loaded.
+        FedspanError: If the key is unknown (the message lists the nearest known ones) or its package cannot be loaded.
     """
     if key not in METHODS:
         for found in entry_points(group=GROUP, name=key):
             try:
                 cls: Any = found.load()
-            except Exception as error:  # whatever a package's import raises
+            except Exception as error:  # a package's import may raise anything
                 why = f"{type(error).__name__}: {error}"
                 raise FedspanError(field, key, f"{found.value}, which can be imported ({why})") from error
             register(key, cls)

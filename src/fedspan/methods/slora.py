@@ -48,12 +48,12 @@ __all__ = ["SLoRA"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class SLoRA(RegisteredMethod):
-    """Sparse fine-tuning first, LoRA from its principal part then.
+    """Sparse fine-tuning, then LoRA from its principal part.
 
     Args:
-        sparse_rounds: rounds of the first stage (at least 1).
-        density: share of a weight's entries that train in it, above 0 and at most 1.
-        sparse_lr_scale: multiplier on the learning rate in it: single entries of W take smaller steps than factors do.
+        sparse_rounds: Number of rounds of the first stage (at least 1).
+        density: Share of a weight's entries that train in the first stage, above 0 and at most 1.
+        sparse_lr_scale: Multiplier on its learning rate: single entries of W take smaller steps than factors.
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -78,7 +78,7 @@ class SLoRA(RegisteredMethod):
         return chosen_entries(layer.shape, self.density, self.seed, layer.name)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        # The values begin at 0, so the first round needs none.
+        # The values start at 0, so the first round transmits none.
         return Message(state.tensors if state.round else {})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
@@ -103,7 +103,7 @@ class SLoRA(RegisteredMethod):
         return state.next(tensors=self._principal(reduced.mean), generation=state.generation + 1)
 
     def _principal(self, values: Tensors) -> dict[str, Tensor]:
-        """A and B out of the first stage's values."""
+        """Compute A and B from the first stage's values."""
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             own = values[tensor_name(layer.name, "values")]

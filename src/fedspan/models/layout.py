@@ -164,7 +164,7 @@ class TokenLayout:
         return [np.where(bins.text < 0, -1, self._starts[bins.text] + bins.position) for bins in self._bins]
 
     def _to_bins(self, heads: int) -> Move:
-        """Return the move from the row's places and heads, (P * heads, d), to all bins' (bins, heads, W) in sequence."""
+        """Return the move from the row's places and heads, (P * heads, d), to each bin's (bins, heads, W) in turn."""
         if heads not in self._moves:
             places, own = (place[:, None, :] for place in self._bin_places), np.arange(heads)[:, None]
             parts = [np.where(place < 0, -1, place * heads + own).ravel() for place in places]

@@ -237,7 +237,7 @@ def _reason(error: Exception) -> str:
 
 
 def _is_body(key: str, model: Any) -> bool:
-    """Check whether a weight belongs to the pretrained body, not to a head or a pooler (absent from some checkpoints)."""
+    """Check whether a weight belongs to the pretrained body, not to a head or a pooler (some checkpoints omit it)."""
     return key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key
 
 

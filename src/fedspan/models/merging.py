@@ -1,4 +1,4 @@
-"""Export of a trained model as a plain Transformers model, for weights that no adapter of the pretrained ones expresses."""
+"""Export of a trained model as a plain Transformers model, for weights that no adapter of the pretrained ones holds."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Operator(ABC):
 
     @abstractmethod
     def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
-        """Return the loss gradient with respect to the matrix, (O, I), as float32 factors from output gradient and input."""
+        """Return the loss gradient by the matrix, (O, I), as float32 factors: gradients by the output, and inputs."""
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
         """Convert factors to PEFT's form, by the last part of their names."""

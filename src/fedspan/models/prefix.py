@@ -1,4 +1,4 @@
-"""The first blocks of a model, in which nothing changes: what leaves them is put in their place once it is known.
+"""The first blocks of a model, in which nothing changes: their recorded output replaces them.
 
 Shapes: B examples, T tokens, D features of a hidden state.
 """
@@ -20,16 +20,16 @@ __all__ = ["FrozenPrefix", "NoPrefix", "Recording", "live_modules"]
 
 
 class NoPrefix(Exception):
-    """A model, or data, for which no blocks can be skipped; the text is the reason, without a full stop."""
+    """A model or data for which no blocks can be skipped; the text is the reason, without a full stop."""
 
 
 class _Stopped(Exception):
-    """Ends a forward pass of which nothing more is wanted."""
+    """Signal that ends a forward pass early."""
 
 
 @dataclass
 class Recording:
-    """What a forward pass left: ``hidden``, (B, T, D), enters the first block that is not skipped."""
+    """Recording of a forward pass: ``hidden``, (B, T, D), the input of the first block that is not skipped."""
 
     hidden: Tensor
 
@@ -38,9 +38,9 @@ class FrozenPrefix:
     """The blocks of an adapted model before the first one with anything trainable (or random) in it.
 
     Args:
-        adapted: the model; while one of the contexts is open, nobody else may use it.
-        paths: of the blocks in the order of their calls: those to skip, and the one behind them.
-        widths: of each block that is skipped, how many values it returns as a tuple; None: a bare tensor.
+        adapted: The model; while one of the contexts is open, no other code may use it.
+        paths: Paths of the blocks in call order: those to skip, and the one after them.
+        widths: Number of values in the tuple that each skipped block returns; None: a bare tensor.
     """
 
     def __init__(self, adapted: AdaptedModel, paths: Sequence[str], widths: Sequence[int | None]) -> None:
@@ -49,14 +49,14 @@ class FrozenPrefix:
 
     @classmethod
     def search(cls, adapted: AdaptedModel, live: Collection[str]) -> FrozenPrefix:
-        """The longest prefix (by parameters), as the calls of one forward pass of a tiny batch show it.
+        """Find the longest prefix (by parameters) from the calls of one forward pass of a tiny batch.
 
         Args:
-            adapted: a Hugging Face model.
-            live: paths of the modules whose values may differ between jobs or move within one.
+            adapted: A Hugging Face model.
+            live: Paths of the modules whose values may differ between jobs or change within one.
 
         Raises:
-            NoPrefix: if there is none.
+            NoPrefix: If there is none.
         """
         model = adapted.model
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -64,7 +64,7 @@ class FrozenPrefix:
         names = {module: name for name, module in model.named_modules()}
         try:
             entered, calls = traced(model)
-        # Whatever a model makes of a batch that is not what it expects.
+        # A model may raise anything on a batch that it does not expect.
         except Exception as error:
             raise NoPrefix(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
         if not live:
@@ -85,7 +85,7 @@ class FrozenPrefix:
 
     @classmethod
     def find(cls, adapted: AdaptedModel, live: Collection[str]) -> FrozenPrefix | None:
-        """As ``search``; None if there is none, for the reason that ``why_not`` gives."""
+        """Find the prefix as ``search`` does; return None if there is none (``why_not`` gives the reason)."""
         try:
             return cls.search(adapted, live)
         except NoPrefix:
@@ -93,7 +93,7 @@ class FrozenPrefix:
 
     @classmethod
     def why_not(cls, adapted: AdaptedModel, live: Collection[str]) -> str | None:
-        """Why there is no prefix; None if there is one."""
+        """Return the reason why there is no prefix; None if there is one."""
         try:
             cls.search(adapted, live)
         except NoPrefix as error:
@@ -102,27 +102,27 @@ class FrozenPrefix:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the blocks that are skipped, and of the one behind them."""
+        """Paths of the skipped blocks, and of the one after them."""
         return self._paths
 
     @property
     def blocks(self) -> int:
-        """How many blocks are skipped."""
+        """Number of skipped blocks."""
         return len(self._skipped)
 
     def on(self, adapted: AdaptedModel) -> FrozenPrefix:
-        """The same prefix of a replica of the model."""
+        """Return the same prefix of a replica of the model."""
         return FrozenPrefix(adapted, self._paths, self._widths)
 
     @contextmanager
     def recorded(self) -> Generator[Recording]:
-        """Within this context one forward pass ends (as does the context) where the first live block would begin.
+        """Stop one forward pass, and this context, where the first live block would begin.
 
         Yields:
-            What is set by then: the hidden states that were about to enter that block.
+            The recording, set by then: the hidden states that were about to enter that block.
 
         Raises:
-            NoPrefix: if the pass never came there.
+            NoPrefix: If the pass never reached that block.
         """
         made = Recording(torch.empty(0))
 
@@ -141,13 +141,13 @@ class FrozenPrefix:
 
     @contextmanager
     def feed(self, hidden: Tensor) -> Generator[None]:
-        """Within this context forward passes skip the prefix.
+        """Skip the prefix in forward passes within this context.
 
         Args:
-            hidden: what the first live block is given in place of what it would be given, (B, T, D).
+            hidden: Input of the first live block in place of its usual one, (B, T, D).
 
         Raises:
-            ValueError: within the context, by a forward pass of a batch of another shape.
+            ValueError: If a forward pass within the context has a batch of another shape.
         """
         forward = self._first.forward
 
@@ -168,12 +168,12 @@ class FrozenPrefix:
 
 
 def live_modules(adapted: AdaptedModel) -> frozenset[str]:
-    """Paths of the modules whose values may differ between jobs: the target layers, and what holds the extras."""
+    """Return the paths of modules whose values may differ between jobs: target layers and owners of extras."""
     return frozenset(adapted.layers) | {path.rpartition(".")[0] for path in (*adapted.extras, *adapted.buffers)}
 
 
 def _handing_on(width: int | None) -> Any:
-    """A forward that returns the hidden states as they are, in the form in which the block returns its own."""
+    """Return a forward that returns its hidden states unchanged, in the block's own return format."""
 
     def forward(*args: Any, **options: Any) -> Any:
         hidden = hidden_of(args, options)
@@ -183,9 +183,9 @@ def _handing_on(width: int | None) -> Any:
 
 
 def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int:
-    """When a module's weights may first be used: its own first call, or that of one that shares them (tied weights).
+    """Return when a module's weights may first be used: at its first call, or that of a module with tied weights.
 
-    What is not called itself (weights that another module reads) counts from the call of what surrounds it.
+    A module that is never called itself (another module reads its weights) counts from the call of its parent.
     """
     weights = {id(weight) for weight in model.get_submodule(path).parameters()}
     paths = [path]
@@ -201,7 +201,7 @@ def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int
 
 
 def _before(chain: Sequence[nn.Module], moment: int, calls: Mapping[nn.Module, Sequence[Call]]) -> Sequence[nn.Module]:
-    """The blocks that end before a moment, and the one behind them (the last one, if all end before it)."""
+    """Return the blocks that end before a moment and the one after them (the last block, if all end before it)."""
     return chain[: max(1, sum(calls[block][0].entered <= moment for block in chain))]
 
 

@@ -1,4 +1,4 @@
-"""Frozen bases in 4 or 8 bits, by bitsandbytes: how they are loaded, and their weights as numbers again."""
+"""Frozen bases in 4 or 8 bits, by bitsandbytes: loading, and conversion of their weights back to numbers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from fedspan.errors import FedspanError
 __all__ = ["Quantization", "dequantized", "is_quantized", "keep_layout", "left_out", "quantized_loading"]
 
 Quantization = Literal["nf4", "int8"]
-_HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # what trains, or is tied to the embeddings; regexes
+_HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # regexes of what trains or is tied to the embeddings
 
 
 def left_out(keep: Sequence[str]) -> list[str]:
-    """Regexes of the paths of modules that are not quantised: heads, and what is to be kept."""
+    """Return regexes of the paths of modules that are not quantised: heads and the modules in ``keep``."""
     return [*_HEADS, *(rf"(?:.*\.)?{re.escape(name)}" for name in keep)]
 
 
 def quantized_loading(
     quantization: Quantization, dtype: torch.dtype, keep: Sequence[str], device: torch.device | None
 ) -> dict[str, Any]:
-    """Keyword arguments of ``from_pretrained`` for a quantised model.
+    """Return the keyword arguments of ``from_pretrained`` for a quantised model.
 
     Args:
-        quantization: ``nf4`` (with double quantisation, as QLoRA has it) or ``int8`` (LLM.int8()).
-        dtype: in which 4-bit layers compute.
-        keep: modules that stay as they are, beside the heads.
-        device: where it goes.
+        quantization: ``nf4`` (with double quantisation, as in QLoRA) or ``int8`` (LLM.int8()).
+        dtype: Number format that 4-bit layers compute in.
+        keep: Modules that stay unquantised, beside the heads.
+        device: Target device.
 
     Raises:
-        FedspanError: if bitsandbytes is not installed.
+        FedspanError: If bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         expected = "null, or install bitsandbytes: pip install 'fedspan[quantization]'"
@@ -58,10 +58,10 @@ def quantized_loading(
 
 
 def keep_layout(model: nn.Module) -> None:
-    """Let no forward pass rewrite 4-bit weights.
+    """Prevent forward passes from rewriting 4-bit weights.
 
-    On CPUs with AVX512-BF16 bitsandbytes packs them anew, in place, at the first pass in eval mode, then computes in
-    bfloat16, and fails on layers whose outputs are no multiple of 32.
+    On CPUs with AVX512-BF16 bitsandbytes repacks them, in place, at the first pass in eval mode, then computes in
+    bfloat16, and fails on layers whose outputs are not a multiple of 32.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -69,11 +69,11 @@ def keep_layout(model: nn.Module) -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether a layer's weight is stored in 4 or 8 bits."""
+    """Check whether a layer's weight is stored in 4 or 8 bits."""
     weight = module.weight
     return isinstance(weight, Tensor) and not weight.is_floating_point()
 
 
 def dequantized(module: nn.Module) -> Tensor:
-    """A quantised layer's weight, (O, I), float32, detached: the numbers that it computes with."""
+    """Return the numbers that a quantised layer computes with: its weight, (O, I), float32, detached."""
     return dequantize_module_weight(module).detach().float()

@@ -1,8 +1,8 @@
 """Small residual networks for small images, trained from scratch (``names.ARCHITECTURES``).
 
-He et al., "Deep residual learning for image recognition", CVPR 2016, arXiv:1512.03385, with the stem that is usual for
-32 x 32 pixels (one 3 x 3 convolution, no pooling). Layers are named as in torchvision: ``layer1.0.conv1``. Importing
-this module lets Transformers' auto classes load them.
+He et al., "Deep residual learning for image recognition", CVPR 2016, arXiv:1512.03385, with the usual stem for 32 x 32
+pixels (one 3 x 3 convolution, no pooling). Layers are named as in torchvision: ``layer1.0.conv1``. Importing this
+module lets Transformers' auto classes load them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["ResNetForSmallImages", "SmallResNetConfig"]
 
 
 class SmallResNetConfig(PreTrainedConfig):
-    """A network's shape.
+    """Shape of a network.
 
     Args:
-        widths: channels of each stage; every stage after the first halves the image.
-        depths: residual blocks of each stage.
-        image_size: rows and columns of its images.
+        widths: Channels of each stage; every stage after the first halves the image.
+        depths: Number of residual blocks of each stage.
+        image_size: Rows and columns of its images.
     """
 
     model_type = "fedspan-resnet"
@@ -64,7 +64,7 @@ class ResNetForSmallImages(PreTrainedModel):
     """The network with its classifier, ``fc``.
 
     Args:
-        config: its shape and ``num_labels``.
+        config: Shape of the network and ``num_labels``.
     """
 
     config_class = SmallResNetConfig
@@ -91,7 +91,7 @@ class ResNetForSmallImages(PreTrainedModel):
             module.reset_parameters()
 
     def forward(self, pixel_values: Tensor, **_: object) -> ImageClassifierOutput:
-        """Logits of images, (N, 3, H, W) -> (N, labels)."""
+        """Compute the logits of images, (N, 3, H, W) -> (N, labels)."""
         h = F.relu(self.bn1(self.conv1(pixel_values)))
         for name in self.stages:
             h = getattr(self, name)(h)

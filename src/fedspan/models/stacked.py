@@ -1,4 +1,4 @@
-"""Several clients in one pass: their batches one below the other through one frozen base, each with its own tensors.
+"""Several clients in one pass: their stacked batches share one frozen base, each with the client's own tensors.
 
 Shapes: C clients, B examples of each (rows are C * B, client by client), T tokens, O output features, I input features,
 R rank. A target layer multiplies all rows by the frozen weight once and each client's rows by its own factors (batched
@@ -29,19 +29,19 @@ __all__ = ["StackedModel", "Unstackable"]
 
 
 class Unstackable(Exception):
-    """A model, or a job, that can't train several clients in one pass; the text is the reason, without a full stop."""
+    """A model or job that can't train several clients in one pass; the text is the reason, without a full stop."""
 
 
 class StackedLayer:
     """The forward of a target layer while several clients train.
 
     Args:
-        layer: whose base, adopted update and dropout it uses.
-        parametrization: of this layer, the same for all clients; None: only the base.
-        slots: by name, (C, ...) each.
-        bias: (C, O) where the layer's bias is among the extras.
-        clients: C.
-        rows: C * B.
+        layer: Layer that provides base, adopted update and dropout.
+        parametrization: Parametrization of this layer, the same for all clients; None: only the base.
+        slots: Stacked slots by name, (C, ...) each.
+        bias: Stacked biases, (C, O), if the layer's bias is among the extras.
+        clients: Number of clients, C.
+        rows: Number of rows, C * B.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StackedLayer:
         self.effective = None if parametrization is None else stacked_effective(parametrization, slots, clients)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer's output, rows as in ``x``."""
+        """Compute the layer's output, with rows as in ``x``."""
         layer, operator, effective = self.layer, self.layer.operator, self.effective
         dtype = x.dtype if x.is_floating_point() else layer.stored_weight.dtype
         if effective is None:
@@ -66,7 +66,7 @@ class StackedLayer:
         pair, dropped = effective.pair, grouped
         if pair is not None and layer.dropout is not None and effective.dropout and x.is_floating_point():
             dropped = self._grouped(layer.dropout(x, layer.name))
-        if pair is not None and dtype == torch.bfloat16:  # as `Operator.product` has it
+        if pair is not None and dtype == torch.bfloat16:  # as in `Operator.product`
             pair = pair.to(dtype)
         if effective.base:
             y = self._base(x)
@@ -84,7 +84,7 @@ class StackedLayer:
         return y + self._ungrouped(product(operator, pair, dropped, dtype), x)
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """(rows, ...) -> (C, B, ...). Tokens may be flattened into the rows, as some models do, or stand in one row."""
+        """Reshape (rows, ...) -> (C, B, ...); tokens may be flattened into the rows (some models) or stand in a row."""
         if (layout := self._in_a_row(x)) is not None:
             return layout.by_client(x)
         flat = x.ndim == 2 and x.is_floating_point() and x.shape[0] % self.rows == 0
@@ -97,7 +97,7 @@ class StackedLayer:
         return y_CB.flatten(0, 1) if layout is None else layout.together(y_CB).view(*like.shape[:-1], -1)
 
     def _in_a_row(self, x: Tensor) -> TokenLayout | None:
-        """The layout of an input without padding."""
+        """Return the layout of an input without padding; None if it is padded."""
         layout = current_layout()
         return layout if layout is not None and layout.holds(x) else None
 
@@ -113,7 +113,7 @@ class StackedLayer:
             bias = getattr(self.layer.module, "bias", None)
             return y if bias is None else y + operator.bias_like(bias)
         grouped = self._grouped(y)
-        biases = vmap(operator.bias_like)(self.bias)  # (C, O) or, of a convolution, (C, O, 1, 1)
+        biases = vmap(operator.bias_like)(self.bias)  # (C, O) or, for a convolution, (C, O, 1, 1)
         middle = grouped.ndim - 1 - (biases.ndim - 1)
         return self._ungrouped(grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:]), y)
 
@@ -122,8 +122,8 @@ class StackedModule:
     """The forward of a module that holds extras while several clients train.
 
     Args:
-        path: of the module.
-        module: without modules of its own, and of one input.
+        path: Path of the module.
+        module: Module with one input and without submodules.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -135,7 +135,7 @@ class StackedModule:
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor], clients: int, rows: int) -> Generator[None]:
-        """Within this context the module computes with (C, ...) parameters; those of norms' statistics are moved."""
+        """Compute with (C, ...) parameters within this context; running statistics of norms are updated in place."""
         self._values, self._clients, self._rows = values, clients, rows
         try:
             yield
@@ -143,14 +143,14 @@ class StackedModule:
             self._values = None
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """The module's output; rows as in its input."""
+        """Compute the module's output, with rows as in its input."""
         values = self._values
         if values is None:
             return self._original(*args, **options)
         if len(args) != 1 or options or not isinstance(args[0], Tensor):
             raise Unstackable(f"{self.path} takes more than one input")
         x_CB = self._grouped(args[0])
-        self._values = None  # what is called below is the module itself
+        self._values = None  # the module itself is called below
         try:
             if is_batch_norm(self.module):
                 made = [self._call({name: value[c] for name, value in values.items()}, x) for c, x in enumerate(x_CB)]
@@ -171,10 +171,10 @@ class StackedModule:
 
 
 class StackedModel:
-    """Puts several clients' tensors into an adapted model at once.
+    """Installer of several clients' tensors in an adapted model at once.
 
     Args:
-        adapted: the model; on its own (``AdaptedModel.forward`` outside of ``holding``) it stays what it is.
+        adapted: The adapted model; outside of ``holding`` its forward is unchanged.
     """
 
     def __init__(self, adapted: AdaptedModel) -> None:
@@ -186,7 +186,7 @@ class StackedModel:
                 self._modules[owner] = StackedModule(owner, adapted.model.get_submodule(owner))
 
     def refusal(self) -> str | None:
-        """Why this model can't be stacked, as far as its modules tell; None if they have nothing to say."""
+        """Return why this model can't be stacked, as far as its modules show; None if they show no obstacle."""
         for path, module in self._modules.items():
             if any(module.module.children()):
                 return f"{path or 'the model'} holds parameters that train beside modules of its own"
@@ -200,16 +200,16 @@ class StackedModel:
         clients: int,
         rows: int,
     ) -> Generator[None]:
-        """Within this context forward passes take ``rows`` examples, those of C clients one below the other.
+        """Forward ``rows`` examples, those of C clients one below the other, within this context.
 
         Args:
-            parametrization: by target layer.
-            tensors: slots of target layers and extras, (C, ...) each; running statistics are moved in place.
-            clients: C.
-            rows: C * B.
+            parametrization: Parametrization of each target layer.
+            tensors: Slots of target layers and extras, (C, ...) each; running statistics are updated in place.
+            clients: Number of clients, C.
+            rows: Number of rows, C * B.
 
         Raises:
-            Unstackable: within the context, by a forward pass in which rows are not where they are expected.
+            Unstackable: If a forward pass within the context has rows in an unexpected place.
         """
         grouped = by_layer(tensors)
         extras = grouped.pop(EXTRAS, {})

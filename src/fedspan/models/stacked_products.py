@@ -1,4 +1,4 @@
-"""Several clients' parametrizations at once, and their products with each client's rows.
+"""Parametrizations of several clients at once, and their products with each client's rows.
 
 Shapes: C clients, B examples of each, O output features, I input features, R rank; N rows of a client.
 """
@@ -20,15 +20,15 @@ __all__ = ["StackedPair", "added", "apply", "joins", "product", "stacked_effecti
 
 
 def stacked_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
-    """A parametrization's ``Effective`` of every client at once.
+    """Compute a parametrization's ``Effective`` for every client at once.
 
     Args:
-        parametrization: of one layer, the same for all clients.
-        slots: by name, (C, ...) each.
-        clients: C.
+        parametrization: Parametrization of one layer, the same for all clients.
+        slots: Stacked slots by name, (C, ...) each.
+        clients: Number of clients, C.
 
     Returns:
-        Its pair a ``StackedPair`` or a matrix (C, O, I), its weight (C, O, I).
+        The ``Effective``; its pair is a ``StackedPair`` or a matrix (C, O, I), its weight (C, O, I).
     """
     kept: list[Effective] = []
 
@@ -57,23 +57,23 @@ class StackedPair:
         self.B, self.A, self.scale = B, A, scale
 
     def to(self, dtype: torch.dtype) -> StackedPair:
-        """In another number format."""
+        """Convert to another number format."""
         return StackedPair(self.B.to(dtype), self.A.to(dtype), self.scale)
 
 
 def joins(operator: Operator, pair: Any, x_CB: Tensor, y: Tensor) -> bool:
-    """Whether ``added`` can be used."""
+    """Check whether ``added`` can be used."""
     return isinstance(operator, Linear) and isinstance(pair, StackedPair) and pair.A.dtype == x_CB.dtype == y.dtype
 
 
 def added(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:
-    """``y + scale * x A^T B^T`` client by client; A, B and y have one number format."""
+    """Compute ``y + scale * x A^T B^T`` client by client; A, B and y must share one number format."""
     h_CNR = torch.bmm(x_CB.flatten(1, -2), pair.A.mT)
     return torch.baddbmm(y_CNO, h_CNR, (pair.B * pair.scale).mT)
 
 
 def product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> Tensor:
-    """Each client's change of weight applied to its rows, (C, B, ..., O): ``Operator.product`` client by client."""
+    """Apply each client's change of weight to its rows, (C, B, ..., O): ``Operator.product`` client by client."""
     factors = isinstance(pair, StackedPair)
     if isinstance(operator, Linear):
         if not factors:
@@ -86,13 +86,13 @@ def product(operator: Operator, pair: Any, x_CB: Tensor, like: torch.dtype) -> T
 
 
 def apply(operator: Operator, weight_COI: Tensor, x_CB: Tensor) -> Tensor:
-    """Each client's rows through its own whole weight, without a bias."""
+    """Apply each client's own whole weight to its rows, without a bias."""
     if isinstance(operator, Linear):
         return _linear(x_CB, weight_COI)
     return vmap(lambda matrix, x: operator.apply(x, matrix))(weight_COI, x_CB)
 
 
 def _linear(x_CB: Tensor, matrix_COI: Tensor) -> Tensor:
-    """``x @ W_c^T`` client by client, as one batched product: (C, B, ..., I) -> (C, B, ..., O)."""
+    """Compute ``x @ W_c^T`` client by client, as one batched product: (C, B, ..., I) -> (C, B, ..., O)."""
     made = torch.bmm(x_CB.flatten(1, -2), matrix_COI.mT)
     return made.unflatten(1, x_CB.shape[1:-1])

@@ -1,4 +1,4 @@
-"""Finding the target layers and the extras by PEFT's own rules, so that a config means here what it means there."""
+"""Selection of target layers and extras by PEFT's own rules, so that a config means the same here and there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["find_buffers", "find_extras", "find_rest", "find_targets", "is_batch
 
 
 def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Last parts of the names of likely targets: layers outside the saved modules, embeddings aside."""
+    """Return the last name parts of likely targets: layers outside the saved modules, except embeddings."""
     saved = {f".{name}." for name in config.modules_to_save or ()}
     fit = [
         name
@@ -31,13 +31,13 @@ def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
-    """The target layers by module path, in the model's order.
+    """Return the target layers by module path, in the model's order.
 
     ``config.target_modules`` follows PEFT: a list of names or suffixes, a regex (a string), ``all-linear``, or None for
     PEFT's default of the architecture; ``layers_to_transform``, ``layers_pattern`` and ``exclude_modules`` too.
 
     Raises:
-        FedspanError: if nothing matches (with the nearest names), or if a match can't be a target: it is of another
+        FedspanError: If nothing matches (with the nearest names), or if a match can't be a target: it is of another
             kind, or shares its weight with another module.
     """
     if config.target_modules is None:
@@ -88,10 +88,10 @@ def _layers_hint(config: LoraConfig) -> str:
 
 
 def find_extras(model: nn.Module, modules_to_save: Sequence[str]) -> dict[str, nn.Parameter]:
-    """The parameters of the modules named in ``modules_to_save`` (suffix match, as PEFT does), by parameter path.
+    """Return the parameters of the modules in ``modules_to_save`` (suffix match, as in PEFT), by parameter path.
 
     Raises:
-        FedspanError: for a name that no module of the model ends with.
+        FedspanError: If no module's path ends with one of the names.
     """
     parameters: dict[str, nn.Parameter] = {}
     matched: set[str] = set()
@@ -111,13 +111,13 @@ def find_extras(model: nn.Module, modules_to_save: Sequence[str]) -> dict[str, n
 
 
 def find_rest(model: nn.Module, targets: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """All parameters outside the target layers' weights, by path: what trains beside them in a model from scratch."""
+    """Return all parameters outside the target layers' weights, by path; they train too in a model from scratch."""
     taken = {id(module.weight) for module in targets.values()}
     return {path: parameter for path, parameter in model.named_parameters() if id(parameter) not in taken}
 
 
 def find_buffers(model: nn.Module, extras: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The buffers that travel and are saved with the extras: running statistics of norms whose weights are extras."""
+    """Return the buffers transmitted and saved with the extras: running statistics of norms that own extras."""
     owners = {path.rpartition(".")[0] for path in extras}
     return {
         f"{name}.{buffer}": value
@@ -128,14 +128,14 @@ def find_buffers(model: nn.Module, extras: Mapping[str, nn.Parameter]) -> dict[s
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module's forward pass moves running statistics."""
+    """Check whether a module's forward pass updates running statistics."""
     return isinstance(module, nn.modules.batchnorm._NormBase)  # pyright: ignore[reportPrivateUsage]
 
 
 def make_spec(
     targets: Mapping[str, nn.Module], extras: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor] | None = None
 ) -> Spec:
-    """What methods know of the model: target layers as matrices, shapes of the extras, names of their buffers."""
+    """Build the methods' view of the model: target layers as matrices, shapes of the extras, names of their buffers."""
     layers: list[LayerSpec] = []
     for name, module in targets.items():
         operator = operator_of(module)

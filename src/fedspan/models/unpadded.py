@@ -1,8 +1,8 @@
-"""Forward passes without padding: from the first block to the last the tokens of a batch stand in one row.
+"""Forward passes without padding: from the first block to the last, the tokens of a batch stand in one row.
 
-Texts of a batch differ in length, and most of what a block computes (products with weights, norms, activations) it
-computes token by token. Only attention needs to know which tokens are one text: it takes them in bins, each with
-several short texts or a long one.
+Texts of a batch differ in length, and most operations of a block (products with weights, norms, activations) work token
+by token. Only attention needs to know which tokens form one text: it takes them in bins, each with several short texts
+or one long text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CURRENT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
 
 
 def current_layout() -> TokenLayout | None:
-    """That of the forward pass that goes on in this thread, if it goes without padding."""
+    """Return the layout of this thread's current forward pass, if it runs without padding."""
     return None if torch.compiler.is_compiling() else _CURRENT.get()  # compiled blocks are padded
 
 
@@ -50,13 +50,13 @@ AttentionMaskInterface.register(_ATTENTION, eager_mask)
 
 
 class Unpadded:
-    """The blocks of an adapted model, through which batches can go without padding.
+    """The blocks of an adapted model that batches can pass through without padding.
 
     Args:
-        adapted: a Hugging Face model.
+        adapted: A Hugging Face model.
 
     Raises:
-        Padded: if it needs its padding, as far as its modules tell.
+        Padded: If the model needs its padding, as far as its modules show.
     """
 
     def __init__(self, adapted: AdaptedModel) -> None:
@@ -72,7 +72,7 @@ class Unpadded:
             raise Padded("the model drops out at random")
         try:
             _, calls = traced(model)
-        except Exception as error:  # whatever a model makes of a batch that is not what it expects
+        except Exception as error:  # a model may raise anything on a batch that it does not expect
             raise Padded(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
         chains = block_chains(model, calls)
         if not chains:
@@ -89,13 +89,13 @@ class Unpadded:
 
     @contextmanager
     def within(self, layout: TokenLayout) -> Generator[None]:
-        """Within this context forward passes of a batch go without padding.
+        """Run forward passes of a batch without padding within this context.
 
         Args:
-            layout: of the batch.
+            layout: Layout of the batch.
 
         Raises:
-            Padded: within the context, by a forward pass that can't.
+            Padded: If a forward pass within the context can't run without padding.
         """
         attention, token = self._config._attn_implementation, _CURRENT.set(layout)
         try:
@@ -111,7 +111,7 @@ class Unpadded:
 
 
 def _in_a_row(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> Callable[..., Any]:
-    """A block's forward that packs what still is padded; the last one's answer is padded again."""
+    """Wrap a block's forward to pack inputs that are still padded; the last block's output is padded again."""
 
     def packed(*args: Any, **options: Any) -> Any:
         hidden = hidden_of(args, options)

@@ -1,10 +1,10 @@
-"""How fast a device trains: GPUs by their data sheets, and what follows for a run.
+"""Training speed of devices: GPUs by their data sheets, and the resulting duration of a run.
 
-A GPU's rate is its peak of dense products of matrices times a utilisation, what a training reaches of that peak.
-``UTILISATION`` is 0.35: Table 3 of PaLM (arXiv:2204.02311) has 21 % (GPT-3), 33 % (Gopher), 30 % (Megatron-Turing NLG)
-and 46 % (PaLM) of large models trained with care; adapters, short texts and small batches do not get nearer to the peak
-than those. A model with less than some 100 M parameters keeps a large GPU waiting for the next operation most of the
-time: there, the figure is much too high.
+A GPU's rate is its peak for dense matrix products times a utilisation, the share of that peak that training reaches.
+``UTILISATION`` is 0.35: Table 3 of PaLM (arXiv:2204.02311) reports 21 % (GPT-3), 33 % (Gopher), 30 % (Megatron-Turing
+NLG) and 46 % (PaLM) for large models trained with care; adapters, short texts and small batches do not get closer to
+the peak than those. A model with fewer than about 100 M parameters leaves a large GPU waiting for the next operation
+most of the time; for such models, the figure is much too high.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ACCELERATORS", "HERE", "UTILISATION", "Accelerator", "Duration", "Sp
 
 HERE = "here"
 UTILISATION = 0.35
-_PASSES = 2  # over the weights of a step: forward and backward
+_PASSES = 2  # passes over the weights in a step: forward and backward
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Accelerator:
     """A GPU as its maker describes it.
 
     Args:
-        float32: TFLOP/s without tensor cores: torch leaves TF32 off unless it is told otherwise.
-        float16: TFLOP/s of tensor cores, dense (data sheets like to give the double, "with sparsity"), summing in
+        float32: TFLOP/s without tensor cores, because torch leaves TF32 off by default.
+        float16: TFLOP/s of tensor cores, dense (data sheets often give the double, "with sparsity"), accumulating in
             float32.
-        bfloat16: likewise; None: it has none.
-        bandwidth: of its memory, GB/s.
-        memory: GB.
+        bfloat16: TFLOP/s of tensor cores, likewise; None: the GPU has no bfloat16.
+        bandwidth: Memory bandwidth in GB/s.
+        memory: Memory in GB.
     """
 
     float32: float
@@ -51,7 +51,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     "RTX3090": Accelerator(35.6, 71, 71, 936, 24),
     # NVIDIA Ada GPU Architecture, whitepaper, appendix A
     "RTX4090": Accelerator(82.6, 165.2, 165.2, 1008, 24),
-    # NVIDIA L4 Tensor Core GPU, data sheet; tensor cores there with sparsity: 242
+    # NVIDIA L4 Tensor Core GPU, data sheet, which gives 242 for tensor cores with sparsity
     "L4": Accelerator(30.3, 121, 121, 300, 24),
     # NVIDIA A10 Tensor Core GPU, data sheet
     "A10": Accelerator(31.2, 125, 125, 600, 24),
@@ -59,30 +59,32 @@ ACCELERATORS: dict[str, Accelerator] = {
     "L40S": Accelerator(91.6, 362, 362, 864, 48),
     # NVIDIA A100 Tensor Core GPU, data sheet; SXM, 80 GB
     "A100": Accelerator(19.5, 312, 312, 2039, 80),
-    # NVIDIA H100 Tensor Core GPU, data sheet; SXM; tensor cores there with sparsity: 1979
+    # NVIDIA H100 Tensor Core GPU, data sheet, which gives 1979 for tensor cores with sparsity; SXM
     "H100": Accelerator(67, 989, 989, 3350, 80),
-    # NVIDIA H200 Tensor Core GPU, data sheet; SXM; tensor cores there with sparsity: 1979
+    # NVIDIA H200 Tensor Core GPU, data sheet, which gives 1979 for tensor cores with sparsity; SXM
     "H200": Accelerator(67, 989, 989, 4800, 141),
     # AMD Instinct MI300X Accelerator, data sheet
     "MI300X": Accelerator(163.4, 1307.4, 1307.4, 5300, 192),
 }
-"""By the name that a user types, in upper case and without spaces."""
+"""GPUs by the name that a user types, in upper case and without spaces."""
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds of the clients' training, without evaluations, and without what the server does.
+    """Seconds of the clients' training, without evaluations and without the server's work.
 
     Args:
-        device: on which.
-        step: an optimizer step of a client that trains alone.
-        client: a client's round alone, after its first; None where nobody says how many examples it has.
-        simulated: all clients of all rounds on one such device; None likewise, and of Flower's simulation here.
-        deployed: the run where every client has such a device of its own and all clients of a round take the mean
-            client's time, their transfers among it if a bandwidth was given; None likewise.
-        start: beside that, what the batched engine takes to find out how many clients train best at once, if it has
-            not done so for such a run on this machine before; 0 where nothing is measured.
-        memory: bytes of the device; None: not known.
+        device: Name of the device.
+        step: Seconds of an optimizer step of a client that trains alone.
+        client: Seconds of a round of a client that trains alone, after its first round; None if its number of examples
+            is unknown.
+        simulated: Seconds of all clients and rounds on one such device; None likewise, and for Flower's simulation on
+            this machine.
+        deployed: Seconds of the run if every client has its own device of this kind and takes as long as the mean
+            client, including transfers if a bandwidth was given; None if the number of examples is unknown.
+        start: Additional seconds in which the batched engine measures how many clients to train at once, unless it has
+            already done so for such a run on this machine; 0 if nothing is measured.
+        memory: Memory of the device in bytes; None: unknown.
     """
 
     device: str
@@ -96,15 +98,16 @@ class Duration:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a device trains a model.
+    """Training speed of a device for a model.
 
     Args:
-        device: its name.
+        device: Name of the device.
         alone: FLOP/s of a client that trains alone.
-        together: FLOP/s of a simulation of many clients; None: not known.
-        bandwidth: bytes a second of its memory, over which the weights go twice a pass; None: it is in ``alone``.
-        start: seconds in which the engine finds out how many clients train best at once.
-        memory: bytes; None: not known.
+        together: FLOP/s of a simulation of many clients; None: unknown.
+        bandwidth: Memory bandwidth in bytes a second, at which the weights are read twice a pass; None: ``alone``
+            includes it.
+        start: Seconds in which the engine measures how many clients to train at once.
+        memory: Memory in bytes; None: unknown.
     """
 
     device: str
@@ -115,13 +118,13 @@ class Speed:
     memory: int | None = None
 
     def duration(self, compute: Compute, base: int, config: RunConfig, transfer: float | None) -> Duration:
-        """What training takes.
+        """Compute how long training takes.
 
         Args:
-            compute: FLOPs of it.
-            base: bytes of the frozen model.
-            config: the run's.
-            transfer: seconds of a client's messages of a round; None: no bandwidth was given.
+            compute: FLOPs of the training.
+            base: Bytes of the frozen model.
+            config: Config of the run.
+            transfer: Seconds of a client's messages in a round; None: no bandwidth was given.
         """
         passes, slower = config.training.gradient_accumulation_steps, 1.0
         step = compute.step / self.alone
@@ -145,15 +148,15 @@ class Speed:
 
 
 def accelerator_speed(name: str, dtype: str, utilisation: float = UTILISATION) -> Speed:
-    """The speed of a GPU of the table.
+    """Return the speed of a GPU of the table.
 
     Args:
-        name: a key of ``ACCELERATORS``; capitals, spaces and hyphens do not matter.
-        dtype: of the frozen base: ``float32``, ``float16`` or ``bfloat16``.
-        utilisation: share of the peak that training reaches.
+        name: Key of ``ACCELERATORS``; case, spaces and hyphens are ignored.
+        dtype: Number format of the frozen base: ``float32``, ``float16`` or ``bfloat16``.
+        utilisation: Share of the peak that training reaches.
 
     Raises:
-        FedspanError: no such GPU, one without this number format, or a share that is none.
+        FedspanError: If the GPU is unknown or lacks this number format, or the share is not in (0, 1].
     """
     key = name.upper().replace(" ", "").replace("-", "")
     if key not in ACCELERATORS:

@@ -1,8 +1,8 @@
-"""How fast this machine trains a model: a few seconds of what a run does, on weights that mean nothing.
+"""Measured training speed of this machine: a few seconds of the run's work, on random weights.
 
-Nothing is timed but the engine itself, on examples of about the planned length: a machine's peak says little of a
-training whose time goes into small products, norms and Python. A model of more than ``_WHOLE`` bytes is timed with two
-of its blocks, and what is known then is FLOP/s, which its other blocks will reach as well.
+Only the engine itself is timed, on examples of about the planned length: a machine's peak predicts little about
+training that spends its time on small products, norms and Python. A model of more than ``_WHOLE`` bytes is timed with
+two of its blocks; the measured FLOP/s are assumed for its other blocks as well.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from fedspan.training.jobs import Assignment
 
 __all__ = ["measured_speed"]
 
-_WHOLE = 1 << 30  # bytes of a model that is timed with all of its blocks
-_BLOCKS = 2  # of a larger one
-_SECONDS = 2.0  # of a client alone, and of several at once, after a first step of each
-_CLIENTS, _STEPS = 16, 64  # whose jobs are tried out, and steps of a client, at the most
-_FEW = 4  # clients that are timed at once, at least
-_FIRST_ID = 5  # of a token; padding and the like have smaller ones in most vocabularies
+_WHOLE = 1 << 30  # maximum bytes of a model that is timed with all of its blocks
+_BLOCKS = 2  # blocks of a larger model
+_SECONDS = 2.0  # time for one client alone, and for several at once, after a first step of each
+_CLIENTS, _STEPS = 16, 64  # maximum clients whose jobs are measured, and maximum steps of a client
+_FEW = 4  # minimum clients that are timed at once
+_FIRST_ID = 5  # first token id; padding and other special tokens have smaller ids in most vocabularies
 
 
 def measured_speed(
@@ -59,19 +59,19 @@ def measured_speed(
     clients: int,
     steps: int | None,
 ) -> Speed:
-    """The speed of this machine with a run's device, threads, number format, engine and batches.
+    """Measure the speed of this machine with a run's device, threads, number format, engine and batches.
 
     Args:
-        config: the run's.
-        labels: of its data.
-        architecture: as for ``models.empty.load_empty``.
-        base: bytes of its model.
-        length: tokens of an example on average; None: the greatest length.
-        clients: of a round.
-        steps: optimizer steps of a client in a round; None: not known.
+        config: Config of the run.
+        labels: Labels of its data.
+        architecture: Transformers config as for ``models.empty.load_empty``.
+        base: Bytes of its model.
+        length: Mean tokens of an example; None: the maximum length.
+        clients: Clients of a round.
+        steps: Optimizer steps of a client in a round; None: unknown.
 
     Raises:
-        FedspanError: what can't be timed here: a quantised base, or a device that this machine lacks.
+        FedspanError: If the run can't be timed here: its base is quantised, or this machine lacks its device.
     """
     if config.model.quantization is not None:
         expected = f"a GPU's name: a base in {config.model.quantization} can't be timed without its weights"
@@ -86,7 +86,7 @@ def measured_speed(
     try:
         bench = _Bench(config, tuple(labels), architecture, device, depth, length)
         alone = bench.alone()
-        together, start = None if config.engine.name == "flower-sim" else alone, 0.0  # its processes are not this one
+        together, start = None if config.engine.name == "flower-sim" else alone, 0.0  # it has other processes
         if isinstance(bench.engine, BatchedEngine):
             together, start = bench.together(clients, steps)
     finally:
@@ -95,15 +95,15 @@ def measured_speed(
 
 
 class _Bench:
-    """An engine with a model, examples and jobs that are made up.
+    """An engine with a model, synthetic examples and synthetic jobs.
 
     Args:
-        config: the run's.
-        labels: of its data.
-        architecture: as for ``models.empty.load_empty``.
-        device: where it trains.
-        depth: blocks of the model; None: all.
-        length: tokens of an example on average; None: the greatest length.
+        config: Config of the run.
+        labels: Labels of its data.
+        architecture: Transformers config as for ``models.empty.load_empty``.
+        device: Device that trains.
+        depth: Blocks of the model; None: all.
+        length: Mean tokens of an example; None: the maximum length.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Bench:
         self._job = _job(adapted, rank)
 
     def alone(self) -> float:
-        """FLOP/s of one client."""
+        """Measure the FLOP/s of one client."""
         if isinstance(self.engine, BatchedEngine):
             self.engine.stacking = StackingPlan(1, 1)
         self._seconds(1, 1)
@@ -144,14 +144,14 @@ class _Bench:
         return steps * self._step / self._seconds(1, steps)
 
     def together(self, clients: int, steps: int | None) -> tuple[float, float]:
-        """FLOP/s of as many at once as the engine finds best, and the seconds that it took to find out."""
+        """Measure the FLOP/s of the stacking plan that the engine finds best, and the seconds of finding it."""
         assert isinstance(self.engine, BatchedEngine)
         self.engine.stacking, steps = None, min(_STEPS, steps or _STEPS)
         began = time.perf_counter()
         works = [self._work(f"client-{number}", steps) for number in range(min(clients, _CLIENTS))]
         stacking = self.engine.settle(works, clients, self._examples)
         measuring = time.perf_counter() - began
-        clients = min(clients, max(_FEW, 2 * stacking.at_once * stacking.workers))  # so that batches can be chosen
+        clients = min(clients, max(_FEW, 2 * stacking.at_once * stacking.workers))  # enough to form batches
         first = self._seconds(clients, 1)
         each = int(min(steps, max(1, _SECONDS / first)))
         return clients * each * self._step / self._seconds(clients, each), measuring
@@ -161,7 +161,7 @@ class _Bench:
         return Assignment(client, 0, replace(self._job, steps=steps), indices, self._config.training.lr)
 
     def _seconds(self, clients: int, steps: int) -> float:
-        """Of so many clients with so many steps each."""
+        """Time this many clients with this many steps each."""
         self.engine.ready(self._examples, np.arange(self._batch * steps))
         sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
         began = time.perf_counter()
@@ -170,7 +170,7 @@ class _Bench:
 
 
 def _processor(adapted: AdaptedModel) -> Any:
-    """All that tasks ask of a tokenizer or an image processor where examples are encoded already."""
+    """Return the attributes of a tokenizer or an image processor that tasks read for encoded examples."""
     padding = int(getattr(getattr(adapted.model, "config", None), "pad_token_id", None) or 0)
     return SimpleNamespace(
         pad_token_id=padding, pad_token_type_id=0, do_rescale=True, rescale_factor=1 / 255, do_normalize=False
@@ -178,7 +178,7 @@ def _processor(adapted: AdaptedModel) -> Any:
 
 
 def _job(adapted: AdaptedModel, rank: int) -> Job:
-    """LoRA of all target layers, and the extras."""
+    """Build a job of LoRA for all target layers, and the extras."""
     rng = torch.Generator().manual_seed(0)
     tensors = {extra_name(path): adapted.initial(path).cpu() for path in adapted.values()}
     for layer in adapted.spec.layers:
@@ -194,7 +194,7 @@ def _job(adapted: AdaptedModel, rank: int) -> Job:
 def _examples(
     config: RunConfig, adapted: AdaptedModel, labels: int, length: int | None, longest: int, count: int
 ) -> Any:
-    """Examples of the kind of a task; lengths lie evenly between half and one and a half of the mean one."""
+    """Build examples for the task; lengths are evenly spaced from half to one and a half times the mean length."""
     rng = np.random.default_rng(0)
     classes = rng.integers(0, max(1, labels), count)
     model: Any = adapted.model

@@ -1,8 +1,8 @@
-"""What local training computes: FLOPs and the memory of a pass, counted on a model without weights.
+"""Cost of local training: FLOPs and memory of a pass, counted on a model without weights.
 
-Of the method only what its layers compute with is taken (``layer_counts.Computation``), in its first job, with the
-largest rank. What a frozen base spares is counted as autograd has it: no gradients of frozen weights, and no backward
-pass below the first layer that trains.
+The only input from the method is what its layers compute with (``layer_counts.Computation``) in its first job, with
+the largest rank. Savings from a frozen base are counted as autograd realises them: no gradients of frozen weights, and
+no backward pass below the first layer that trains.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "local_trainin
 
 @dataclass(frozen=True)
 class Trains:
-    """What trains of a model.
+    """The trained parts of a model.
 
     Args:
-        computations: what layers compute with, by kind of target layer.
-        extras: whether they train, too.
+        computations: Computation of the layers, by kind of target layer.
+        extras: Whether the extras train, too.
     """
 
     computations: Mapping[LayerSpec, Computation]
@@ -50,19 +50,19 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Compute:
-    """FLOPs of local training, a multiplication and an addition being two; those of evaluations are not among them.
+    """FLOPs of local training, counting a multiplication and an addition as two; evaluations are excluded.
 
     Args:
-        length: tokens of an example that are counted; None of images.
-        example: of a forward and a backward pass of one example.
-        once: of an example's hidden states that leave the model's frozen prefix, which a client keeps for all later
-            passes; 0 where there is no such prefix, or no room for them: then ``example`` has it all.
-        step: of an optimizer step.
-        client: of a client's round (where clients differ, of the mean one), without ``once``; None where nobody says
-            how many examples it has.
-        run: of all clients and rounds, ``once`` among it; None likewise.
-        first: a client's ``once`` of all its examples; None likewise.
-        kept: the same of all clients, as it is in ``run``; None likewise.
+        length: Tokens of an example that are counted; None for images.
+        example: FLOPs of a forward and a backward pass of one example.
+        once: FLOPs of an example's hidden states at the end of the model's frozen prefix, which a client stores for all
+            later passes; 0 without such a prefix or without room for them, where ``example`` includes all FLOPs.
+        step: FLOPs of an optimizer step.
+        client: FLOPs of a client's round (of the mean client, if clients differ), without ``once``; None if its number
+            of examples is unknown.
+        run: FLOPs of all clients and rounds, including ``once``; None likewise.
+        first: FLOPs of ``once`` for all examples of a client; None likewise.
+        kept: FLOPs of ``once`` for all clients, as included in ``run``; None likewise.
     """
 
     length: int | None
@@ -76,18 +76,18 @@ class Compute:
 
     @property
     def above(self) -> float:
-        """Share of the weights that a pass reads: those above the kept hidden states, by their FLOPs."""
-        return self.example / (self.example + 2 * self.once)  # a frozen layer's backward pass costs as much again
+        """Share of the weights that a pass reads: those above the stored hidden states, estimated by their FLOPs."""
+        return self.example / (self.example + 2 * self.once)  # frozen layers: backward costs the same as forward
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The frozen blocks whose hidden states are kept.
+    """The frozen blocks whose hidden states are stored.
 
     Args:
-        found: the blocks.
-        features: of a hidden state.
-        dtype: of its numbers.
+        found: The frozen blocks.
+        features: Features of a hidden state.
+        dtype: Number format of a hidden state.
     """
 
     found: FrozenPrefix
@@ -95,38 +95,38 @@ class Prefix:
     dtype: torch.dtype
 
     def nbytes(self, tokens: int) -> int:
-        """Of so many tokens' hidden states."""
+        """Return the bytes of the hidden states of this many tokens."""
         return tokens * self.features * self.dtype.itemsize
 
 
 class PlannedPasses:
-    """Passes of a model without weights; what was counted once is not counted again.
+    """Passes of a model without weights; each cost is counted only once.
 
     Args:
-        config: the run's; its task, data and batches.
-        adapted: the model, on the meta device.
+        config: Config of the run, of which the task, data and batches are used.
+        adapted: The model, on the meta device.
 
-    Passes raise FedspanError for a model whose own code asks what its values are, or has no operation for its dtype.
+    Passes raise FedspanError for a model whose own code reads tensor values, or has no operation for its dtype.
     """
 
     def __init__(self, config: RunConfig, adapted: AdaptedModel) -> None:
         self._adapted, self._name = adapted, config.model.name
         self._task, self._packing = config.task, config.data.packing
         self.longest = None if config.task == "image-classification" else max_length(config, None, adapted.model)
-        """Tokens of an example at the most; None of images."""
+        """Maximum tokens of an example; None for images."""
         self._size = config.model.image_size
         self._known: dict[tuple[object, ...], PassCost] = {}
         self._prefix: Prefix | None = None
         self._searched = False
 
     def cost(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None = None) -> PassCost:
-        """What a pass of a batch takes; its ``peak`` is without the gradients of what trains.
+        """Count the cost of a pass of a batch; its ``peak`` excludes the gradients of what trains.
 
         Args:
-            trains: what has a gradient, and what layers compute with.
-            rows: examples of the batch.
-            length: tokens of each.
-            prefix: whose hidden states are given.
+            trains: The trained parts of the model, and what layers compute with.
+            rows: Examples of the batch.
+            length: Tokens of each example.
+            prefix: Frozen prefix whose hidden states are given.
         """
         key = (tuple(sorted(trains.computations.items(), key=repr)), trains.extras, rows, length, prefix is not None)
         if key not in self._known:
@@ -145,7 +145,7 @@ class PlannedPasses:
         return replace(cost, peak=max(0, cost.peak - gradients))
 
     def _install(self, trains: Trains) -> list[Tensor]:
-        """Put stand-ins for a method's tensors into the model; those that have a gradient."""
+        """Install stand-ins for a method's tensors in the model, and return those that have a gradient."""
         adapted = self._adapted
         parametrization, tensors, names = dict[str, StandIn](), dict[str, Tensor](), set[str]()
         for layer in adapted.spec.layers:
@@ -178,7 +178,7 @@ class PlannedPasses:
     def _outputs(self, inputs: Mapping[str, Any]) -> Any:
         try:
             return self._adapted.model(**inputs)
-        except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:  # its own code's
+        except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:  # of the model's code
             why = next(iter(str(error).splitlines()), "")[:120]
             expected = "a model that can be planned, one that computes without its weights, in another dtype perhaps"
             raise FedspanError("model.name", self._name, f"{expected} ({type(error).__name__}: {why})") from error
@@ -186,7 +186,7 @@ class PlannedPasses:
     def _loss(self, inputs: Mapping[str, Tensor]) -> Tensor:
         options = {"use_cache": False} if self._task == "causal-lm" else {}
         logits: Tensor = self._outputs({**inputs, **options}).logits
-        if self._task == "causal-lm":  # at the most: of all tokens
+        if self._task == "causal-lm":  # upper bound: the loss of all tokens
             logits = logits[:, :-1].flatten(0, 1)
         labels = torch.empty(len(logits), dtype=torch.long, device="meta")
         return F.cross_entropy(widened(logits), labels)
@@ -206,7 +206,7 @@ class PlannedPasses:
         return self._prefix
 
     def prefix_flops(self, prefix: Prefix, rows: int, length: int) -> int:
-        """FLOPs of the hidden states of a batch that leave the prefix."""
+        """Count the FLOPs of a batch's hidden states at the end of the prefix."""
         self._install(Trains({}, False))
         inputs = self._inputs(rows, length)
         with Meter() as meter, torch.no_grad(), prefix.found.recorded():
@@ -216,12 +216,12 @@ class PlannedPasses:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """What the clients' training takes.
+    """Cost of the clients' training.
 
     Args:
-        compute: FLOPs.
-        activations: bytes of a pass of a batch of the longest examples at its peak, gradients aside.
-        cache: bytes of the hidden states that a client keeps.
+        compute: FLOPs of the training.
+        activations: Peak bytes of a pass of a batch of the longest examples, without gradients.
+        cache: Bytes of the hidden states that a client stores.
     """
 
     compute: Compute
@@ -237,18 +237,18 @@ def local_training(
     length: int | None,
     cohorts: Sequence[Sequence[int]],
 ) -> LocalTraining:
-    """What the clients' training takes.
+    """Compute the cost of the clients' training.
 
     Args:
-        config: the run's.
-        passes: of its model.
-        trains: what trains.
-        examples: of a client, on average; None: not known.
-        length: tokens of an example on average; None: the greatest length.
-        cohorts: positions of each round's clients.
+        config: Config of the run.
+        passes: Passes of its model.
+        trains: The trained parts of the model.
+        examples: Mean examples of a client; None: unknown.
+        length: Mean tokens of an example; None: the maximum length.
+        cohorts: Positions of each round's clients.
 
     Raises:
-        FedspanError: a length that no example has.
+        FedspanError: If no example can have this length.
     """
     longest = passes.longest
     if length is not None and (longest is None or not isinstance(length, int) or not 1 <= length <= longest):
@@ -274,7 +274,7 @@ def local_training(
 
 
 def _seen(settings: TrainingSettings, examples: float | None) -> float | None:
-    """Examples that a client trains on in a round, with repetition."""
+    """Return the examples that a client trains on in a round, counting repetitions."""
     if settings.steps is not None:
         return settings.steps * settings.batch_size * settings.accumulate
     return None if examples is None else examples * settings.epochs

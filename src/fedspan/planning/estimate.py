@@ -1,4 +1,4 @@
-"""What a run will take, before it is begun and before a model is downloaded."""
+"""Cost of a run, estimated before it starts and before a model is downloaded."""
 
 from __future__ import annotations
 
@@ -36,26 +36,29 @@ def plan(
     utilisation: float | None = None,
     mbit: float | None = None,
 ) -> Plan:
-    """Trainable parameters, bytes, steps, FLOPs, memory and time of a run, by its config and that of its model alone.
+    """Estimate the trainable parameters, bytes, steps, FLOPs, memory and time of a run from its config and its model's.
 
     Args:
-        config: the path of a YAML file, the same as plain values, or a ``RunConfig``.
-        overrides: changes to the config, each ``section.field=value``.
-        architecture: a Transformers config as plain values with its ``model_type``, in place of the named model's;
-            left out, the model's own ``config.json`` is read (from the hub, if it is there).
-        clients: of the federation; left out: ``partition.clients``, or of a natural partition as many as the data have.
-        examples: of the training set; left out: what the catalogue knows of ``data.dataset``, or as many as there are.
-        labels: how many classes there are; left out: those of the config, of the catalogue, or of the data. The data
-            are read for any of the three only where they are a file or a folder on this machine.
-        length: tokens of an example on average, which FLOPs and time are those of; left out: as many as
-            ``model.max_length`` and the model allow.
+        config: Path of a YAML file, the same as plain values, or a ``RunConfig``.
+        overrides: Changes to the config, each ``section.field=value``.
+        architecture: A Transformers config as plain values with its ``model_type``, in place of the named model's; left
+            out, the model's own ``config.json`` is read (from the hub, if it is there).
+        clients: Clients of the federation; left out: ``partition.clients``, or for a natural partition, as many as the
+            data have.
+        examples: Examples of the training set; left out: the catalogue's number for ``data.dataset``, or the number in
+            the data.
+        labels: Number of classes; left out: that of the config, of the catalogue, or of the data. The data are read for
+            any of these three numbers only if they are a file or a folder on this machine.
+        length: Mean tokens of an example, for FLOPs and time; left out: as many as ``model.max_length`` and the model
+            allow.
         device: Device that clients train on: a GPU (``A100``, see ``fedspan.planning.accelerators``), or ``here``, this
             machine, on which some seconds of training are timed; left out: no time is planned.
-        utilisation: share of a GPU's peak that training reaches; left out: 0.35, with the reason in the same place.
-        mbit: megabits a second between a client and the server; left out: no transfer is planned.
+        utilisation: Share of a GPU's peak that training reaches; left out: 0.35, explained in
+            ``fedspan.planning.accelerators``.
+        mbit: Megabits a second between a client and the server; left out: no transfer is planned.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If the config, the data or an argument has an error that the user can correct.
     """
     checked = (
         config if isinstance(config, RunConfig) and not overrides else parse_config(plain_values(config, overrides))
@@ -83,26 +86,27 @@ def plan_methods(
     utilisation: float | None = None,
     mbit: float | None = None,
 ) -> dict[str, Plan | FedspanError]:
-    """What a run will take under several methods.
+    """Estimate the cost of a run under several methods.
 
     Args:
-        config: as for ``plan``; options that only some of the methods have may stand in it.
-        methods: registry keys, with wrappers as in ``fedit+fedprox``; left out: all that are registered.
-        overrides: as for ``plan``, as are all others.
-        architecture: likewise.
-        clients: likewise.
-        examples: likewise.
-        labels: likewise.
-        length: likewise.
-        device: likewise; ``here`` is timed once.
-        utilisation: likewise.
-        mbit: likewise.
+        config: Config as for ``plan``; it may contain options that only some of the methods have.
+        methods: Registry keys, with wrappers as in ``fedit+fedprox``; left out: all registered methods.
+        overrides: Changes to the config, as for ``plan``.
+        architecture: Transformers config of the model, as for ``plan``.
+        clients: Clients of the federation, as for ``plan``.
+        examples: Examples of the training set, as for ``plan``.
+        labels: Number of classes, as for ``plan``.
+        length: Mean tokens of an example, as for ``plan``.
+        device: Device that clients train on, as for ``plan``; ``here`` is timed once.
+        utilisation: Share of a GPU's peak that training reaches, as for ``plan``.
+        mbit: Megabits a second between a client and the server, as for ``plan``.
 
     Returns:
-        By method, its plan, or why it can't be planned (a rank that it has no room for, ranks that it can't mix).
+        The plan of each method, or the reason why it can't be planned (such as a rank that is too large for its layers,
+        or mixed ranks that it does not support).
 
     Raises:
-        FedspanError: for what is wrong under any method.
+        FedspanError: If an error affects every method.
     """
     values = plain_values(config, overrides)
     steps = plan_comparison(values, tuple(METHODS) if methods is None else methods, [0], {}, None).steps
@@ -128,7 +132,7 @@ def plan_methods(
 def _facts(
     config: RunConfig, clients: int | None, examples: int | None, labels: int | None
 ) -> tuple[int | None, int | None, int]:
-    """Clients, examples and labels: as given, as the config or the catalogue say, or as counted in a local file."""
+    """Return clients, examples and labels as given, from the config or the catalogue, or as counted in a local file."""
     for name, value in (("clients", clients), ("examples", examples), ("labels", labels)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise FedspanError(name, value, "a whole number from 1")
@@ -146,7 +150,7 @@ def _facts(
 
 
 def _counted(config: RunConfig) -> tuple[int, int, int] | None:
-    """Clients, training examples and labels of data that lie on this machine; None of others."""
+    """Return the clients, training examples and labels of data on this machine; None for other data."""
     train = config.data.train
     if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_places(train)):
         return None
@@ -163,7 +167,7 @@ def _require_device(device: str | None, utilisation: float | None) -> None:
 
 
 def _placed(config: RunConfig, device: str | None) -> RunConfig:
-    """The config where clients have a GPU of the table: there, attention may be another."""
+    """Return the config for clients with a GPU of the table, where the attention implementation may differ."""
     named = device not in (None, HERE) and config.device == "auto"
     return config.model_copy(update={"device": "cuda"}) if named else config
 
@@ -176,7 +180,7 @@ def _speed(
     labels: int,
     architecture: Mapping[str, Any] | None,
 ) -> Speed:
-    """That of a device by its name, or of this machine."""
+    """Return the speed of a device by its name, or of this machine."""
     if device != HERE:
         return accelerator_speed(device, config.model.dtype, UTILISATION if utilisation is None else utilisation)
     return measured_speed(
@@ -191,10 +195,10 @@ def _speed(
 
 
 def known_labels(config: RunConfig) -> int:
-    """How many classes the data of a config have; 0 where the task has none.
+    """Return the number of classes in the data of a config; 0 if the task has none.
 
     Raises:
-        FedspanError: if nobody says.
+        FedspanError: If neither the config nor the catalogue gives the number.
     """
     if not PROBLEMS[config.task].classifies:
         return 0
@@ -207,7 +211,7 @@ def known_labels(config: RunConfig) -> int:
 
 
 def known_examples(config: RunConfig) -> int | None:
-    """How many training examples there are, before any is read; None where nobody says."""
+    """Return the number of training examples without reading any; None if it is unknown."""
     data, entry = config.data, _entry(config)
     if entry is None or data.first_labels is not None:
         return data.max_examples

@@ -1,9 +1,9 @@
-"""What a method trains, holds, keeps and computes with for a target layer, seen on tensors that it makes itself.
+"""Tensors that a method trains, holds and stores for a target layer, counted on tensors that the method creates itself.
 
-Nothing is declared twice: the method's own ``init``, ``sync`` and ``start`` are called. On a layer of a large model
-that would take an SVD of minutes and gigabytes, so three small layers of the same proportions stand in for it: every
-count is a polynomial of second degree in the scale of a layer (factors grow with a side, whole weights with both),
-which three points determine. A fourth tells where a method rounds (SLoRA's masks); there the layer itself is counted.
+Nothing is declared twice: the method's own ``init``, ``sync`` and ``start`` are called. On a layer of a large model,
+an SVD would take minutes and gigabytes, so three small layers of the same proportions stand in for it: every count is
+a quadratic polynomial in the scale of a layer (factors grow with a side, whole weights with both), which three points
+determine. A fourth point detects methods that round (SLoRA's masks); for those, the layer itself is counted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Source = Literal["held", "made"] | None
 
 @dataclass(frozen=True)
 class Computation:
-    """What a layer computes with, whatever tensors are behind it (``core.parametrization.Effective``).
+    """What a layer computes with, independent of the tensors behind it (``core.parametrization.Effective``).
 
     Args:
-        base: whether the frozen weight takes part.
-        weight: a weight in its place: ``held`` on the client, ``made`` in every pass, or none.
-        matrix: a matrix added to it, likewise.
-        rank: of the pair of factors added to it; 0: there is none.
-        moves: which of the weight (W), the matrix (D) and the factors (A, B) have a gradient.
+        base: Whether the frozen weight is used.
+        weight: Source of a weight in its place: ``held`` on the client, ``made`` in every pass, or None.
+        matrix: Source of a matrix added to the weight, likewise.
+        rank: Rank of the pair of factors added to the weight; 0: there is none.
+        moves: Names of the weight (W), the matrix (D) and the factors (A, B) that have a gradient.
     """
 
     base: bool = True
@@ -50,7 +50,7 @@ class Computation:
 
 
 class StandIn:
-    """A parametrization of which no more is known than what the layer computes with."""
+    """A parametrization that is known only by what its layer computes with."""
 
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
@@ -66,7 +66,7 @@ class StandIn:
         return Effective(pair, weight, wanted.base)
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        """Of the tensors by slot."""
+        """Return the shapes of the tensors by slot."""
         wanted, found = self._computation, dict[str, tuple[int, int]]()
         if wanted.rank:
             found |= {"A": (wanted.rank, inputs), "B": (outputs, wanted.rank)}
@@ -82,10 +82,10 @@ class LayerCounts:
     """Elements of one target layer, in a client's first job and on the server before the first round.
 
     Args:
-        trained: of every tensor that moves, in order.
-        held: of all tensors of the layer on the client, those included.
-        kept: of the server's state.
-        computation: what the layer computes with.
+        trained: Elements of every tensor that moves, in order.
+        held: Elements of all tensors of the layer on the client, including the trained ones.
+        kept: Elements of the server's state.
+        computation: Computation of the layer.
     """
 
     trained: tuple[int, ...]
@@ -95,7 +95,7 @@ class LayerCounts:
 
 
 class _Noise:
-    """Random weights, so that no decomposition meets zeros."""
+    """Random weights, so that no decomposition is applied to zeros."""
 
     def __init__(self, layer: LayerSpec) -> None:
         self._layer = layer
@@ -108,14 +108,14 @@ class _Noise:
 
 
 def count_layer(method: MethodConfig, layer: LayerSpec, rank: int, scaling: float, clients: int) -> LayerCounts:
-    """The counts of a layer.
+    """Count the elements of a layer.
 
     Args:
-        method: with its options.
-        layer: the target layer.
-        rank: the client's.
-        scaling: the client's factor on B A.
-        clients: of the federation.
+        method: The method with its options.
+        layer: The target layer.
+        rank: Rank of the client.
+        scaling: The client's factor on B A.
+        clients: Clients of the federation.
     """
     return _count(method.model_dump_json(), layer.shape, layer.kernel, rank, scaling, clients)
 
@@ -133,10 +133,10 @@ def _count(
         scaled = LayerSpec("layer", sides[0] * scale, sides[1] * scale * taps, kernel)
         return _measure(config, scaled, rank, scaling, clients)
 
-    # Below twice the rank, pairs of factors outgrow the matrix that they stand for, and turn into it.
+    # Below twice the rank, a pair of factors is larger than the matrix that it represents, and is replaced by it.
     least = math.ceil((2 * rank + 1) / min(sides))
     points, check = (least, least + 1, least + 2), 4 * least
-    if check < largest:  # else four small layers are no less work than the layer itself
+    if check < largest:  # else four small layers cost as much as the layer itself
         found = [measured(at) for at in points]
         rows, (checked, computation) = [counts for counts, _ in found], measured(check)
         if _extrapolated(points, rows, check) == checked:
@@ -197,9 +197,9 @@ def _source(value: Tensor | None, slots: Mapping[str, Tensor]) -> Source:
 
 
 def _extrapolated(points: Sequence[int], counts: Sequence[Sequence[int]], at: int) -> list[int]:
-    """Lagrange's polynomials through three points, in whole numbers."""
+    """Evaluate Lagrange's polynomials through three points, in whole numbers."""
     weights = [math.prod(Fraction(at - other, point - other) for other in points if other != point) for point in points]
     values = [
         sum(weight * count for weight, count in zip(weights, row, strict=True)) for row in zip(*counts, strict=True)
     ]
-    return [int(value) if Fraction(value).denominator == 1 else -1 for value in values]  # -1: no count
+    return [int(value) if Fraction(value).denominator == 1 else -1 for value in values]  # -1: not a count

@@ -1,4 +1,4 @@
-"""What a run will take, before anything is downloaded: trainable parameters, bytes, steps, FLOPs, memory, time."""
+"""Cost of a run before any download: trainable parameters, bytes, steps, FLOPs, memory and time."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from fedspan.training.poisson import private_steps
 
 __all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "plan_run", "planned_model", "timed"]
 
-_FLOAT = 4  # bytes: what trains and what travels is float32
-_MOMENTS = {"adamw": 2, "sgd": 1}  # of a trained number; SGD has one with momentum only
+_FLOAT = 4  # bytes: trained and transmitted tensors are float32
+_MOMENTS = {"adamw": 2, "sgd": 1}  # moments of a trained number; SGD has one with momentum only
 
 
 @dataclass(frozen=True)
 class ClientMemory:
-    """Bytes on a client that trains alone, at the most.
+    """Peak bytes on a client that trains alone.
 
     Args:
-        base: the frozen model, in its own format.
-        adapter: the method's tensors of the target layers, and the extras.
-        gradients: of what trains.
-        optimizer: its moments.
-        activations: of a forward and backward pass of a batch of examples of the greatest length, where they are most;
-            on a GPU fused attention keeps less.
-        cache: hidden states of its examples that leave the frozen prefix, where ``layers_to_transform`` leaves one.
+        base: Bytes of the frozen model, in its own format.
+        adapter: Bytes of the method's tensors of the target layers, and of the extras.
+        gradients: Bytes of the gradients.
+        optimizer: Bytes of the optimizer's moments.
+        activations: Peak bytes of a forward and backward pass of a batch of examples of the maximum length; fused
+            attention on a GPU stores less.
+        cache: Bytes of its examples' hidden states at the end of the frozen prefix, if ``layers_to_transform`` leaves
+            one.
     """
 
     base: int
@@ -53,7 +54,7 @@ class ClientMemory:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Sum of all bytes."""
         return self.base + self.adapter + self.gradients + self.optimizer + self.activations + self.cache
 
 
@@ -62,10 +63,10 @@ class ServerMemory:
     """Bytes on the server.
 
     Args:
-        base: the frozen model, which some methods decompose and which it evaluates.
-        state: what the method keeps in the beginning. What it adds to the base over the rounds is at most a float32
-            copy of the target layers more.
-        replies: of a round: all of them where the method needs them one by one, else one and their sum.
+        base: Bytes of the frozen model, which some methods decompose and which the server evaluates.
+        state: Bytes of the method's initial state. Its additions to the base over the rounds take at most one more
+            float32 copy of the target layers.
+        replies: Bytes of a round's replies: all of them if the method needs them one by one, else one and their sum.
     """
 
     base: int
@@ -74,41 +75,40 @@ class ServerMemory:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """Sum of all bytes."""
         return self.base + self.state + self.replies
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take.
+    """Estimated cost of a run.
 
     Args:
-        method: with its wrappers, as tables name it.
-        model: its name.
-        parameters: of the whole model.
-        layers: target layers.
-        trainable: numbers that a client moves at a time, the extras among them; of clients of different ranks, the
-            largest count.
-        clients: of the federation.
-        cohort: clients of a round.
-        rounds: of the run.
-        first_down: bytes of tensor data to a client of the first cohort (of several ranks, the mean).
-        first_up: from it.
-        later_down: mean over the later rounds' messages; 0 if there is one round.
-        later_up: likewise.
-        bytes_down: of all messages of the run's training.
-        bytes_up: likewise.
-        exact: whether these are the ledger's to the byte: every client takes part in every round. Elsewhere clients
-            that come back may be sent more of the base, and what travels once is counted with the cohorts as drawn.
-        steps: of the optimizer, of a client in a round, in a method's main phase; None where the number of examples
-            is not known.
-        all_steps: over cohorts and rounds; None likewise.
-        client: memory.
-        server: memory.
+        method: Method with its wrappers, as named in tables.
+        model: Name of the model.
+        parameters: Parameters of the whole model.
+        layers: Number of target layers.
+        trainable: Numbers that a client trains at a time, including the extras; the largest count if ranks differ.
+        clients: Clients of the federation.
+        cohort: Clients of a round.
+        rounds: Rounds of the run.
+        first_down: Bytes of tensor data to a client of the first cohort (the mean, if ranks differ).
+        first_up: Bytes of tensor data from a client of the first cohort, likewise.
+        later_down: Mean bytes to a client in the later rounds; 0 if there is one round.
+        later_up: Mean bytes from a client in the later rounds, likewise.
+        bytes_down: Bytes of all messages to clients in the run's training.
+        bytes_up: Bytes of all messages from clients in the run's training.
+        exact: Whether the bytes equal the ledger's: true if every client participates in every round. Otherwise,
+            returning clients may be sent more of the base, and one-time transfers are counted for the drawn cohorts.
+        steps: Optimizer steps of a client in a round, in a method's main phase; None if the number of examples is
+            unknown.
+        all_steps: Optimizer steps over cohorts and rounds; None likewise.
+        client: Memory of a client.
+        server: Memory of the server.
         compute: FLOPs of the clients' training.
-        transfer: seconds in which a client receives and sends its messages of a round (the mean one); None where no
-            bandwidth was given.
-        time: of the clients' training; None where no device was given.
+        transfer: Mean seconds in which a client receives and sends its messages of a round; None if no bandwidth was
+            given.
+        time: Duration of the clients' training; None if no device was given.
     """
 
     method: str
@@ -140,9 +140,9 @@ class PlannedModel:
     """A run's model without weights, and what is the same for all methods on it.
 
     Args:
-        adapted: on the meta device.
-        base: bytes of the frozen model in its format.
-        passes: what its passes take.
+        adapted: The model, on the meta device.
+        base: Bytes of the frozen model in its format.
+        passes: Costs of its passes.
     """
 
     adapted: AdaptedModel
@@ -151,15 +151,15 @@ class PlannedModel:
 
 
 def planned_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:
-    """The model of a run without its weights.
+    """Build the model of a run without its weights.
 
     Args:
-        config: the run's.
-        labels: how many classes the data have; without meaning for other tasks.
-        architecture: a Transformers config as plain values, in place of the named model's.
+        config: Config of the run.
+        labels: Number of classes in the data; ignored by other tasks.
+        architecture: A Transformers config as plain values, in place of the named model's.
 
     Raises:
-        FedspanError: a model that there is no config of, or layers that are not there.
+        FedspanError: If the model has no config, or target layers do not exist.
     """
     names = config.data.labels or [str(number) for number in range(labels)]
     adapted = empty_model(config, tuple(names), architecture)
@@ -170,7 +170,7 @@ def planned_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
 
 
 def _saved_by_quantising(config: RunConfig, model: torch.nn.Module) -> int:
-    """Bytes that quantised weights do without; the scales of their blocks, some 1 %, are left out."""
+    """Return the bytes that quantisation saves; the scales of the blocks, about 1 %, are ignored."""
     bits = {None: None, "nf4": 4, "int8": 8}[config.model.quantization]
     if bits is None:
         return 0
@@ -192,19 +192,19 @@ def plan_run(
     length: int | None = None,
     mbit: float | None = None,
 ) -> Plan:
-    """The plan of a run.
+    """Plan a run.
 
     Args:
-        config: the run's.
-        planned: its model.
-        clients: of the federation; None: those of ``partition.clients``.
-        examples: of the training set; None: not known.
-        length: tokens of an example on average; None: as many as the config and the model allow.
-        mbit: megabits a second between a client and the server; None: no transfer is planned.
+        config: Config of the run.
+        planned: Model of the run.
+        clients: Clients of the federation; None: those of ``partition.clients``.
+        examples: Examples of the training set; None: unknown.
+        length: Mean tokens of an example; None: as many as the config and the model allow.
+        mbit: Megabits a second between a client and the server; None: no transfer is planned.
 
     Raises:
-        FedspanError: a natural partition without ``clients``, ranks that no layer has room for, a length that no
-            example has, or a bandwidth that is none.
+        FedspanError: If a natural partition lacks ``clients``, a rank is larger than the layers allow, no example can
+            have this length, or the bandwidth is not a positive finite number.
     """
     if mbit is not None and not (0 < mbit < math.inf):
         raise FedspanError("--mbit", mbit, "megabits a second, more than 0")
@@ -275,12 +275,12 @@ def plan_run(
 
 
 def timed(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
-    """A plan with the time that training takes on a device of this speed."""
+    """Add the time that training takes on a device of this speed to a plan."""
     return replace(plan, time=speed.duration(plan.compute, plan.client.base, config, plan.transfer))
 
 
 def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int | None:
-    """Training examples of the mean client; None: not known."""
+    """Return the training examples of the mean client; None: unknown."""
     if examples is None:
         return None
     left = 1 - config.partition.validation - config.partition.test
@@ -288,7 +288,7 @@ def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int 
 
 
 def _steps(config: RunConfig, own: int | None) -> int | None:
-    """Optimizer steps of a client in a round; where epochs are asked for, of one with so many examples."""
+    """Return the optimizer steps of a client in a round; with epochs, of a client with this many examples."""
     settings = config.training_settings()
     if settings.steps is not None:
         return settings.steps

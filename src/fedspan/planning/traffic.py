@@ -1,4 +1,4 @@
-"""What travels in every round of a run, by what methods declare (``Method.traffic``) and by who is drawn."""
+"""Bytes transmitted in every round of a run, from the methods' declarations (``Method.traffic``) and the cohorts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Sent:
     """Bytes of tensor data of one round.
 
     Args:
-        clients: of the cohort.
-        down: to all of them.
-        up: from all of them.
+        clients: Clients of the cohort.
+        down: Bytes to all of them.
+        up: Bytes from all of them.
     """
 
     clients: int
@@ -37,14 +37,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class Extras:
-    """What trains beside the target layers.
+    """Trained parameters outside the target layers.
 
     Args:
-        policy: what becomes of it.
-        trained: elements of the parameters.
-        bytes: of the parameters and their buffers.
-        sizes: elements of every floating tensor.
-        whole: bytes of all others, which count batches.
+        policy: Policy that applies to them.
+        trained: Elements of the parameters.
+        bytes: Bytes of the parameters and their buffers.
+        sizes: Elements of every floating-point tensor.
+        whole: Bytes of all other tensors, which count batches.
     """
 
     policy: ExtrasPolicy
@@ -55,7 +55,7 @@ class Extras:
 
 
 def extras_of(config: RunConfig, adapted: AdaptedModel, method: RegisteredMethod) -> Extras:
-    """The extras of a run's model under the run's policy, or the method's own."""
+    """Return the extras of a run's model under the run's policy, or the method's own."""
     values = adapted.values()
     sizes = tuple(value.numel() for value in values.values() if value.is_floating_point())
     whole = sum(value.numel() * value.element_size() for value in values.values() if not value.is_floating_point())
@@ -65,13 +65,13 @@ def extras_of(config: RunConfig, adapted: AdaptedModel, method: RegisteredMethod
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Elements of all target layers, of a client with one rank.
+    """Elements of all target layers, for a client with one rank.
 
     Args:
-        layers: the counts of each kind of layer, with how many there are of it.
-        trained: that move at a time: in the first job, or whatever of the first two rounds' replies is more.
-        held: on the client.
-        kept: on the server.
+        layers: Counts of each kind of layer, with the number of such layers.
+        trained: Elements that are trained at a time: in the first job, or in the reply of round 0 or 1 if that is more.
+        held: Elements on the client.
+        kept: Elements on the server.
     """
 
     layers: Mapping[LayerSpec, tuple[LayerCounts, int]]
@@ -86,13 +86,13 @@ class RankCounts:
 
     @classmethod
     def of(cls, config: RunConfig, method: RegisteredMethod, rank: int, clients: int) -> Self:
-        """Those of a method's target layers; layers of one shape are counted once."""
+        """Count a method's target layers; layers of one shape are counted once."""
         kinds = Counter(LayerSpec("", *layer.shape, layer.kernel) for layer in method.spec.layers)
         scaling = client_scaling(config, method, rank)
         layers = {kind: (count_layer(config.method, kind, rank, scaling, clients), n) for kind, n in kinds.items()}
         trained = sum(n * sum(counts.trained) for counts, n in layers.values())
         if method.declared().sends == "values":
-            # Where factors take turns, or personal ones come first, the first job does not show the largest.
+            # If factors alternate or personal factors train first, the first job is not the largest.
             for round in (0, 1):
                 sent = [n * method.traffic(kind, rank, (), round).up for kind, (_, n) in layers.items()]
                 trained = max(trained, sum(sent))
@@ -104,10 +104,10 @@ class Traffic:
     """Bytes by round.
 
     Args:
-        config: the run's.
-        adapted: the model, with or without weights.
-        method: the run's, with its extras and wrappers.
-        counts: of every rank that a client has.
+        config: Config of the run.
+        adapted: The model, with or without weights.
+        method: The run's method, with its extras and wrappers.
+        counts: Counts of every rank that a client has.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Traffic:
         self._beside = _beside_extras(config)
 
     def rounds(self, ranks: Sequence[int]) -> list[Sent]:
-        """All rounds of the run.
+        """Compute the bytes of all rounds of the run.
 
         Args:
-            ranks: of the clients, in the order of their ids.
+            ranks: Ranks of the clients, in the order of their ids.
         """
         federation, sent, held, before = self._config.federation, list[Sent](), set[int](), tuple[int, ...]()
         for number in range(federation.rounds):
@@ -144,7 +144,7 @@ class Traffic:
         return sent
 
     def _layers(self, rank: int, before: Sequence[int], number: int) -> tuple[int, int]:
-        """Bytes of all target layers to and from a client of a rank."""
+        """Return the bytes of all target layers to and from a client of a rank."""
         down = up = 0
         for kind, (counts, n) in self._counts[rank].layers.items():
             traffic = self._method.traffic(kind, rank, before, number)
@@ -153,7 +153,7 @@ class Traffic:
         return down, up
 
     def _packed(self, counts: LayerCounts, kind: LayerSpec, rank: int, number: int, elements: int) -> int:
-        """Bytes of a reply of so many elements, tensor by tensor where it is known which they are."""
+        """Return the bytes of a reply of this many elements, tensor by tensor if its tensors are known."""
         own = self._bare.traffic(kind, rank, (), number).up
         copies = elements // own if own else 0
         sizes = counts.trained if sum(counts.trained) == own else (own,)
@@ -164,9 +164,9 @@ class Traffic:
 
 
 def _beside_extras(config: RunConfig) -> tuple[int, int]:
-    """How many copies of the extras wrappers add on the way down after the first round, and send up in all.
+    """Count the copies of the extras that wrappers add downstream after the first round, and send upstream in total.
 
-    Extras travel like a layer's whole weight under FedAvg, around which every wrapper goes.
+    Extras are transmitted like a layer's whole weight under FedAvg, which supports every wrapper.
     """
     probe = LayerSpec("probe", 8, 8)
     method = MethodConfig(name="fedavg", wrappers=config.method.wrappers)

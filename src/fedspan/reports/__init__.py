@@ -1,1 +1,1 @@
-"""What runs look like, as one page: read from their folders, grouped, drawn, and said in words."""
+"""HTML report of runs: read from their folders, grouped, drawn, and summarized in words."""

@@ -1,4 +1,4 @@
-"""The page's figures. Nothing is told by colour alone: lines differ in dashes and markers, bars in patterns."""
+"""Figures of the report. Colour is never the only cue: lines differ in dashes and markers, bars in patterns."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = [
 
 
 def score_of(run: RunData) -> dict[int, float]:
-    """Scores by round."""
+    """Return the scores by round."""
     return {int(row["round"]): score for row in run.rows if (score := run.score(row)) is not None}
 
 
 def loss_of(run: RunData) -> dict[int, float]:
-    """Training losses by round."""
+    """Return the training losses by round."""
     return {int(row["round"]): float(row["loss"]) for row in run.rows if isinstance(row.get("loss"), int | float)}
 
 
 def course(groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], title: str, percent: bool) -> Figure:
-    """A number by round; buttons put bytes or time in the rounds' place.
+    """Draw a quantity by round; buttons replace rounds by bytes or time.
 
     Args:
-        groups: a line each: the mean over the seeds, and a band from the least to the most.
-        values: by run's name, then by round.
-        title: of the number.
-        percent: whether it is a share.
+        groups: The groups, each drawn as a line (mean over the seeds) and a band (minimum to maximum).
+        values: The values by name of the run, then by round.
+        title: Title of the quantity.
+        percent: Whether the quantity is a share.
     """
     figure, curves = go.Figure(), [curve(group, values) for group in groups]
     axes = {"rounds": [], "bytes": [], "time": []}
@@ -98,7 +98,7 @@ def _lengthen(axes: Mapping[str, list[Any]], one: Curve, times: int) -> None:
 
 
 def by_client(groups: Sequence[Group], metric: str) -> Figure | None:
-    """Every client's score on its own test part, the worst at the bottom; of many clients, how many have which."""
+    """Draw every client's score on its own test part, worst at the bottom; for many clients, their distribution."""
     scores = {group.label: _client_scores(group, metric) for group in groups}
     ids = list(dict.fromkeys(id for one in scores.values() for id in one))
     if not ids:
@@ -132,7 +132,7 @@ def by_client(groups: Sequence[Group], metric: str) -> Figure | None:
 
 
 def _client_scores(group: Group, metric: str) -> dict[str, float]:
-    """By client, the mean over the group's runs that measured it."""
+    """Return the mean score of every client over the group's runs that measured it."""
     found: dict[str, list[float]] = {}
     for run in group.runs:
         for id, scores in (run.report.by_client if run.report is not None else {}).items():
@@ -142,7 +142,7 @@ def _client_scores(group: Group, metric: str) -> dict[str, float]:
 
 
 def traffic(groups: Sequence[Group]) -> Figure:
-    """Megabytes of a run, down and up."""
+    """Draw the megabytes of a run, down and up."""
     figure = go.Figure()
     for at, direction in enumerate(("down", "up")):
         means = [sum(run.totals.run(direction).bytes for run in group.runs) / len(group.runs) / 1e6 for group in groups]
@@ -161,7 +161,7 @@ def traffic(groups: Sequence[Group]) -> Figure:
 
 
 def privacy(runs: Sequence[RunData]) -> Figure | None:
-    """Epsilon by round, and the budget."""
+    """Draw epsilon by round, and the budget."""
     figure = go.Figure()
     for at, run in enumerate(runs):
         spent = {
@@ -186,10 +186,10 @@ def privacy(runs: Sequence[RunData]) -> Figure | None:
 
 
 def spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
-    """Singular values of an adapter's layers, each by its largest one.
+    """Draw the singular values of an adapter's layers, relative to the largest one of each layer.
 
     Args:
-        values: by layer, descending.
+        values: Singular values by layer, descending.
     """
     figure = go.Figure()
     for at, (layer, own) in enumerate(values.items()):
@@ -211,10 +211,10 @@ def spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
 
 
 def by_layer(found: Mapping[str, Diagnosis]) -> Figure:
-    """Every diagnostic by layer; buttons choose which.
+    """Draw every diagnostic by layer; a menu selects the diagnostic.
 
     Args:
-        found: by group's label.
+        found: Diagnoses by label of the group.
     """
     figure, buttons = go.Figure(), list[dict[str, Any]]()
     count = len(found)

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone stand together; what tells the others apart is their name."""
+"""Groups of runs that differ only in their seed, labelled by the settings that distinguish the groups."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SEEDS = ("seed", "baselines")
 
 @dataclass(frozen=True)
 class Group:
-    """Runs under one configuration but for the seed.
+    """Runs of one configuration that differ only in the seed.
 
     Args:
-        label: what tells them from the other groups.
-        runs: by seed.
+        label: Label that distinguishes the group from the others.
+        runs: The runs, ordered by seed.
     """
 
     label: str
@@ -29,12 +29,12 @@ class Group:
 
     @property
     def scores(self) -> tuple[float | None, ...]:
-        """Of its runs."""
+        """Scores of the runs."""
         return tuple(run.final for run in self.runs)
 
     @property
     def mean(self) -> float | None:
-        """Of the scores; None if one is missing."""
+        """Mean of the scores; None if one is missing."""
         return mean(self.scores)
 
     @property
@@ -45,15 +45,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Curve:
-    """A number by round, over a group's seeds.
+    """A quantity by round, over a group's seeds.
 
     Args:
-        rounds: in which all of its runs have it.
-        mean: over the runs.
-        low: the least.
-        high: the most.
-        bytes: of a run until then, mean over the runs.
-        seconds: likewise.
+        rounds: Rounds for which all runs have a value.
+        mean: Mean over the runs.
+        low: Minimum over the runs.
+        high: Maximum over the runs.
+        bytes: Bytes of a run up to that round, mean over the runs.
+        seconds: Seconds of a run up to that round, mean over the runs.
     """
 
     rounds: tuple[int, ...]
@@ -65,7 +65,7 @@ class Curve:
 
 
 def grouped(runs: Sequence[RunData]) -> tuple[Group, ...]:
-    """The groups, in the order of their first runs."""
+    """Group the runs, in the order of their first runs."""
     known: dict[str, list[RunData]] = {}
     for run in runs:
         flat = {path: value for path, value in _flat(run.config.model_dump(mode="json")).items() if path not in _SEEDS}
@@ -79,7 +79,7 @@ def grouped(runs: Sequence[RunData]) -> tuple[Group, ...]:
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
-    """Fields in which configurations differ, each with every run's value (None where it has none); seeds are none."""
+    """Return the fields in which configurations differ, with every run's value (None if missing), except seeds."""
     flats = [_flat(run.config.model_dump(mode="json")) for run in runs]
     paths = dict.fromkeys(path for flat in flats for path in flat if path not in _SEEDS)
     rows = {path: tuple(flat.get(path) for flat in flats) for path in paths}
@@ -87,11 +87,11 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[Any, ...]]:
 
 
 def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
-    """A number by round.
+    """Summarize a quantity by round over the runs of a group.
 
     Args:
-        group: whose.
-        values: by run's name, then by round.
+        group: The group.
+        values: The values by name of the run, then by round.
     """
     each = [values[run.name] for run in group.runs]
     rounds = sorted(set[int].intersection(*(set(one) for one in each))) if each else []
@@ -110,7 +110,7 @@ def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
 
 
 def _label(run: RunData, own: Mapping[str, Any]) -> str:
-    """The method, and what else sets a run apart."""
+    """Return the method and the other distinguishing settings of a run."""
     rest = [
         f"{path.rpartition('.')[2]}={value}"
         for path, value in own.items()

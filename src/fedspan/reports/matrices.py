@@ -1,4 +1,4 @@
-"""Figures of clients by something: the labels that they hold, the rounds that they took part in."""
+"""Matrix figures: clients by label, clients by round, and layers by round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["by_round", "division", "participation"]
 
 
 def division(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
-    """Who holds how many examples of what, a client a row."""
+    """Draw the number of examples of every label, with one row for each client."""
     shares = [[count / max(1, sum(row.counts)) for count in row.counts] for row in rows]
     figure = go.Figure(
         go.Heatmap(
@@ -37,7 +37,7 @@ def division(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
 
 
 def participation(run: RunData) -> Figure:
-    """Who took part in which round, and whose reply did not count."""
+    """Draw the clients that participated in every round, and those whose reply failed."""
     ids = list(dict.fromkeys(id for row in run.rows for id in (*row.get("cohort", ()), *_failed(row))))
     ids.sort()
     rounds = [int(row["round"]) for row in run.rows]
@@ -76,7 +76,7 @@ def _failed(row: Mapping[str, Any]) -> list[str]:
 
 
 def by_round(run: RunData) -> Figure | None:
-    """Every diagnostic of a run by round and layer, as metrics.jsonl has them; buttons choose which."""
+    """Draw every diagnostic of a run by round and layer, from metrics.jsonl; a menu selects the diagnostic."""
     looks = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
     layers = list(dict.fromkeys(name for one in looks.values() for name in one))
     measures = [each for each in MEASURES if any(each.key in one[name] for one in looks.values() for name in one)]

@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, with one copy of plotly's script."""
+"""The HTML page: one self-contained file with one copy of Plotly's script."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["OutOfRoundEvents", "page"]
 
 @dataclass(frozen=True)
 class OutOfRoundEvents:
-    """What the page shows beside what stands in the runs' folders.
+    """Content of the page beyond the groups' run data.
 
     Args:
-        division: whose (a run's name), the clients' label counts, the labels' names; None where the data are not at
-            hand.
-        spectra: whose, and the singular values of its adapter's layers, by layer.
-        diagnoses: by group's label.
+        division: Name of a run, label counts of its clients, and names of the labels; None if the data are not
+            available.
+        spectra: Name of a run, and the singular values of its adapter's layers, by layer.
+        diagnoses: Diagnoses by label of the group.
     """
 
     division: tuple[str, Sequence[ClientRow], Sequence[str]] | None = None
@@ -41,7 +41,7 @@ class OutOfRoundEvents:
 
 
 class _Page:
-    """Sections, and the figures that their places wait for."""
+    """Sections of the page, and the figures for their placeholders."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -51,20 +51,20 @@ class _Page:
         self.parts.append(f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>")
 
     def figure(self, made: Figure, what: str) -> str:
-        """A figure's place; ``what`` is said to who can't see it."""
+        """Return the placeholder of a figure; ``what`` is its description for screen readers."""
         number = len(self.figures)
         self.figures.append(_script_safe(made.to_json()))
         return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(what)}"></div>'
 
 
 def page(groups: Sequence[Group], beside: OutOfRoundEvents, title: str, version: str) -> str:
-    """The whole page as HTML.
+    """Render the whole page as HTML.
 
     Args:
-        groups: of runs with one metric.
-        beside: what else there is to show.
-        title: of the page.
-        version: of fedspan.
+        groups: Groups of runs with one metric.
+        beside: Additional content.
+        title: Title of the page.
+        version: Version of fedspan.
     """
     made, runs = _Page(), [run for group in groups for run in group.runs]
     metric = runs[0].metric
@@ -102,7 +102,7 @@ def page(groups: Sequence[Group], beside: OutOfRoundEvents, title: str, version:
 
 
 def _diagnostics(made: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
-    """Those of rounds that were looked at on the way, of a run of each group, and of one more round."""
+    """Add the diagnostics recorded during one run of each group, and those of one additional round."""
     parts: list[str] = []
     for run in (group.runs[0] for group in groups):
         if (figure := matrices.by_round(run)) is not None:
@@ -190,7 +190,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _script_safe(text: str | None) -> str:
-    """JSON that can stand within a script element, whatever names are in it."""
+    """Return JSON that is safe within a script element, whatever names it holds."""
     return (text or "{}").replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

@@ -1,4 +1,4 @@
-"""Runs as one page to look at."""
+"""Render one or more runs as a single HTML report."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ _WEIGHTS = "adapter_model.safetensors"
 def report(
     runs: str | Path | Sequence[str | Path], out: str | Path, *, diagnostics: bool = False, data: bool = True
 ) -> Path:
-    """Write one self-contained HTML page about runs: no network is needed to look at it.
+    """Write one self-contained HTML page about runs, which can be viewed offline.
 
     Args:
-        runs: folders of runs, finished or at work, or of series (``compare``, ``sweep``, ``reproduce``), whose runs are
-            all shown. Runs that differ in their seed alone stand together.
-        out: the page's file; an older one is replaced.
-        diagnostics: also play one more round of a run of each group and show what ``diagnose`` finds.
-        data: read the data again to show who holds which labels; where they are not at hand, that is left out.
+        runs: Folders of runs, finished or in progress, or of series (``compare``, ``sweep``, ``reproduce``), whose runs
+            are all shown. Runs that differ only in their seed are grouped.
+        out: File of the page; an existing file is replaced.
+        diagnostics: Whether to run one more round of a run of each group and show the results of ``diagnose``.
+        data: Whether to read the data again to show the clients' label counts, which are omitted if the data are not
+            available.
 
     Returns:
         ``out``.
 
     Raises:
-        FedspanError: without the extra ``fedspan[report]``, no runs, runs that are judged by different metrics, or a
-            file that can't be written.
+        FedspanError: If the extra ``fedspan[report]`` is missing, there are no runs, the runs use different metrics, or
+            the file cannot be written.
     """
     try:
         import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -72,7 +73,7 @@ def report(
 
 
 def _division(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
-    """The label counts of a run's clients; None where its data or its division are not at hand."""
+    """Return the label counts of a run's clients; None if its data or its partition are not available."""
     place = RunFolder(run.folder)
     if not PROBLEMS[run.config.task].classifies or not place.partition.is_file():
         return None
@@ -80,12 +81,12 @@ def _division(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[str]] | 
         parts = Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
         loaded = load(run.config.data, seed=run.config.data_seed, task=run.config.task)
         return run.name, parts.label_table(loaded.labels, loaded.train), loaded.labels
-    except FedspanError:  # the data have moved or changed since
+    except FedspanError:  # the data were moved or changed since
         return None
 
 
 def _spectra(found: Sequence[RunData]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
-    """Whose, and the singular values of the first exported adapter's layers; None where there is none."""
+    """Return a run's name and the singular values of the first exported adapter's layers; None without an adapter."""
     for run in found:
         for name in run.report.adapters.values() if run.report is not None else ():
             file = run.folder / name / _WEIGHTS
@@ -106,5 +107,5 @@ def _layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def _diagnoses(groups: Sequence[Group]) -> Mapping[str, Diagnosis]:
-    """Of a run of each group."""
+    """Diagnose one run of each group."""
     return {group.label: diagnose(group.runs[0].folder, pairs=0) for group in groups}

@@ -1,4 +1,4 @@
-"""A run as its folder tells it."""
+"""The data of a run, read from its folder."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run's folder holds.
+    """The content of a run's folder.
 
     Args:
-        name: of the folder, as short as it tells it from the other runs' on the page.
-        folder: the run's.
-        config: its configuration.
-        report: its summary; None while it is at work, or if it was stopped.
-        rows: lines of metrics.jsonl, by round.
-        totals: of its ledger.
+        name: The shortest name of the folder that is unique among the runs on the page.
+        folder: Folder of the run.
+        config: Configuration of the run.
+        report: Summary of the run; None while it is in progress, or if it was stopped.
+        rows: Lines of metrics.jsonl, by round.
+        totals: Totals of the ledger.
     """
 
     name: str
@@ -44,28 +44,28 @@ class RunData:
 
     @property
     def metric(self) -> str:
-        """By which its rounds are compared."""
+        """Metric by which the rounds are compared."""
         return self.config.evaluation.metric or METRICS_OF[self.config.task][0]
 
     @property
     def higher(self) -> bool:
-        """Whether more of the metric is better."""
+        """Whether higher values of the metric are better."""
         return METRICS[self.metric].higher
 
     def score(self, row: Row) -> float | None:
-        """A round's score on held-out examples; without them, the mean over the clients' own tests."""
+        """Return a round's score on held-out examples; without them, the mean over the clients' own test parts."""
         return score_of(row, self.metric)
 
     @property
     def final(self) -> float | None:
-        """The score of the models that the run gave (its best round's); of a run at work, the last score."""
+        """Score of the run's resulting models (those of the best round); for a run in progress, the last score."""
         if self.report is not None:
             return self.score(self.report.scores)
         return next((score for row in reversed(self.rows) if (score := self.score(row)) is not None), None)
 
     @property
     def bytes(self) -> int:
-        """Of the training's messages, both ways."""
+        """Bytes of the training messages, in both directions."""
         return self.totals.run("down").bytes + self.totals.run("up").bytes
 
     @property
@@ -75,10 +75,10 @@ class RunData:
 
 
 def stories(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
-    """The runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it.
+    """Read the runs in some folders; a folder of a series (compare, sweep, reproduce) stands for all runs below it.
 
     Raises:
-        FedspanError: a folder without a run, two of one folder, or files that were changed into something else.
+        FedspanError: If a folder holds no run, or a file of a run is malformed.
     """
     found: dict[Path, None] = {}
     for folder in folders:
@@ -101,7 +101,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """As many last parts of each path as tell all apart."""
+    """Return as many last parts of each path as make the names unique."""
     for depth in range(1, max(len(place.parts) for place in places) + 1):
         names = ["/".join(place.parts[-depth:]) for place in places]
         if len(set(names)) == len(names):

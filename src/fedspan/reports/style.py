@@ -1,4 +1,4 @@
-"""How the figures look: colours that most people tell apart, and beside them dashes, markers and patterns."""
+"""Style of the figures: colours that most people can distinguish, with dashes, markers and patterns."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ __all__ = [
 
 Figure = go.Figure
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6b4c9a", "#444444")
-"""Okabe and Ito's, which most colour-blind people tell apart, darkened where they were pale."""
+"""Okabe and Ito's colours, which most colour-blind people can distinguish, darkened where they were pale."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
 MANY = 60
-"""Clients beyond which each by itself can't be read."""
+"""Number of clients above which individual clients are not readable."""
 
 
 def faint(colour: str) -> str:
-    """A colour for a band behind a line of it."""
+    """Return a translucent colour for a band behind a line of the same colour."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.15)"
 
 
 def menu(buttons: Sequence[Mapping[str, Any]], *, y: float = 1.02) -> dict[str, Any]:
-    """Buttons above a figure, side by side."""
+    """Return a row of buttons above a figure."""
     place = {"x": 0, "xanchor": "left", "y": y, "yanchor": "bottom", "pad": {"b": 4}}
     return {"type": "buttons", "direction": "right", "buttons": list(buttons), "showactive": True, **place}
 
 
 def whole_rounds(last: int) -> int:
-    """Rounds between two ticks: there is no round 1.5."""
+    """Return the whole number of rounds between two ticks."""
     return max(1, math.ceil(last / 12))
 
 
 def styled(figure: Figure, height: int = 420) -> Figure:
-    """The figure, in the page's look."""
+    """Apply the page's style to a figure and return it."""
     figure.update_layout(
         template="plotly_white",
         height=height,

@@ -1,4 +1,4 @@
-"""What the numbers say, in a paragraph; every sentence follows from the data."""
+"""Summary of the results in one paragraph; every sentence follows from the data."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fedspan.tasks.metrics import METRICS
 __all__ = ["score_text", "sentences"]
 
 _BEHIND = 0.1
-"""A client so far below the mean of the clients is left behind: of a share in its own unit, else of that mean."""
+"""Gap below the clients' mean at which a client is left behind: absolute for a share, else relative to that mean."""
 
 
 def score_text(metric: str, value: float | None, deviation: float | None = None) -> str:
-    """``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for what was not measured."""
+    """Format a score as ``84.2 %``, ``84.2 ± 0.3 %`` or ``0.1234``; a dash for a score that was not measured."""
     unit = " %" if value is not None and METRICS[metric].percent else ""
     return f"{plus_minus(metric, value, deviation)}{unit}"
 
 
 def _gap(metric: str, value: float) -> str:
-    """A difference: of shares, in points."""
+    """Format a difference, in percentage points for shares."""
     return f"{100 * abs(value):.1f} points" if METRICS[metric].percent else f"{abs(value):.4f}"
 
 
 def sentences(groups: Sequence[Group]) -> tuple[str, ...]:
-    """The verdict.
+    """Write the verdict.
 
     Args:
-        groups: of one metric.
+        groups: Groups with one metric.
     """
     metric = groups[0].runs[0].metric
     measured = [group for group in groups if group.mean is not None]

@@ -1,4 +1,4 @@
-"""The cells of a preset: which runs it takes, each as a config."""
+"""Cells of a preset: the runs of each, as configs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedspan.reproduction.presets import Preset, Scale, Where, merged
 __all__ = ["DATA", "MODEL", "Cell", "cells_of", "row_folders", "settings_table"]
 
 DATA, MODEL = "{data}", "{model}"
-"""What stands in presets for the folder with the data, and for the folder with a model that no package brings."""
+"""Placeholders in presets for the data folder and for the folder of a model that no package provides."""
 _DIVISIONS = {"dirichlet": "Dirichlet {alpha:g}", "iid": "IID", "natural": "by {column}"}
 
 
@@ -27,9 +27,9 @@ class Cell:
     """One cell of a table.
 
     Args:
-        name: of its folder, too; ``all`` if there are no axes.
-        values: by axis.
-        configs: of every row, as plain values, by label.
+        name: Name of the cell and of its folder; ``all`` if there are no axes.
+        values: Values by axis.
+        configs: Configs of every row, as plain values, by label.
     """
 
     name: str
@@ -44,17 +44,17 @@ def cells_of(
     model: str | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[Cell, ...]:
-    """All cells of a preset at a scale.
+    """Return all cells of a preset at a scale.
 
     Args:
-        preset: the table.
+        preset: The table.
         scale: ``full`` or ``small``.
-        data: takes the place of ``{data}`` in paths; None leaves it.
-        model: takes the place of ``{model}``; None leaves it.
-        overrides: ``section.field=value``, over all cells.
+        data: Replacement for ``{data}`` in paths; None leaves it.
+        model: Replacement for ``{model}``; None leaves it.
+        overrides: Changes to all cells, each ``section.field=value``.
 
     Raises:
-        FedspanError: for an override that is none.
+        FedspanError: If an override is invalid.
     """
     axes = preset.axes_at(scale)
     base = preset.config if scale == "full" else merged(preset.config, preset.small.config)
@@ -88,10 +88,10 @@ def cells_of(
 
 
 def settings_table(cells: Sequence[Cell]) -> Table:
-    """What is played in each cell: at the small scale a name is the paper's, and what stands for it is another thing.
+    """Tabulate the settings of each cell: at the small scale, names are the paper's, but what runs under them differs.
 
     Raises:
-        FedspanError: for a config that is none.
+        FedspanError: If a config is invalid.
     """
     rows: list[tuple[str, ...]] = []
     for cell in cells:
@@ -126,7 +126,7 @@ def settings_table(cells: Sequence[Cell]) -> Table:
 
 
 def row_folders(labels: Iterable[str]) -> dict[str, str]:
-    """A folder's name for each row: numbered where two would have the same (FedGaLore and the paper's FedGaLore-)."""
+    """Name a folder for each row, numbered if two names would be equal (FedGaLore and the paper's FedGaLore-)."""
     names: dict[str, str] = {}
     for label in labels:
         name = _folder([label])
@@ -136,7 +136,7 @@ def row_folders(labels: Iterable[str]) -> dict[str, str]:
 
 
 def _folder(values: Iterable[str]) -> str:
-    """A name of a folder from labels: letters, digits and dots, the rest as dashes."""
+    """Build a folder name from labels: letters, digits and dots stay, everything else becomes dashes."""
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-").lower() for value in values) or "all"
 
 
@@ -145,12 +145,12 @@ def _applies(where: Where, values: Mapping[str, str], label: str) -> bool:
 
 
 def _within(values: Mapping[str, str], cells: Mapping[str, Sequence[str]]) -> bool:
-    """Whether a cell is one of those; an axis left out: whatever it has there."""
+    """Return whether a cell is one of these cells; an axis left out matches every value."""
     return all(values[axis] in names for axis, names in cells.items())
 
 
 def _filled(value: Any, given: Mapping[str, str]) -> Any:
-    """Plain values with the tokens in their texts replaced."""
+    """Replace the placeholders in the texts of plain values."""
     if isinstance(value, Mapping):
         return {key: _filled(inner, given) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a preset's claims compare beside scores and bytes, measured on a finished run."""
+"""Measures that a preset's claims compare besides scores and bytes, computed on a finished run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PAIRS = 3
 
 
 def measure(folder: Path, wanted: Collection[str]) -> dict[str, float | None]:
-    """Some of ``MEASURED``; None for what has no value.
+    """Compute some of ``MEASURED``; None if a measure has no value.
 
-    ``exact_match`` is the report's, on the held-out set, where answers were generated;
-    ``alignment`` is the mean over the rounds of the run's second half that were looked at (``evaluation.diagnostics``),
-    where there are none that of one more round (``api.diagnose``);
-    ``barrier`` is that of one more round, mean over three pairs of clients;
+    ``exact_match`` is the report's, on the held-out set, if answers were generated;
+    ``alignment`` is the mean over the examined rounds of the run's second half (``evaluation.diagnostics``), or that of
+    one more round (``fedspan.diagnose``) if there are none;
+    ``barrier`` is that of one more round, averaged over three pairs of clients;
     ``state_step`` is how far the last round moved the server's tensors of the target layers, relative to their norm.
 
     Args:
-        folder: of a run.
-        wanted: names.
+        folder: Folder of a run.
+        wanted: Names of the measures.
     """
     found: dict[str, float | None] = {}
     seen_before = _looked_at(RunFolder(folder)) if "alignment" in wanted else []
@@ -50,7 +50,7 @@ def measure(folder: Path, wanted: Collection[str]) -> dict[str, float | None]:
 
 
 def _looked_at(place: RunFolder) -> list[float]:
-    """The alignment in the rounds of the second half that were looked at, where it has a value."""
+    """Return the alignment in the examined rounds of the second half that have a value."""
     rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(place.metrics)))
     found = [row["diagnostics"].get("alignment") for row in rows[len(rows) // 2 :] if "diagnostics" in row]
     return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]

@@ -1,7 +1,7 @@
 """The papers' experiments as data: one YAML file for each table and figure, checked against the schema here.
 
 A preset is a config at the paper's size, axes whose combinations are the cells of its table, the methods of its rows,
-and the paper's statements about them. ``small`` keeps the protocol and shrinks everything to what two cores can do.
+and the paper's statements about them. ``small`` retains the protocol and scales everything down to two CPU cores.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SCALES: tuple[Scale, ...] = ("full", "small")
 
 
 def require_scale(scale: str) -> None:
-    """Check that there is such a scale.
+    """Check that a scale exists.
 
     Raises:
-        FedspanError: if not.
+        FedspanError: If the scale is unknown.
     """
     if scale not in SCALES:
         raise FedspanError("--scale", scale, f"one of {', '.join(SCALES)}")
@@ -54,8 +54,8 @@ class MethodEntry(Record):
     """A row of the table.
 
     Args:
-        key: of the registry.
-        set: changes to the config for this row, its options under ``method`` among them.
+        key: Registry key of the method.
+        set: Changes to the config for this row, including its options under ``method``.
     """
 
     key: str
@@ -63,12 +63,12 @@ class MethodEntry(Record):
 
 
 class Where(Record):
-    """Changes for some of the cells, where two axes act on one field.
+    """Changes for some of the cells, where two axes affect one field.
 
     Args:
-        cells: by axis, the values that it is for; an axis left out: all of its values.
-        methods: labels that it is for; empty: all.
-        set: the changes.
+        cells: Values that the changes apply to, by axis; an axis left out: all of its values.
+        methods: Labels that the changes apply to; empty: all.
+        set: The changes.
     """
 
     cells: dict[str, list[str]] = Field(default_factory=dict)
@@ -77,17 +77,17 @@ class Where(Record):
 
 
 class Small(Record):
-    """What the small scale changes.
+    """Changes of the small scale.
 
     Args:
-        config: over the full one.
-        axes: in place of the full ones, by axis; an axis left out stays as it is.
-        methods: changes by label, over the full ones.
-        leave_out: labels of rows that are not played.
-        skip: combinations of the axes' values that are not played, each by axis as in ``Where.cells``.
-        where: in place of the full ones.
-        sweep: in place of the full one; None keeps it.
-        seeds: likewise.
+        config: Changes to the full config.
+        axes: Replacements of the full axes, by axis; an axis left out stays unchanged.
+        methods: Changes to the full methods, by label.
+        leave_out: Labels of rows that are not run.
+        skip: Combinations of the axes' values that are not run, each by axis as in ``Where.cells``.
+        where: Replacement of the full list.
+        sweep: Replacement of the full sweep; None leaves it unchanged.
+        seeds: Replacement of the full seeds; None leaves them unchanged.
     """
 
     config: Values = Field(default_factory=dict)
@@ -104,19 +104,19 @@ class Preset(Record):
     """One table or figure.
 
     Args:
-        id: ``rolora-table1``.
-        paper: with its number on arXiv.
-        item: ``Table 1``.
-        title: what it is about.
-        config: of all cells and methods, at the paper's size.
-        axes: by name, their values with what each changes; the cells are all combinations.
-        methods: rows by label.
-        where: changes for some of the cells.
-        sweep: values to try by path in the config, chosen by validation under the first seed.
-        seeds: of every cell and method.
-        claims: what the paper says.
-        small: what the small scale changes.
-        notes: where the paper is silent, or what a config cannot express, and what is done instead.
+        id: Id such as ``rolora-table1``.
+        paper: The paper, with its arXiv number.
+        item: Item of the paper, such as ``Table 1``.
+        title: Topic of the item.
+        config: Config of all cells and methods, at the paper's size.
+        axes: Values of each axis by name, with the changes of each value; the cells are all combinations.
+        methods: Rows by label.
+        where: Changes for some of the cells.
+        sweep: Values to try by path in the config, selected by validation under the first seed.
+        seeds: Seeds of every cell and method.
+        claims: The paper's statements.
+        small: Changes of the small scale.
+        notes: Points where the paper is silent or a config cannot express it, and what is done instead.
     """
 
     id: str
@@ -170,30 +170,30 @@ class Preset(Record):
             raise ValueError(f"{field}: {name!r} is none of {', '.join(known)}")
 
     def axes_at(self, scale: Scale) -> dict[str, dict[str, Values]]:
-        """The axes at a scale."""
+        """Return the axes at a scale."""
         return self.axes if scale == "full" else {**self.axes, **self.small.axes}
 
     def labels_at(self, scale: Scale) -> tuple[str, ...]:
-        """The rows at a scale."""
+        """Return the rows at a scale."""
         left_out = () if scale == "full" else self.small.leave_out
         return tuple(label for label in self.methods if label not in left_out)
 
     def sweep_at(self, scale: Scale) -> dict[str, list[Any]]:
-        """What is tried at a scale."""
+        """Return the values to try at a scale."""
         return self.sweep if scale == "full" or self.small.sweep is None else self.small.sweep
 
     @property
     def timed(self) -> bool:
-        """Whether seconds are compared: then every run is played, as another's seconds are of another hour."""
+        """Whether seconds are compared: then no run is reused, since its seconds are from another time."""
         return any(claim.measure == "seconds_to" for claim in self.claims)
 
     def seeds_at(self, scale: Scale) -> tuple[int, ...]:
-        """The seeds at a scale."""
+        """Return the seeds at a scale."""
         return tuple(self.seeds if scale == "full" or self.small.seeds is None else self.small.seeds)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``below`` with the values of ``above`` over it, section by section."""
+    """Merge the values of ``above`` over ``below``, section by section."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
@@ -213,14 +213,14 @@ def _texts() -> Mapping[str, str]:
 
 @cache
 def architectures() -> Mapping[str, Mapping[str, Any]]:
-    """The Transformers configs of the models that presets name, as plain values, by name."""
+    """Return the Transformers configs of the models that presets name, as plain values, by name."""
     return yaml.safe_load(_texts()["_architectures"])
 
 
 def _values(name: str) -> Values:
-    """A file's values over those of the file that it extends; notes are added to notes.
+    """Return a file's values over those of the file that it extends; notes are appended.
 
-    Files that begin with ``_`` are no presets themselves.
+    Files that begin with ``_`` are not presets themselves.
     """
     values = yaml.safe_load(_texts()[name])
     base = values.pop("extends", None)
@@ -228,7 +228,7 @@ def _values(name: str) -> Values:
         return values
     below = _values(base)
     both: Values = {**merged(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
-    for part in (both, both.get("small", {})):  # a null takes an axis, one of its values or a row away again
+    for part in (both, both.get("small", {})):  # a null removes an axis, one of its values or a row
         if "axes" in part:
             kept = {axis: each for axis, each in part["axes"].items() if each is not None}
             part["axes"] = {axis: _without_none(each) for axis, each in kept.items()}
@@ -243,10 +243,10 @@ def _without_none(values: Values) -> Values:
 
 @cache
 def preset_of(id: str) -> Preset:
-    """A preset.
+    """Return a preset.
 
     Raises:
-        FedspanError: there is none of this id, or its file does not fit the schema.
+        FedspanError: If the id is unknown, or its file does not fit the schema.
     """
     known = [name for name in _texts() if not name.startswith("_")]
     if id not in known:
@@ -255,10 +255,10 @@ def preset_of(id: str) -> Preset:
 
 
 def read_preset(values: Mapping[str, Any], where: str) -> Preset:
-    """A preset from plain values.
+    """Read a preset from plain values.
 
     Raises:
-        FedspanError: for the first mistake, with ``where`` it is.
+        FedspanError: If a value is invalid; it names the first mistake, prefixed with ``where``.
     """
     try:
         return Preset.model_validate(values)
@@ -267,5 +267,5 @@ def read_preset(values: Mapping[str, Any], where: str) -> Preset:
 
 
 def list_presets() -> tuple[Preset, ...]:
-    """All presets, by id."""
+    """Return all presets, by id."""
     return tuple(preset_of(name) for name in _texts() if not name.startswith("_"))

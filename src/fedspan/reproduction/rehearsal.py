@@ -1,4 +1,4 @@
-"""What playing a paper's table again will take, row by row, before anything is read or downloaded."""
+"""Cost of reproducing a paper's table, row by row, estimated before anything is read or downloaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["PlannedCell", "dry_run"]
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """What one row in one cell will take, once; a sweep and several seeds take as many times that.
+    """Cost of one run of one row in one cell; a sweep and several seeds multiply it.
 
     Args:
-        cell: its name.
-        method: label of the row.
-        runs: how many runs there are of it, the sweep's among them.
-        plan: of one of them.
+        cell: Name of the cell.
+        method: Label of the row.
+        runs: Number of its runs, including those of the sweep.
+        plan: Plan of one run.
     """
 
     cell: str
@@ -33,29 +33,29 @@ class PlannedCell:
 
 
 def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -> tuple[PlannedCell, ...]:
-    """What a preset will take, row by row; neither weights nor data are read or downloaded.
+    """Estimate the cost of a preset, row by row; neither weights nor data are read or downloaded.
 
     Args:
-        id: of the preset.
+        id: Id of the preset.
         scale: ``small`` or ``full``.
-        overrides: changes to all configs, each ``section.field=value``.
+        overrides: Changes to all configs, each ``section.field=value``.
 
     Raises:
-        FedspanError: no such preset or scale, or an override that does not fit.
+        FedspanError: If the preset or scale is unknown, or an override does not fit.
     """
     preset = preset_of(id)
     require_scale(scale)
     tried = 1
     for values in preset.sweep_at(scale).values():
         tried *= len(values)
-    # the sweep's best is the first of the seeds, unless all have to be timed
+    # the best run of the sweep counts as that of the first seed, unless all have to be timed
     swept = tried - (not preset.timed) if tried > 1 else 0
     runs = swept + len(preset.seeds_at(scale))
     found: list[PlannedCell] = []
     for cell in cells_of(preset, scale, overrides=overrides):
         for label, values in cell.configs.items():
             config = parse_config(values)
-            # of a natural partition the data decide; a preset says how many clients it expects
+            # in a natural partition, the data determine the clients; a preset states how many it expects
             clients = config.partition.clients
             planned = plan_run(config, _planned_model(config), clients=clients, examples=known_examples(config))
             found.append(PlannedCell(cell.name, label, runs, planned))
@@ -63,7 +63,7 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
 
 
 _models: dict[str, PlannedModel] = {}
-"""Models without weights, which hold nothing, by what they follow from: many rows share one."""
+"""Models without weights, which use no memory, by the settings that determine them: many rows share one."""
 
 
 def _planned_model(config: RunConfig) -> PlannedModel:

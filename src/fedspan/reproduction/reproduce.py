@@ -1,4 +1,4 @@
-"""Playing a paper's table again: learning rates chosen by validation, then all seeds, then the verdicts."""
+"""Reproduction of a paper's table: learning rates selected by validation, then all seeds, then the verdicts."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ _LATER: dict[str, Any] = {"reuse": []}
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table played again; ``table.md`` and ``table.json`` in its folder hold the same.
+    """A reproduced table; ``table.md`` and ``table.json`` in its folder have the same content.
 
     Args:
-        id: of the preset.
-        scale: at which.
-        seeds: of every row.
-        scores: of all rows in all cells.
-        verdicts: on the paper's statements.
-        folder: with the runs.
-        played: what the cells are.
+        id: Id of the preset.
+        scale: Scale of the reproduction.
+        seeds: Seeds of every row.
+        scores: Scores of all rows in all cells.
+        verdicts: Verdicts on the paper's statements.
+        folder: Folder with the runs.
+        played: Settings of the cells.
     """
 
     id: str
@@ -70,7 +70,7 @@ class Reproduction:
     played: Table
 
     def table(self) -> Table:
-        """The scores as people read them."""
+        """Tabulate the scores for people to read."""
         rows = tuple(
             (
                 score.cell,
@@ -102,24 +102,24 @@ def reproduce(
     reuse: Sequence[str | Path] = (),
     listener: Watcher | None = None,
 ) -> Reproduction:
-    """Play a preset: in every cell and for every row a sweep on the first seed by validation, then all seeds.
+    """Reproduce a preset: in every cell and for every row, sweep on the first seed by validation, then run all seeds.
 
-    Stopped, the same call goes on: every run is an ordinary one, in ``folder/<cell>/<method>/``. A run that is finished
-    elsewhere in the folder or in ``reuse`` is copied (same config, versions, machine and threads, and no local file
-    changed since), unless seconds are compared.
+    If interrupted, the same call resumes: every run is an ordinary one, in ``folder/<cell>/<method>/``. A run that has
+    finished elsewhere in the folder or in ``reuse`` is copied (same config, versions, machine and threads, and no local
+    file changed since), unless seconds are compared.
 
     Args:
-        id: of the preset.
-        folder: for the runs and the tables; empty, not there yet, or of this preset at this scale.
+        id: Id of the preset.
+        folder: Folder for the runs and the tables; empty, not yet existing, or of this preset at this scale.
         scale: ``small`` or ``full``.
-        data: folder with local data sets, where the preset reads files.
-        model: folder with a model, where the preset asks for one.
-        overrides: changes to all configs, each ``section.field=value``.
-        reuse: folders with other reproductions or runs; they are not changed.
-        listener: told what happens.
+        data: Folder with local data sets, if the preset reads files.
+        model: Folder with a model, if the preset requires one.
+        overrides: Changes to all configs, each ``section.field=value``.
+        reuse: Folders with other reproductions or runs; they are not changed.
+        listener: Listener that receives all events.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If an argument, a config or the folder has an error that the user can correct.
     """
     for known in reuse:
         if not Path(known).is_dir():
@@ -128,7 +128,7 @@ def reproduce(
         "command": command_line(sys.argv),
         "id": id,
         "scale": scale,
-        # whole paths: configs of another working directory are not taken for equal ones
+        # absolute paths: configs of another working directory are not treated as equal
         "data": None if data is None else os.path.abspath(data),
         "model": None if model is None else os.path.abspath(model),
         "overrides": list(overrides),
@@ -138,13 +138,13 @@ def reproduce(
 
 
 def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) -> Reproduction:
-    """Go on under the settings that it was begun with.
+    """Resume a reproduction under its original settings.
 
     Raises:
-        FedspanError: if none was begun there, and as ``reproduce`` does.
+        FedspanError: If no reproduction was started in the folder, or for the reasons of ``reproduce``.
     """
     settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
-    there = [known for known in settings["reuse"] if Path(known).is_dir()]  # what is gone is played
+    there = [known for known in settings["reuse"] if Path(known).is_dir()]  # other runs are rerun
     return _play({**settings, "reuse": there}, Path(folder), listener or Watcher())
 
 
@@ -197,7 +197,7 @@ def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
-    """One row in one cell: the sweep, if there is something to choose, and the seeds."""
+    """Run one row in one cell: the sweep, if there are several values to try, and the seeds."""
     config: Any = cell.configs[label]
     over, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
     chosen: Mapping[str, object] = {}
@@ -214,7 +214,7 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
     try:
         report = compare(config, folder / "seeds", [key], seeds, overrides=texts, listener=watcher)
     except FedspanError as error:
-        if error.field != "training.lr":  # the one complaint of training itself: it diverges
+        if error.field != "training.lr":  # the only error of training itself: it diverges
             raise
         return CellScore(cell.name, label, chosen, "", True, (), None, None, None, None, None, "a seed diverged")
     row = report.rows[0]

@@ -1,4 +1,4 @@
-"""What a paper says of its table, as a preset writes it down."""
+"""The paper's statements about its table, as a preset records them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Measure = Literal[
     "barrier",
     "state_step",
 ]
-"""What claims compare: ``runs.judging`` says which end is better, ``runs.curves`` and ``api.measuring`` what it is."""
+"""Measures of claims, defined in ``runs.curves`` and ``measurement``; ``verdicts`` defines which end is better."""
 
 
 class Record(BaseModel):
-    """Part of a preset: nothing else stands in it, and nothing changes it."""
+    """Part of a preset, without extra fields and immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,9 +33,9 @@ class Gap(Record):
     """A loss of score between two values of an axis, in place of the score itself.
 
     Args:
-        axis: which.
-        before: its value where the score is expected to be higher.
-        after: its value where it is expected to have dropped.
+        axis: Name of the axis.
+        before: Value of the axis at which the score is expected to be higher.
+        after: Value of the axis at which the score is expected to have dropped.
     """
 
     axis: str
@@ -47,17 +47,17 @@ class Claim(Record):
     """A statement of the paper: one row of the table is better than others.
 
     Args:
-        says: in words.
-        better: label of a method.
-        worse: labels of those that it is better than.
-        cells: by axis, the values in which; an axis left out: in all.
-        measure: what is compared: the held-out metric; bytes of a run; the rounds, the bytes both ways or the seconds
-            of its rounds until a score (``runs.curves.target_of`` the two rows); the exact matches of generated
-            answers; the alignment of the clients' updates with the global one, the barrier between their models, or
-            the last round's step of the server's tensors.
-        gap: compare the loss of score between two cells; the smaller is the better.
-        within: the two are level, up to this much of the metric's own unit (shares, not percent).
-        needs: what would have to be measured and is not; such a claim is never judged.
+        says: The statement in words.
+        better: Label of the better method.
+        worse: Labels of the methods that it is better than.
+        cells: Values to which the claim applies, by axis; an axis left out: all of its values.
+        measure: Quantity that is compared: the held-out metric; bytes of a run; the rounds, the bytes in both
+            directions or the seconds of its rounds until a score (``runs.curves.target_of`` the two rows); the exact
+            matches of generated answers; the alignment of the clients' updates with the global one, the barrier between
+            their models, or the last round's step of the server's tensors.
+        gap: Comparison of the loss of score between two cells; the smaller loss is better.
+        within: Tolerance, in the metric's own unit (shares, not percent), within which the two are level.
+        needs: Quantity that is required but not measured; such a claim is never judged.
     """
 
     says: str

@@ -1,4 +1,4 @@
-"""What a preset's numbers say of the paper's statements, by the rule that was fixed before they were measured."""
+"""Verdicts on the paper's statements from a preset's results, by the rule that was fixed before they were measured."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COSTS: Mapping[str, Callable[[Point], float]] = {
     "bytes_to": lambda point: float(point.bytes),
     "seconds_to": lambda point: point.seconds,
 }
-"""Of coming to a score (``runs.curves.target_of`` both rows of a pair), seed by seed: the less the better."""
+"""Costs of reaching a score (``runs.curves.target_of`` both rows of a pair), seed by seed; less is better."""
 Bound = Literal["", "at least ", "at most ", "about "]
 _SIGNS = {"exact_match": 1.0, "alignment": 1.0, "barrier": -1.0, "state_step": -1.0}
-"""Of other measures, which end is better."""
+"""Direction of other measures: 1 if higher is better, -1 if lower is better."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,21 @@ class CellScore:
     """One row in one cell.
 
     Args:
-        cell: its name.
-        method: label of the row.
-        chosen: what the sweep chose, by path in the config; empty without a sweep.
-        metric: that was measured; empty if nothing was.
-        higher: whether more of it is better.
-        scores: on held-out examples (without them, the clients' own tests), one for each seed; empty if it failed.
-        mean: of the scores; None if one is missing.
-        deviation: standard deviation (n - 1) over the seeds; None for one.
-        bytes_down: serialized, of one run, mean over the seeds.
-        bytes_up: likewise.
-        seconds: wall-clock time of the rounds of one run, mean over the seeds.
-        failed: why there are no scores.
-        measured: what claims compare beside scores and bytes, by measure, one for each seed.
-        curves: the scores by round, one curve for each seed; empty where no claim asks for them.
+        cell: Name of the cell.
+        method: Label of the row.
+        chosen: Values that the sweep selected, by path in the config; empty without a sweep.
+        metric: Metric that was measured; empty if nothing was.
+        higher: Whether a higher value is better.
+        scores: Scores on held-out examples (without them, on the clients' own tests), one for each seed; empty on
+            failure.
+        mean: Mean of the scores; None if one is missing.
+        deviation: Standard deviation (n - 1) over the seeds; None for one seed.
+        bytes_down: Serialized bytes to clients in one run, mean over the seeds.
+        bytes_up: Serialized bytes from clients in one run, mean over the seeds.
+        seconds: Wall-clock time of the rounds of one run, mean over the seeds.
+        failed: Reason why there are no scores.
+        measured: Values that claims compare besides scores and bytes, by measure, one for each seed.
+        curves: Scores by round, one curve for each seed; empty if no claim needs them.
     """
 
     cell: str
@@ -70,12 +71,12 @@ class JudgedCell:
     """A claim in one cell, or over all of its cells.
 
     Args:
-        cell: its name; ``all`` of the claim's.
-        mean: how much better the better row was, mean over the seeds, in the metric's unit.
-        error: standard error of that; None for one seed.
-        verdict: by the rule.
-        bound: of costs, what the mean is where a run of the worse row (at least), of the better one (at most) or of
-            both (about) ended before it came to the score: all that it had cost is counted, less than it would take.
+        cell: Name of the cell; ``all`` for all cells of the claim.
+        mean: Mean advantage of the better row over the seeds, in the metric's unit.
+        error: Standard error of the mean; None for one seed.
+        verdict: Verdict by the rule.
+        bound: Bound on a mean of costs, if a run of the worse row (at least), of the better one (at most) or of both
+            (about) ended before it reached the score: its whole cost is counted, which is less than reaching it takes.
     """
 
     cell: str
@@ -90,14 +91,14 @@ class Judged:
     """A claim about one pair of rows, judged.
 
     Args:
-        says: the paper's statement.
-        better: label of the row that is said to be better.
-        worse: label of the other.
-        metric: that was compared.
-        verdict: over all cells together, seed by seed.
-        overall: the same with its numbers; None where it could not be judged.
-        cells: each by itself.
-        why: where it could not be judged, what was missing.
+        says: The paper's statement.
+        better: Label of the row that is claimed to be better.
+        worse: Label of the other row.
+        metric: Metric that was compared.
+        verdict: Verdict over all cells together, seed by seed.
+        overall: The same verdict with its numbers; None if it could not be judged.
+        cells: Verdicts of the single cells.
+        why: Reason why it could not be judged; None otherwise.
     """
 
     says: str
@@ -111,16 +112,16 @@ class Judged:
 
 
 def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellScore]) -> tuple[Judged, ...]:
-    """A verdict for every claim and every row that it names as worse.
+    """Judge every claim against every row that it names as worse.
 
-    *holds* if the difference, paired by seed, exceeds two standard errors in the paper's direction, *contradicted* if
-    in the other, else *inconclusive*; ``claim.within`` as in ``analysis.verdict.near``. A row that failed in a cell
-    leaves that cell out.
+    The verdict is *holds* if the difference, paired by seed, exceeds two standard errors in the paper's direction,
+    *contradicted* if it does so in the other direction, else *inconclusive*; ``claim.within`` is applied as in
+    ``experiments.verdict.near``. A cell in which a row failed is left out.
 
     Args:
-        claims: the paper's.
-        cells: of the table.
-        scores: of all rows in all cells.
+        claims: The paper's statements.
+        cells: Cells of the table.
+        scores: Scores of all rows in all cells.
     """
     by_place = {(score.cell, score.method): score for score in scores}
     return tuple(_judged(claim, worse, cells, by_place) for claim in claims for worse in claim.worse)
@@ -166,7 +167,7 @@ def _rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
 
 
 def _cell(name: str, found: Within, bound: Bound) -> JudgedCell:
-    """A bound on the wrong side says nothing: a run that never came to the score may have been the cheaper one."""
+    """Judge a cell; a bound on the wrong side is inconclusive: a run that missed the score may have been cheaper."""
     says_nothing = (found.verdict == "holds" and bound in ("at most ", "about ")) or (
         found.verdict == "contradicted" and bound in ("at least ", "about ")
     )
@@ -175,7 +176,7 @@ def _cell(name: str, found: Within, bound: Bound) -> JudgedCell:
 
 
 def _bound(bounds: Collection[Bound]) -> Bound:
-    """Of a mean of what is bounded so."""
+    """Return the bound of a mean of bounded values."""
     some: set[Bound] = set(bounds) - {""}
     return "about " if len(some) > 1 else some.pop() if some else ""
 
@@ -183,7 +184,7 @@ def _bound(bounds: Collection[Bound]) -> Bound:
 def _values(
     claim: Claim, cell: Cell, label: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]
 ) -> list[float] | None:
-    """What is compared, one for each seed, so that more is better; None where something is missing."""
+    """Return the compared values, one for each seed, so that more is better; None if something is missing."""
     if claim.gap is None:
         return _oriented(scores.get((cell.name, label)), claim.measure)
     gap = claim.gap
@@ -200,7 +201,7 @@ def _values(
 def _costs(
     cost: Callable[[Point], float], better: CellScore | None, worse: CellScore | None
 ) -> tuple[list[float] | None, list[float] | None, Bound]:
-    """What it costs both to come to the pair's score, one for each seed, so that more is better; and the bound."""
+    """Return the negated costs of reaching the pair's score for both rows, one for each seed, and the bound."""
     sides: tuple[list[float], list[float]] = ([], [])
     bounds: set[Bound] = set()
     for pair in zip(() if better is None else better.curves, () if worse is None else worse.curves, strict=False):
@@ -234,7 +235,7 @@ def _means(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def verdict_table(judged: Sequence[Judged]) -> Table:
-    """As people read it."""
+    """Tabulate the verdicts for people to read."""
     rows = tuple(
         (
             one.says,
@@ -255,7 +256,7 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
 
 
 def difference(metric: str, found: JudgedCell) -> str:
-    """By how much the better row is better, with its unit: positive in the paper's direction."""
+    """Format the advantage of the better row with its unit: positive in the paper's direction."""
     if metric in ("bytes_up", "bytes_down"):
         return f"{found.mean / 1e6:+.3f} MB"
     if metric == "bytes_to":

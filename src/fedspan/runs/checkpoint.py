@@ -1,9 +1,10 @@
-"""Checkpoints: everything that a run needs to go on, committed in one rename.
+"""Checkpoints: everything that a run needs to resume, committed in one rename.
 
-A checkpoint is a folder ``checkpoints/round-00005`` (its files: ``runs.packing``). It is written under a temporary
-name, brought to the disk and renamed, so a folder of that name is whole, and a process killed at any moment leaves the
-round before. What clients keep (``runs.clients``) and the logs are committed first; the logs are cut back on resume to
-the lengths that it names, and clients' files that no checkpoint names are deleted: nothing counts twice.
+A checkpoint is a folder ``checkpoints/round-00005`` (its files: ``runs.checkpoint_format``). It is written under a
+temporary name, synced to the disk and renamed, so a folder of that name is complete, and a process killed at any moment
+leaves the previous round. The clients' stored state (``clients.store``) and the logs are committed first. On resume the
+logs are truncated to the lengths that the checkpoint names, and clients' files that no checkpoint names are deleted:
+nothing counts twice.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ def _folder_of(run: RunFolder, round: int) -> Path:
 
 
 def _rounds(run: RunFolder) -> dict[int, Path]:
-    """Checkpoints by round, ascending; temporary folders do not match."""
+    """List the checkpoints by round, ascending; temporary folders do not match."""
     entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     found = {int(match[1]): entry for entry in entries if (match := _FOLDER.match(entry.name))}
     return dict(sorted(found.items()))
 
 
 def saved(run: RunFolder) -> int:
-    """How many rounds a run has finished, by its newest checkpoint."""
+    """Return the number of rounds that a run has finished, from its newest checkpoint."""
     return max(_rounds(run), default=0)
 
 
 def select_checkpoint(run: RunFolder, round: int | str) -> Path:
-    """The folder of a checkpoint that a user names.
+    """Find the folder of the checkpoint that a user names.
 
     Args:
-        run: the run.
+        run: The run folder.
         round: ``best`` (without one, the last), ``last``, or a number.
 
     Raises:
-        FedspanError: if there is none of it.
+        FedspanError: If there is no such checkpoint.
     """
     there = _rounds(run)
     if not there:
@@ -65,20 +66,20 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
 
 
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
-    """Commit a round: write its checkpoint, and let ``best/`` show the best one.
+    """Commit a round: write its checkpoint, and link the best one as ``best/``.
 
-    What clients keep and is not on the disk yet (``clients.store``) is brought there first.
+    Clients' state that is not on the disk yet (``clients.store``) is written first.
 
     Args:
-        run: a run whose lock this process holds.
-        checkpoint: with the positions of logs that are committed already.
+        run: A run folder whose lock this process holds.
+        checkpoint: The checkpoint, with the positions of logs that are already committed.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        FedspanError: if the disk is full or refuses; the checkpoint before is then still the latest.
-        ValueError: if the round has a checkpoint, or a tensor cannot be stored.
+        FedspanError: If the disk is full or cannot be written; the previous checkpoint is then still the latest.
+        ValueError: If the round already has a checkpoint, or a tensor cannot be stored.
     """
     target = _folder_of(run, checkpoint.state.round)
     if target.exists():
@@ -93,7 +94,7 @@ def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
 
 def _commit(target: Path, files: Mapping[str, bytes]) -> None:
     partial = temporary(target)
-    remove(partial)  # of an earlier process with the same id, as in containers
+    remove(partial)  # left by an earlier process with the same id, as in containers
     try:
         partial.mkdir(parents=True)
         for name, data in files.items():
@@ -101,7 +102,7 @@ def _commit(target: Path, files: Mapping[str, bytes]) -> None:
         fsync_folder(partial)
         partial.rename(target)
     except BaseException:
-        with suppress(OSError):  # give the space back; the first error is the one to report
+        with suppress(OSError):  # free the space; the first error is the one to report
             remove(partial)
         raise
     fsync_folder(target.parent)
@@ -112,7 +113,7 @@ def _same_file(left: Path, right: Path) -> bool:
 
 
 def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
-    """Make ``best/`` the best checkpoint, by hard links where the disk has them, copies elsewhere."""
+    """Make ``best/`` the best checkpoint, by hard links where the file system supports them, else by copies."""
     if checkpoint is None or checkpoint.best is None:
         remove(run.best)
         return
@@ -130,7 +131,7 @@ def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
         except OSError:
             write_file(partial / name, read_bytes(source / name))
     fsync_folder(partial)
-    # A folder with content cannot be replaced in one step; `resume` mends what a kill leaves in between.
+    # A folder with content cannot be replaced in one step; `resume` repairs what a kill leaves in between.
     if run.best.exists():
         run.best.rename(old)
     partial.rename(run.best)
@@ -139,11 +140,11 @@ def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
 
 
 def latest(run: RunFolder) -> Checkpoint | None:
-    """The newest checkpoint, every byte checked; None if no round was finished.
+    """Load the newest checkpoint and check every byte of it; None if no round is finished.
 
     Raises:
-        FedspanError: if it is damaged: names the file, and the newest older checkpoint that is intact; or if it is of
-            another version of fedspan.
+        FedspanError: If it is damaged (names the file, and the newest older checkpoint that is intact), or was written
+            by another version of fedspan.
     """
     rounds = _rounds(run)
     if not rounds:
@@ -162,10 +163,10 @@ def latest(run: RunFolder) -> Checkpoint | None:
 
 
 def truncate_logs(run: RunFolder, checkpoint: Checkpoint | None) -> None:
-    """Cut metrics and ledger to the lengths that they had at a checkpoint (None: at the beginning).
+    """Truncate metrics and ledger to the lengths that they had at a checkpoint (None: at the beginning).
 
     Raises:
-        FedspanError: if one is shorter than that or was edited, or cannot be written.
+        FedspanError: If a log is shorter than that, was edited, or cannot be written.
     """
     for path in (run.metrics, run.ledger):
         length = checkpoint.positions.get(path.name, 0) if checkpoint else 0
@@ -192,17 +193,17 @@ def _ends_a_line(path: Path, length: int) -> bool:
 
 
 def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:
-    """Bring a run that was stopped at any moment back to its last finished round, and return that.
+    """Restore a run that was stopped at any moment to its last finished round, and return that checkpoint.
 
-    Cuts the logs, mends ``best/``, prunes and clears away what was half-written, so that a run with interruptions ends
-    with the same files as one without.
+    Truncates the logs, repairs ``best/``, prunes checkpoints and removes partially written files, so that an
+    interrupted run ends with the same files as an uninterrupted one.
 
     Args:
-        run: as ``RunFolder.resume`` or ``RunFolder.create`` gave it.
-        keep: as in ``prune``.
+        run: A run folder from ``RunFolder.resume`` or ``RunFolder.create``.
+        keep: Number of checkpoints to keep, as for ``prune``.
 
     Raises:
-        FedspanError: as ``latest`` and ``truncate_logs``.
+        FedspanError: If ``latest`` or ``truncate_logs`` raises it.
     """
     checkpoint = latest(run)
     truncate_logs(run, checkpoint)
@@ -216,15 +217,15 @@ def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:
 
 
 def prune(run: RunFolder, keep: int = 2) -> None:
-    """Delete all checkpoints but the newest ones and the best round's.
+    """Delete all checkpoints except the newest ones and that of the best round.
 
     Args:
-        run: a run whose lock this process holds.
-        keep: how many of the newest stay; at least 1.
+        run: A run folder whose lock this process holds.
+        keep: Number of newest checkpoints to keep; at least 1.
 
     Raises:
-        FedspanError: if the newest checkpoint is damaged (nothing is deleted then), or the disk refuses.
-        ValueError: if ``keep`` is below 1.
+        FedspanError: If the newest checkpoint is damaged (nothing is deleted then), or the disk cannot be written.
+        ValueError: If ``keep`` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")
@@ -235,7 +236,7 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     stale = _needed(going)
     with disk_errors(run.path):
         for folder in going:
-            # Renamed first: what stands under a checkpoint's name is always whole.
+            # Renamed first: a folder with a checkpoint's name is always complete.
             trash = temporary(folder)
             remove(trash)
             folder.rename(trash)
@@ -245,7 +246,7 @@ def prune(run: RunFolder, keep: int = 2) -> None:
 
 
 def _needed(folders: Iterable[Path]) -> set[Version]:
-    """The clients' files that checkpoints name; one that cannot be read is of no use, nor what it needs."""
+    """Collect the clients' files that checkpoints name; an unreadable checkpoint needs no files."""
     needed: set[Version] = set()
     for folder in folders:
         with suppress(FedspanError):

@@ -1,8 +1,8 @@
-"""One checkpoint as files, and back: the format under ``runs.checkpoint``.
+"""The file format of a checkpoint (``runs.checkpoint``), written and read.
 
-``state.safetensors`` holds the server state, ``clients.json`` the state that every client holds and the round that
-wrote what it keeps (``runs.clients``), and ``checkpoint.json`` the rest, with the SHA-256 of the two others and of
-itself. In the first format ``clients.safetensors`` held all that clients keep.
+``state.safetensors`` holds the server state. ``clients.json`` holds, for every client, the round of the state that it
+holds and of the stored files that it needs (``clients.store``). ``checkpoint.json`` holds the rest, with the SHA-256 of
+the other two and of itself. In the first format ``clients.safetensors`` held the stored state of all clients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedspan.runs.folder import RunFolder
 __all__ = ["Checkpoint", "DamagedFileError", "load", "pack", "read_index", "read_versions"]
 
 FORMAT = 2
-"""Version of checkpoint.json; a reader refuses any other but the first."""
+"""Version of checkpoint.json; a reader accepts this version and the first."""
 
 _STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
 _FIRST = "clients.safetensors"
@@ -35,18 +35,18 @@ _FIRST = "clients.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run is between two rounds.
+    """The state of a run between two rounds.
 
     Args:
-        state: the server's; ``state.round`` names the checkpoint.
-        memories: what clients keep, by client id.
-        held: round of the last server state that reached a client and was accepted, by client id.
-        optimizer_states: moments that clients keep, with the state generation that they belong to, by client id.
-        best: the best round so far and its score; that round has a checkpoint, this one or an earlier one (so a round
-            that becomes the best is one to save).
-        positions: lengths in bytes of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as
-            their ``commit`` returned them.
-        extra: whatever else the round loop must remember.
+        state: The server state; ``state.round`` names the checkpoint.
+        memories: The clients' memories, by client id.
+        held: Round of the last server state that reached a client and was accepted, by client id.
+        optimizer_states: The clients' optimizer moments, with the state generation that they belong to, by client id.
+        best: The best round so far and its score; that round has a checkpoint, this one or an earlier one (so a round
+            that becomes the best must be saved).
+        positions: Lengths in bytes of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as
+            returned by their ``commit``.
+        extra: Further values that the round loop must restore.
     """
 
     state: ServerState
@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def progress(self) -> Progress:
-        """What the round loop goes on from."""
+        """The progress that the round loop resumes from."""
         held = {client: round for client, round in self.held.items() if round is not None}
         return Progress(self.state, self.memories, held, self.optimizer_states)
 
@@ -95,19 +95,19 @@ def _digest(data: bytes) -> str:
 
 
 def _sealed(index: Mapping[str, Any]) -> bytes:
-    """The bytes of checkpoint.json: the index with the digest of its own text. A NaN stands in it as Python has it."""
+    """Encode checkpoint.json: the index with the digest of its own text; NaN is written as in Python."""
     digest = _digest(json.dumps(index).encode())
     return (json.dumps({**index, "sha256": digest}, indent=1) + "\n").encode()
 
 
 def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The files of a checkpoint, by name.
+    """Encode the files of a checkpoint, by name.
 
     Args:
-        checkpoint: whose clients' files are on the disk (``clients.store``).
+        checkpoint: A checkpoint whose clients' files are on the disk (``clients.store``).
 
     Raises:
-        ValueError: if a tensor cannot be stored (``wire.Writer``).
+        ValueError: If a tensor cannot be stored (``serialization.Writer``).
     """
     files = {_STATE: encode_state(checkpoint.state), _CLIENTS: _encode_clients(checkpoint)}
     index = {
@@ -122,11 +122,11 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What checkpoint.json says, checked against its own digest; the tensors' files are not looked at.
+    """Read checkpoint.json and check it against its own digest; the tensor files are not read.
 
     Raises:
-        Damaged: if it is missing or not as written.
-        FedspanError: if it is of another version of fedspan.
+        DamagedFileError: If it is missing or differs from what was written.
+        FedspanError: If it was written by another version of fedspan.
     """
     path = folder / _INDEX
     data = read_whole(path)
@@ -148,11 +148,12 @@ def read_index(folder: Path) -> dict[str, Any]:
 def load(folder: Path) -> Checkpoint:
     """Read one checkpoint, such as ``run.best``.
 
-    Every byte of it is checked, and of the clients' files those that its own round wrote; an older one when it is read.
+    Every byte of the checkpoint is checked, and every clients' file that its own round wrote; an older clients' file is
+    checked when it is read.
 
     Raises:
-        Damaged: naming the file, if one is missing or not as written.
-        FedspanError: if they are of another version of fedspan.
+        DamagedFileError: If a file, which the error names, is missing or differs from what was written.
+        FedspanError: If the files were written by another version of fedspan.
     """
     index = read_index(folder)
     data = _contents(folder, index)
@@ -168,7 +169,7 @@ def load(folder: Path) -> Checkpoint:
                 if round == state.round:
                     (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
         best = expect(index, "best", list, NoneType)
-    except ValueError as error:  # whole, so written by another version
+    except ValueError as error:  # the files are intact, so another version wrote them
         raise FedspanError(str(folder), str(error), "this version of fedspan cannot read it") from error
     return Checkpoint(
         state=state,
@@ -192,10 +193,10 @@ def _contents(folder: Path, index: Mapping[str, Any], only: Collection[str] | No
 
 
 def read_versions(folder: Path) -> set[Version]:
-    """The clients' files that a checkpoint needs.
+    """List the clients' files that a checkpoint needs.
 
     Raises:
-        FedspanError: as ``load``; of the state nothing is read.
+        FedspanError: If the files are damaged or of another version, as in ``load``; the server state is not read.
     """
     data = _contents(folder, read_index(folder), (_CLIENTS,))
     if _CLIENTS not in data:

@@ -1,4 +1,4 @@
-"""What a run ran on: enough to tell why two runs of one configuration differ."""
+"""The environment of a run, in enough detail to explain why two runs of one configuration differ."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def _environment(seed: int, command: Sequence[str]) -> dict[str, object]:
 
 
 def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> dict[str, tuple[object, object]]:
-    """Write environment.json, or compare with the one that the run was begun in.
+    """Write environment.json, or compare it with the environment that the run was started in.
 
     Args:
-        folder: the run, created or resumed.
-        seed: of the run.
-        command: the command line.
+        folder: The run folder, created or resumed.
+        seed: Seed of the run.
+        command: The command line.
 
     Returns:
-        ``{name: (then, now)}`` of what differs from the run's beginning (the command aside): after a resume under other
-        versions or threads, the same bits can no longer be expected. Empty for a new run.
+        ``{name: (then, now)}`` of what differs from the start of the run (except the command): after a resume with
+        other versions or threads, the same bits can no longer be expected. Empty for a new run.
 
     Raises:
-        FedspanError: if the file cannot be written, or is there and cannot be read.
+        FedspanError: If the file cannot be written, or exists and cannot be read.
     """
     now = _environment(seed, command)
     if not folder.environment.exists():
@@ -62,10 +62,10 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
 
 
 def same_environment(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether a run was made with today's versions, on such a machine, with the threads that this config would have.
+    """Check whether a run had the current versions, a machine like this one, and the threads of this config.
 
     Raises:
-        FedspanError: if its environment.json cannot be read.
+        FedspanError: If its environment.json cannot be read.
     """
     now = _environment(config.seed, ())
     return not _changes(folder, now if config.threads is None else now | {"threads": config.threads})

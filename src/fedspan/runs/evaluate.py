@@ -1,4 +1,4 @@
-"""Measuring a trained model, on its run's held-out set or on a file."""
+"""Evaluation of a trained model, on the held-out set of its run or on a file."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def evaluate(
     answer: str | None = None,
     generate: bool = True,
 ) -> dict[str, float]:
-    """Measure a trained model.
+    """Evaluate a trained model.
 
     Args:
-        folder: a run folder or an exported model.
-        client: whose model, if every client has its own.
-        data: a file of examples, or whatever ``data.train`` takes of images; left out, the held-out test set of the run
-            in ``folder``.
-        text: the file's column of texts; left out: ``text``.
-        image: its column of images; left out: ``image``.
-        label: its column of labels or numbers; left out: ``label``.
-        text_pair: its column of second texts, for a model of pairs.
-        answer: its column of answers, for a language model, whose prompt template names the others; left out:
-            ``answer``.
-        generate: let a language model answer, and count exact matches; the slow part.
+        folder: A run folder or an exported model.
+        client: The client whose model is evaluated, if every client has its own.
+        data: A file of examples, or any source of images that ``data.train`` accepts; default: the held-out test set
+            of the run in ``folder``.
+        text: The file's column of texts; default: ``text``.
+        image: The file's column of images; default: ``image``.
+        label: The file's column of labels or numbers; default: ``label``.
+        text_pair: The file's column of second texts, for a model of text pairs.
+        answer: The file's column of answers, for a language model, whose prompt template names the other columns;
+            default: ``answer``.
+        generate: Whether a language model generates answers and exact matches are counted; the slow part.
 
     Returns:
         The task's metrics and the number of ``examples``.
 
     Raises:
-        FedspanError: as `load_served`; no test set; or a file that does not fit the model.
+        FedspanError: If `load_served` raises it, there is no test set, or the file does not fit the model.
     """
     served_from = adapter_folder(folder, client)  # cheap mistakes before slow loading
     if data is not None:
@@ -95,7 +95,7 @@ def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
 
 
 def _labelled(config: DataConfig, task: TaskName) -> datasets.Dataset:
-    """The rows of a file; what is wrong with it is said of ``data``, ``text``, ``label``, not of a config."""
+    """Load the rows of a file; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
     try:
         return load(config, "data", task=task).train
     except FedspanError as error:

@@ -1,4 +1,4 @@
-"""Taking a trained model out of a run."""
+"""Export of a trained model from a run."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def export(
     """Write a trained model to a folder of its own.
 
     Args:
-        run_folder: of a run, finished or not; or a model exported before.
-        out: an empty folder, or one that does not exist.
+        run_folder: Folder of a run, finished or not, or of an exported model.
+        out: An empty folder, or one that does not exist.
         form: ``adapter`` for PEFT, or ``merged``: a plain Transformers model with its tokenizer.
-        client: whose model, if every client has its own.
-        round: ``best`` (by validation), ``last``, or a number; a run keeps the checkpoints of its last two rounds and
+        client: The client whose model is exported, if every client has its own.
+        round: ``best`` (by validation), ``last``, or a number; a run stores the checkpoints of its last two rounds and
             of the best one.
-        rank: cut the adapter's update to its best approximation of this rank; its fedspan.json says under
-            ``relative_error`` what each layer lost. None: exact, of whatever rank it has.
+        rank: Rank that the adapter's update is truncated to by its best approximation; its fedspan.json reports the
+            error of each layer under ``relative_error``. None: exact, at the adapter's own rank.
 
     Returns:
         ``out``.
 
     Raises:
-        FedspanError: unknown form, client or round, a rank that the adapter does not have, a run without a finished
-            round, or a folder that is not empty.
+        FedspanError: If the form, client or round is unknown, the adapter does not have the rank, the run has no
+            finished round, or the folder is not empty.
     """
     out = Path(out)
     if form not in ("adapter", "merged"):
@@ -92,7 +92,7 @@ def export(
 
 
 def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -> Path:
-    """The folder of the adapter: the one that the run exported at its end, or a new one from a checkpoint."""
+    """Return the adapter's folder: the one that the run exported at its end, or a new one from a checkpoint."""
     if not is_run(folder):
         return adapter_folder(folder, client)
     place = RunFolder(folder)
@@ -115,13 +115,13 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
 
 
 def _merge(adapter: Path, out: Path) -> None:
-    served = load_served(adapter, device="cpu", quantized=False)  # plain weights, whatever it was trained on
+    served = load_served(adapter, device="cpu", quantized=False)  # plain weights, even after quantized training
     save_model(out, served.model.merge_and_unload(), served.processor, served.notes["base_model"], served.revision)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
     _recast(served.folder, out, lambda text: merged_card(text, served.notes["task"]))
 
 
 def _recast(source: Path, out: Path, recast: Callable[[str], str]) -> None:
-    """The model card of a folder, if there is one, as that of what was made of it."""
+    """Write the model card of a derived model from that of its source, if the source has one."""
     if (source / CARD).is_file():
         (out / CARD).write_text(recast((source / CARD).read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Who failed how often over a whole run: from its lines of metrics, so that a run that was resumed counts alike."""
+"""Failures by client over a whole run, counted from its metrics, so that a resumed run counts the same."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["failures_by_client"]
 def failures_by_client(
     rows: Iterable[Mapping[str, object]], last: int = 0, more: Iterable[Failure] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Failures by client, sorted.
+    """Count the failures by client, sorted by client id.
 
     Args:
-        rows: lines of metrics.jsonl; what in them is no failure as a run writes it is passed over.
-        last: the round that was measured and exported at the run's end.
-        more: failures in that.
+        rows: Lines of metrics.jsonl; entries that are not failures as a run writes them are ignored.
+        last: The round that was evaluated and exported at the end of the run.
+        more: Failures of that evaluation and export.
 
     Returns:
-        By client id ``count``, and of its last failure ``round`` and ``reason``.
+        By client id, ``count``, and the ``round`` and ``reason`` of its last failure.
     """
     found: dict[str, dict[str, Any]] = {}
     for row in rows:

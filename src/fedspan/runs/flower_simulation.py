@@ -17,10 +17,10 @@ __all__ = ["flower_simulation"]
 
 
 def flower_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Prepared], RunReport]) -> RunReport:
-    """Play a run with its clients in the processes of Flower's simulation engine (``runs.session.Host``).
+    """Run a federation with its clients in the processes of Flower's simulation engine (``runs.session.Host``).
 
     Raises:
-        FedspanError: if nodes do not come up; beside that, whatever ``played`` raises.
+        FedspanError: If nodes do not start; also any error that ``played`` raises.
     """
     from fedspan.transports.flower.simulation import simulate
 

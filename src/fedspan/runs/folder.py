@@ -1,20 +1,20 @@
-"""The run folder: one folder that holds everything of a run, owned by one process at a time.
+"""The run folder: it holds all files of a run and is owned by one process at a time.
 
 ::
 
     config.yaml          the configuration, with all defaults filled in; its presence makes the folder a run
     environment.json     versions, machine, seed, command
-    engine.json          how many clients train at once, as measured at the start
-    partition.json       which examples each client holds
+    engine.json          the number of clients that train at once, as measured at the start
+    partition.json       the examples of each client
     metrics.jsonl        one line per round
     ledger.jsonl         one line per message
     checkpoints/         round-00005/ ...: the last rounds, and the best
-    clients/             round-00005/ ...: what clients keep, by the round that wrote it
+    clients/             round-00005/ ...: the clients' stored state, by the round that wrote it
     best/                the best round's checkpoint
     adapter/             the exported adapter
     baselines/           local/, centralised/: their checkpoints while they train, then a report.json each
     report.json          the summary, once the run is finished
-    run.lock             held while a process works on the run; names it
+    run.lock             held while a process works on the run; names that process
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["RunFolder"]
 
 
 class RunFolder:
-    """The paths of a run, and reading its small files. To write, ``create`` or ``resume`` it: that takes the lock.
+    """The paths of a run; reads its small files. To write, call ``create`` or ``resume``, which acquire the lock.
 
-    A folder that was created or resumed is a context manager; leaving it gives the lock back.
+    A folder that was created or resumed is a context manager; leaving it releases the lock.
 
     Args:
-        path: the folder. Nothing is checked or made.
+        path: The folder; it is neither checked nor created.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -57,28 +57,28 @@ class RunFolder:
         self.baselines = self.path / "baselines"
         self.report = self.path / "report.json"
         self.lock = self.path / "run.lock"
-        # Not per thread: whoever made the folder may close it from another one.
+        # Not per thread: the folder may be closed from a thread other than the one that created it.
         self._lock = FileLock(self.lock, thread_local=False)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], config: str) -> Self:
-        """Make the folder of a new run, take its lock and write its configuration.
+        """Create the folder of a new run, acquire its lock and write its configuration.
 
         Args:
-            path: an empty folder, or one that does not exist.
-            config: the text of config.yaml.
+            path: An empty folder, or one that does not exist.
+            config: The text of config.yaml.
 
         Raises:
-            FedspanError: if there is anything in the folder, if another process uses it, or if it cannot be written.
+            FedspanError: If the folder is not empty, another process uses it, or it cannot be written.
         """
         run = cls(path)
         with disk_errors(run.path, "choose another folder"):
-            run.require_empty()  # before the lock, so that no foreign folder gets a file of ours
+            run.require_empty()  # before the lock, so that no lock file is written to a foreign folder
             run.path.mkdir(parents=True, exist_ok=True)
             run._acquire()
         try:
             with disk_errors(run.path, "choose another folder"):
-                run.require_empty()  # again: another process may have been quicker
+                run.require_empty()  # again: another process may have been faster
                 sweep(run.path)
                 write_atomic(run.config, config.encode())
         except BaseException:
@@ -88,10 +88,10 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str]) -> Self:
-        """Take the lock of a run that was begun; ``checkpoint.resume`` then brings its files in order.
+        """Acquire the lock of an existing run; ``checkpoint.resume`` then restores its files.
 
         Raises:
-            FedspanError: if the folder holds no run, if another process uses it, or if it cannot be written.
+            FedspanError: If the folder holds no run, another process uses it, or it cannot be written.
         """
         run = cls(path)
         with disk_errors(run.path):
@@ -103,17 +103,17 @@ class RunFolder:
         return run
 
     def require_empty(self) -> None:
-        """Refuse a folder that a new run can't have.
+        """Reject a folder that a new run cannot use.
 
         Raises:
-            FedspanError: if there is anything in the folder, or if it is a file.
+            FedspanError: If the folder is not empty, or is a file.
         """
         if self.path.exists() and not self.path.is_dir():
             raise FedspanError("run folder", str(self.path), "a file has that name; choose another")
         if self.config.exists():
             raise FedspanError("run folder", str(self.path), "it holds a run; choose another or use --resume")
         entries = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
-        # A process that was killed while it made the folder leaves these: no reason to refuse it.
+        # A process that is killed while it creates the folder leaves these files: no reason to reject the folder.
         ours = (self.lock.name, f"{self.config.name}.tmp-")
         if others := [name for name in entries if not name.startswith(ours)]:
             raise FedspanError("run folder", str(self.path), f"it holds other things ({others[0]}); choose another")
@@ -126,8 +126,8 @@ class RunFolder:
             raise FedspanError(
                 "run folder", str(self.path), f"{holder} works on this run; wait until it is finished or stop it"
             ) from None
-        # A soft lock (on disks without real ones) names its process itself. Elsewhere the name is a courtesy to whoever
-        # is refused, so a disk that will not take it is no reason to stop.
+        # A soft lock (on disks without real ones) names its process itself. Elsewhere the name only helps the process
+        # that is refused, so a failure to write it is ignored.
         if not isinstance(self._lock, SoftFileLock):
             with suppress(OSError):
                 self.lock.write_text(f"{os.getpid()}\n{socket.gethostname()}\n")
@@ -141,7 +141,7 @@ class RunFolder:
         return f"process {pid}" if host == socket.gethostname() else f"process {pid} on {host}"
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -151,10 +151,10 @@ class RunFolder:
         self.close()
 
     def config_text(self) -> str:
-        """The text of config.yaml.
+        """Read the text of config.yaml.
 
         Raises:
-            FedspanError: if it is missing or not UTF-8.
+            FedspanError: If it is missing or not UTF-8.
         """
         try:
             return read_bytes(self.config).decode()
@@ -162,19 +162,19 @@ class RunFolder:
             raise FedspanError(str(self.config), str(error), "text in UTF-8 is expected here") from error
 
     def write_json(self, path: Path, value: object) -> None:
-        """Write one of the run's JSON files (``run.partition``, ``run.report``) in one piece.
+        """Write one of the run's JSON files (``run.partition``, ``run.report``) atomically.
 
         Raises:
-            FedspanError: if the disk is full or refuses.
+            FedspanError: If the disk is full or cannot be written.
         """
         with disk_errors(self.path):
             write_atomic(path, (to_json(value, indent=2) + "\n").encode())
 
     def read_json(self, path: Path) -> object:
-        """The value in one of the run's JSON files.
+        """Read the value in one of the run's JSON files.
 
         Raises:
-            FedspanError: if it is missing or not JSON.
+            FedspanError: If it is missing or not JSON.
         """
         try:
             return from_json(read_bytes(path))

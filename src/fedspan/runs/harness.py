@@ -1,4 +1,4 @@
-"""Public benchmarks of language models on what a run trained, through EleutherAI's lm-evaluation-harness."""
+"""Public benchmarks of a run's language model, through EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedspan.runs.load import load_served
 __all__ = ["harness"]
 
 _RESAMPLES = 1000
-"""Of a bootstrap, for the standard errors of the metrics that have no formula."""
+"""Number of bootstrap resamples, for the standard errors of metrics without a formula."""
 
 
 def harness(
@@ -26,25 +26,25 @@ def harness(
     chat: bool | None = None,
     include: str | Path | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Measure a language model on tasks of lm-evaluation-harness (MMLU, ARC, GSM8K, ...); their data come from the hub.
+    """Evaluate a language model on tasks of lm-evaluation-harness (MMLU, ARC, GSM8K, ...) with data from the hub.
 
     Args:
-        folder: a run folder or an exported model.
-        tasks: names of tasks or groups of tasks, as the harness has them: ``mmlu``, ``arc_easy``.
-        client: whose model, if every client has its own.
-        shots: examples in the prompt; None: as each task says.
-        limit: examples of a task, at most; for a quick look, not for a result.
-        batch_size: of the forward passes.
-        chat: write prompts with the model's chat template; None: as it was trained.
-        include: a folder with tasks of one's own, in the harness's YAML.
+        folder: A run folder or an exported model.
+        tasks: Names of tasks or task groups of the harness: ``mmlu``, ``arc_easy``.
+        client: The client whose model is evaluated, if every client has its own.
+        shots: Number of examples in the prompt; None: each task's default.
+        limit: Maximum number of examples of a task; for a quick check, not for a result.
+        batch_size: Batch size of the forward passes.
+        chat: Whether prompts use the model's chat template; None: as in training.
+        include: A folder with custom tasks, in the harness's YAML.
 
     Returns:
-        By task, its metrics and their standard errors (``acc``, ``acc_stderr``; of a filtered answer,
+        By task, its metrics and their standard errors (``acc``, ``acc_stderr``; for filtered answers,
         ``exact_match:strict-match``), and ``examples``.
 
     Raises:
-        FedspanError: without the extra ``fedspan[harness]``, a model that answers no prompts, an unknown task, or a
-            number that is none.
+        FedspanError: If the extra ``fedspan[harness]`` is not installed, the model answers no prompts, a task is
+            unknown, or a number is invalid.
     """
     for name, value in (("shots", shots), ("limit", limit), ("batch_size", batch_size)):
         least = 0 if name == "shots" else 1
@@ -84,7 +84,7 @@ def harness(
             log_samples=False,
             bootstrap_iters=_RESAMPLES,
         )
-    except (OSError, ValueError, RuntimeError) as error:  # data sets that can't be had or read, among them
+    except (OSError, ValueError, RuntimeError) as error:  # among others, data sets that cannot be downloaded or read
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise FedspanError("tasks", list(tasks), f"tasks that can be evaluated here ({why})") from error
     counts = found.get("n-samples", {})
@@ -92,7 +92,7 @@ def harness(
 
 
 def _plain(values: Mapping[str, Any], counts: Mapping[str, int] | None) -> dict[str, float]:
-    """A task's numbers; of ``acc,none`` the filter that filters nothing is left out."""
+    """Return the numbers of a task; ``none``, the filter that filters nothing, is dropped from ``acc,none``."""
     metrics: dict[str, float] = {}
     for key, value in values.items():
         name, comma, kind = key.partition(",")

@@ -1,7 +1,7 @@
-"""The logs of a run: the ledger (what crossed the network) and the metrics, one JSON object per line.
+"""The logs of a run: the ledger (all network traffic) and the metrics, one JSON object per line.
 
-Lines are kept in memory until the round is committed, then written and brought to the disk together; a checkpoint names
-the length that the files had at its round, and ``checkpoint.truncate_logs`` cuts them there on resume.
+Lines stay in memory until the round is committed, and are then written and synced to the disk together. A checkpoint
+names the length of the files at its round, and ``checkpoint.truncate_logs`` truncates them to that length on resume.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_j
 __all__ = ["Direction", "JsonLines", "Ledger", "Purpose", "Tally", "Totals", "read_lines", "read_totals"]
 
 Direction = Literal["down", "up"]
-"""From server to client, or from client to server."""
+"""``down``: from server to client; ``up``: from client to server."""
 
 Purpose = Literal["train", "evaluate", "export"]
-"""What a message is for. Ledgers of before there were any hold messages of the training alone."""
+"""Purpose of a message. Ledgers from before purposes were recorded hold training messages only."""
 
 
 class JsonLines:
-    """A file of JSON lines that is only appended to; the metrics are one. NaN and infinities: ``files.to_json``.
+    """An append-only file of JSON lines, such as the metrics. NaN and infinities: ``files.to_json``.
 
     Args:
-        path: the file; made if there is none. After an interruption, cut it first (``checkpoint.resume``).
+        path: The file; created if missing. After an interruption, truncate it first (``checkpoint.resume``).
 
     Raises:
-        FedspanError: if it cannot be opened.
+        FedspanError: If it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class JsonLines:
         """Add a line. It reaches the file at the next ``commit``.
 
         Raises:
-            TypeError: for a value that JSON has no form for, such as a tensor.
+            TypeError: If a value has no JSON form, such as a tensor.
         """
         self._pending.append(to_json(row) + "\n")
 
@@ -58,7 +58,7 @@ class JsonLines:
         """Write the lines since the last commit, wait until they are on the disk, and return the file's length.
 
         Raises:
-            FedspanError: if the disk is full or refuses; the file then ends where it did before.
+            FedspanError: If the disk is full or cannot be written; the file then keeps its previous length.
         """
         data = "".join(self._pending).encode()
         with disk_errors(self._path.parent):
@@ -66,7 +66,7 @@ class JsonLines:
                 write_all(self._descriptor, data)
                 os.fsync(self._descriptor)
             except OSError:
-                with suppress(OSError):  # so that a second try adds no line twice
+                with suppress(OSError):  # so that a retry adds no line twice
                     os.ftruncate(self._descriptor, self._position)
                 raise
         self._pending.clear()
@@ -74,7 +74,7 @@ class JsonLines:
         return self._position
 
     def close(self) -> None:
-        """Close the file; lines that were not committed belong to an unfinished round and are dropped."""
+        """Close the file; uncommitted lines belong to an unfinished round and are dropped."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:
@@ -85,12 +85,12 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, object]]:
-    """The rows of a file of JSON lines, of a finished run or of one at work; none if there is no file.
+    """Yield the rows of a file of JSON lines, of a finished or a running run; none if there is no file.
 
-    A last line without its end is passed over: its round was being committed.
+    An incomplete last line is skipped: its round was being committed.
 
     Raises:
-        FedspanError: for a line that is not a JSON object in UTF-8, with its number.
+        FedspanError: If a line is not a JSON object in UTF-8; the error names its number.
     """
     data = read_bytes(path) if path.exists() else b""
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
@@ -108,9 +108,9 @@ class Tally:
     """A count of traffic.
 
     Args:
-        messages: how many messages.
-        bytes: their size as sent.
-        payload: the tensor data in them, in bytes.
+        messages: Number of messages.
+        bytes: Size of the messages as sent.
+        payload: Size of the tensor data in the messages, in bytes.
     """
 
     messages: int = 0
@@ -122,7 +122,7 @@ class Tally:
 
 
 class Totals:
-    """Sums over a ledger, by direction: of the run's training, of each round's, of each client's; and of the rest."""
+    """Sums over a ledger, by direction: training traffic of the run, each round and each client; other purposes."""
 
     def __init__(self) -> None:
         self._purposes: dict[tuple[Direction, Purpose], Tally] = {}
@@ -140,12 +140,12 @@ class Totals:
         self._clients[direction, client] = self.client(direction, client) + tally
 
     def purpose(self, direction: Direction, purpose: Purpose) -> Tally:
-        """All that was for one purpose."""
+        """Return the traffic for one purpose."""
         return self._purposes.get((direction, purpose), Tally())
 
     @property
     def beside(self) -> dict[str, dict[str, int]]:
-        """Bytes by purpose and direction of what was not for training, as far as there was any."""
+        """Bytes of messages that are not for training, by purpose and direction; only purposes with messages."""
         others: dict[Purpose, None] = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
         return {
             purpose: {"down": self.purpose("down", purpose).bytes, "up": self.purpose("up", purpose).bytes}
@@ -153,33 +153,33 @@ class Totals:
         }
 
     def run(self, direction: Direction) -> Tally:
-        """The whole run."""
+        """Return the training traffic of the whole run."""
         return self._runs.get(direction, Tally())
 
     def round(self, direction: Direction, round: int) -> Tally:
-        """One round."""
+        """Return the training traffic of one round."""
         return self._rounds.get((direction, round), Tally())
 
     def client(self, direction: Direction, client: str) -> Tally:
-        """One client."""
+        """Return the training traffic of one client."""
         return self._clients.get((direction, client), Tally())
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """Rounds with traffic, ascending."""
+        """Rounds with training traffic, ascending."""
         return tuple(sorted({round for _, round in self._rounds}))
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Clients with traffic, sorted."""
+        """Clients with training traffic, sorted."""
         return tuple(sorted({client for _, client in self._clients}))
 
 
 def read_totals(path: Path) -> Totals:
-    """The sums over a ledger's file.
+    """Sum the traffic in a ledger file.
 
     Raises:
-        FedspanError: for a line that is no entry of a ledger, with its number.
+        FedspanError: If a line is not a ledger entry; the error names its number.
     """
     totals = Totals()
     for number, row in enumerate(read_lines(path), 1):
@@ -199,13 +199,13 @@ def read_totals(path: Path) -> Totals:
 
 
 class Ledger:
-    """Every message of a run, counted as it is sent.
+    """Records every message of a run as it is sent.
 
     Args:
-        path: ledger.jsonl; what it holds already is counted first.
+        path: The path of ledger.jsonl; its existing entries are counted first.
 
     Raises:
-        FedspanError: if the file is damaged or cannot be opened.
+        FedspanError: If the file is damaged or cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -215,26 +215,26 @@ class Ledger:
     def record(
         self, round: int, client: str, direction: Direction, size: int, payload: int, purpose: Purpose = "train"
     ) -> None:
-        """Count a message.
+        """Record a message.
 
         Args:
-            round: the round that it belongs to.
-            client: the client's id.
+            round: The round that the message belongs to.
+            client: The client's id.
             direction: ``down`` or ``up``.
-            size: bytes as serialised (``len(wire.encode(message))``).
-            payload: bytes of tensor data (``wire.payload_size(message)``).
-            purpose: what it is for.
+            size: Bytes as serialized (``len(serialization.encode(message))``).
+            payload: Bytes of tensor data (``serialization.payload_size(message)``).
+            purpose: Purpose of the message.
         """
         row: dict[str, object] = {"round": round, "client": client, "direction": direction}
         self._lines.append({**row, "bytes": size, "payload": payload, "purpose": purpose})
         self.totals.add(round, client, direction, Tally(1, size, payload), purpose)
 
     def commit(self) -> int:
-        """As ``JsonLines.commit``."""
+        """Commit the recorded lines, as ``JsonLines.commit``."""
         return self._lines.commit()
 
     def close(self) -> None:
-        """As ``JsonLines.close``."""
+        """Close the file, as ``JsonLines.close``."""
         self._lines.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Using what a run trained, as anybody would without fedspan: pretrained model, then PEFT's ``from_pretrained``."""
+"""Use of a trained model, loaded as without fedspan: pretrained model, then PEFT's ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Served:
     """A trained model, ready to predict.
 
     Args:
-        folder: the adapter's or the merged model's.
-        notes: the content of its fedspan.json.
-        facts: of these, what the model must be told of its task.
-        model: base and adapter (a ``PeftModel``), or merged; in eval mode, on ``device``.
-        processor: the model's tokenizer or image processor.
-        task: with tokenizer, labels, maximal length.
-        device: where it computes.
-        revision: of a base from the hub.
+        folder: Folder of the adapter or the merged model.
+        notes: The content of its fedspan.json.
+        facts: The part of the notes that describes the model's task.
+        model: Base and adapter (a ``PeftModel``), or a merged model; in eval mode, on ``device``.
+        processor: The model's tokenizer or image processor.
+        task: The learning problem, with tokenizer, labels and maximum length.
+        device: The device that the model computes on.
+        revision: Revision of a base from the hub.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Served:
 
     @torch.inference_mode()
     def predictions(self, examples: Examples, *, thorough: bool = True) -> Tensor:
-        """The task's predictions, one row an example, float32 on the CPU; ``thorough`` ones with generated text."""
+        """Compute the predictions, one row per example, float32 on the CPU; if ``thorough``, with generated text."""
         rows: dict[int, Tensor] = {}
         for indices in evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
             batch = self.task.batch(examples, indices.tolist(), self.device)
@@ -67,14 +67,15 @@ class Served:
 
 
 def adapter_folder(folder: str | Path, client: str | None) -> Path:
-    """The folder of the model to use: of a run, the best round's adapter; else the folder itself.
+    """Find the folder of the model to use: for a run, the adapter of its best round; else the folder itself.
 
     Args:
-        folder: a run folder or an exported model.
-        client: whose model; needed if every client has its own.
+        folder: A run folder or an exported model.
+        client: The client whose model is used; required if every client has its own.
 
     Raises:
-        FedspanError: neither a run nor a model there, the run is not finished, or the client is unknown or missing.
+        FedspanError: If the folder holds neither a run nor a model, the run is not finished, or the client is unknown
+            or missing.
     """
     folder = Path(folder)
     if not is_run(folder):
@@ -115,13 +116,13 @@ def load_served(
     """Load a trained model.
 
     Args:
-        folder: a run folder, an exported adapter or an exported merged model.
-        client: whose model; needed if every client of the run has its own.
-        device: ``auto``, or as in a config.
-        quantized: keep the base in 4 or 8 bits if it was trained so.
+        folder: A run folder, an exported adapter or an exported merged model.
+        client: The client whose model is loaded; required if every client of the run has its own.
+        device: ``auto``, or a device as in a config.
+        quantized: Whether a base that was quantized to 4 or 8 bits in training is loaded quantized.
 
     Raises:
-        FedspanError: as `adapter_folder`, or if the pretrained model or the adapter cannot be loaded.
+        FedspanError: If `adapter_folder` raises it, or the pretrained model or the adapter cannot be loaded.
     """
     place = adapter_folder(folder, client)
     notes, target = read_notes(place), choose_device(device)
@@ -129,7 +130,7 @@ def load_served(
     problem = PROBLEMS[facts.task]
     revision: str | None = None
     if (place / ADAPTER).is_file():
-        # Whatever PEFT makes of the files there. The model has lines of its own for what is wrong with it.
+        # PEFT may raise any exception for these files. Errors of the base model are reported separately.
         try:
             revision = PeftConfig.from_pretrained(str(place)).revision
         except Exception as error:
@@ -146,7 +147,7 @@ def load_served(
         )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # what PEFT asks of Transformers is not the user's fault
+                warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's own calls, not by the user
                 model = PeftModel.from_pretrained(loaded.model, str(place))
         except Exception as error:
             raise _unreadable(place, error) from error
@@ -162,21 +163,21 @@ def load_served(
 def predict(
     folder: str | Path, texts: Sequence[str | os.PathLike[str] | tuple[str, str]], client: str | None = None
 ) -> list[Any]:
-    """Use a trained model: label texts, give numbers to them, or answer prompts.
+    """Use a trained model: label texts, predict numbers for them, or answer prompts.
 
     Args:
-        folder: a run folder or an exported model.
-        texts: what to label or to answer; pairs of texts if it was trained on pairs, paths of images if on images. A
-            language model gets its prompt template around a text if that has one column (``Question: {question}``),
-            else the text as it is.
-        client: whose model, if every client has its own.
+        folder: A run folder or an exported model.
+        texts: Texts to label or to answer; pairs of texts if the model was trained on pairs, paths of images if it was
+            trained on images. For a language model, a prompt template with one column (``Question: {question}``) is
+            applied to each text; otherwise the text is used as it is.
+        client: The client whose model is used, if every client has its own.
 
     Returns:
-        For each text, of a classifier the most probable label and its probability, ``("yes", 0.93)``; of a regression
-        the number; of a language model the generated answer.
+        For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; the number of a
+        regression model; the generated answer of a language model.
 
     Raises:
-        FedspanError: as `load_served`.
+        FedspanError: If `load_served` raises it.
     """
     served = load_served(folder, client)
     if not texts:
@@ -191,7 +192,7 @@ def predict(
 
 
 def _rows(facts: Facts, given: Sequence[str | os.PathLike[str] | tuple[str, str]]) -> datasets.Dataset:
-    """What was given to predict on, in the columns that the task encodes; answers that nobody knows are blank."""
+    """Arrange the inputs in the columns that the task encodes; unknown answers are blank."""
     blank = {"label": [0] * len(given), "target": [0.0] * len(given), "answer": [""] * len(given)}
     if facts.task == "image-classification":
         paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in given]

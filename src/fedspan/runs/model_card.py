@@ -1,6 +1,6 @@
-"""Model cards in the hub's format: what was trained, on what base, how, how well; nothing of the data or of a client.
+"""Model cards in the hub's format: base model, training and scores of a model, without its data or clients.
 
-Names of clients, paths and label counts stay out: a card is what people upload.
+A card excludes client names, paths and label counts, because cards are uploaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PIPELINES = {
 
 
 def write_cards(prepared: Prepared, report: RunReport, place: RunFolder) -> None:
-    """A card beside every model that a run wrote."""
+    """Write a card next to every model that a run exported."""
     recorded: Any = place.read_json(place.environment) if place.environment.is_file() else {}
     command = recorded.get("command", []) if isinstance(recorded, Mapping) else []
     for folder in (place.path / name for name in report.adapters.values()):
@@ -42,13 +42,13 @@ def write_cards(prepared: Prepared, report: RunReport, place: RunFolder) -> None
 
 
 def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapter: bool = True) -> str:
-    """The text of a card.
+    """Write the text of a card.
 
     Args:
-        prepared: the run.
-        report: of it.
-        command: that it was begun with.
-        adapter: whether it is of an adapter, not of a whole model.
+        prepared: The prepared run.
+        report: Report of the run.
+        command: The command that started the run.
+        adapter: Whether the card is for an adapter, not for a whole model.
     """
     config = prepared.config
     base = _base(config)
@@ -72,11 +72,11 @@ def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapt
 
 
 def merged_card(text: str, task: str) -> str:
-    """An adapter's card, for the whole model that it was merged into.
+    """Turn an adapter's card into that of the model that the adapter was merged into.
 
     Args:
-        text: the adapter's.
-        task: kind of problem.
+        text: Text of the adapter's card.
+        task: Kind of problem.
     """
     made = ModelCard(text, ignore_metadata_errors=True)
     data = cast("ModelCardData", made.data)
@@ -88,7 +88,7 @@ def merged_card(text: str, task: str) -> str:
 
 
 def cut_card(text: str, rank: int) -> str:
-    """An adapter's card after it was cut to a rank: its scores were measured before."""
+    """Adjust the card of an adapter that was truncated to a rank: its scores were measured before."""
     made = ModelCard(text, ignore_metadata_errors=True)
     cast("ModelCardData", made.data).eval_results = None
     made.text = re.sub(r"(- Method: [^\n]*), rank [^\n,]*", rf"\g<1>, cut to rank {rank}", made.text, count=1)
@@ -101,7 +101,7 @@ def cut_card(text: str, rank: int) -> str:
 
 
 def _base(config: RunConfig) -> str:
-    """The base model's name; of a local folder, the last part alone."""
+    """Return the base model's name; for a local folder, the last part only."""
     name = published_name(config.model.name)
     return Path(name).name if Path(name).is_absolute() else name
 
@@ -150,7 +150,7 @@ def _privacy(report: RunReport) -> dict[str, str]:
 
 
 def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
-    """Held-out scores as the hub lists them."""
+    """Return the held-out scores in the hub's format."""
     found, name = report.scores.get("test"), prepared.config.data.dataset
     if not isinstance(found, Mapping):
         return []
@@ -188,7 +188,7 @@ def _command(command: Sequence[str]) -> str:
 
 
 def _without_path(word: str) -> str:
-    """A word of a command without folders, and without what says where the data are."""
+    """Remove folders, and values of data options, from a word of a command."""
     key, equals, value = word.rpartition("=")
     return f"{key}=..." if key.startswith("data.") else f"{key}{equals}{PurePath(value).name or value}"
 

@@ -1,4 +1,4 @@
-"""From a config to the model of a run: loaded, its target layers found, an adapter to start from put in."""
+"""The model of a run: loaded from the config, with its target layers and the adapter that it starts from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedspan.runs.task_setup import PROBLEMS, require_packing
 
 __all__ = ["RunModel", "build_model", "empty_model"]
 
-_HEAD_NAMES = ("classifier", "score")  # what PEFT saves of a sequence classifier without being asked
+_HEAD_NAMES = ("classifier", "score")  # modules of a sequence classifier that PEFT saves by default
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class RunModel:
     """The model of a run.
 
     Args:
-        adapted: with its target layers and extras, on its device.
-        processor: tokenizer or image processor.
+        adapted: The adapted model with its target layers and extras, on its device.
+        processor: Tokenizer or image processor.
         lora_config: PEFT's description of the target layers, for the export.
-        adopted: update of the adapter that the run starts from, by target layer.
+        adopted: Update of the adapter that the run starts from, by target layer.
     """
 
     adapted: AdaptedModel
@@ -46,10 +46,10 @@ class RunModel:
 
 
 def build_model(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> RunModel:
-    """Load the model of a run and find what trains in it.
+    """Load the model of a run and find its trainable parts.
 
     Raises:
-        FedspanError: a model, layers or an adapter that are not there or do not fit each other.
+        FedspanError: If the model, its layers or the adapter do not exist or do not match.
     """
     loaded = _load(config, labels, device)
     require_packing(config, loaded.model, device)
@@ -64,17 +64,17 @@ def empty_model(
     device: torch.device = META,
     depth: int | None = None,
 ) -> AdaptedModel:
-    """The model of a run without its weights: target layers, extras and shapes are the run's.
+    """Build the model of a run without its weights, with the run's target layers, extras and shapes.
 
     Args:
-        config: the run's.
-        labels: of the data.
-        architecture: as for ``models.empty.load_empty``.
-        device: likewise.
-        depth: likewise.
+        config: Config of the run.
+        labels: Labels of the data.
+        architecture: Architecture, as for ``models.empty.load_empty``.
+        device: Device, as for ``models.empty.load_empty``.
+        depth: Depth, as for ``models.empty.load_empty``.
 
     Raises:
-        FedspanError: a model that there is no config of, or layers that are not there.
+        FedspanError: If no config of the model is available, or layers do not exist.
     """
     wanted = config.model
     model = load_empty(
@@ -93,17 +93,17 @@ def empty_model(
 
 
 def _planned_device(name: str) -> torch.device:
-    """The kind of device that a run will have, which this machine may lack."""
+    """Return the kind of device that a run will use; this machine may lack it."""
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[AdaptedModel, LoraConfig]:
-    """What trains in a model, and PEFT's description of it."""
+    """Find the trainable parts of a model, and build PEFT's description of them."""
     saved = [] if config.model.scratch else _saved(config, model, new)
     try:
         peft_config = _lora_config(config, saved)
         targets = find_targets(model, peft_config)
-    # PEFT's own checks, and patterns that are no regex; the last two: a{9999999999}, ((((...
+    # PEFT's own checks, and patterns that are not valid regexes; the last two: a{9999999999}, ((((...
     except (ValueError, re.error, OverflowError, RecursionError) as error:
         asked = config.model.target_modules
         raise FedspanError("model.target_modules", asked, f"layers named as PEFT takes them ({error})") from None
@@ -142,17 +142,17 @@ def _attention(config: RunConfig, device: torch.device) -> str | None:
 
 
 def _saved(config: RunConfig, model: nn.Module, new: Sequence[str]) -> list[str]:
-    """Modules that train whole: the head, those that the user names, and others whose weights are new."""
+    """List the modules that train in full: the head, those that the user names, and others with new weights."""
     new_head = PROBLEMS[config.task].head != "language-model"
     # PEFT's test: pre_classifier too
     heads = [name for name, _ in model.named_modules() if new_head and name.endswith(_HEAD_NAMES)]
-    # New weights outside the head (a pooler): an adapter without them would not bring the model back.
+    # New weights outside the head (a pooler): an adapter without them would not restore the model.
     uncovered = [path for path in new if path.split(".")[0] not in heads]
     return list(dict.fromkeys([*heads, *config.model.modules_to_save, *uncovered]))
 
 
 def _lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
-    """PEFT's config with the run's target modules."""
+    """Build PEFT's config with the run's target modules."""
     model = config.model
     return LoraConfig(
         task_type=PROBLEMS[config.task].peft,
@@ -167,7 +167,7 @@ def _lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
 
 
 def _adopt(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> Mapping[str, LowRank]:
-    """The update of the adapter to start from, put into the model; empty without one."""
+    """Load the starting adapter into the model and return its update; empty without one."""
     if config.model.adapter is None:
         return {}
     start = read_adapter(config.model.adapter, adapted.operators)

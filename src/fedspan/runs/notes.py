@@ -1,4 +1,4 @@
-"""What fedspan wrote beside a trained model, in its fedspan.json: read again, and checked like anything from a user."""
+"""The notes that fedspan writes next to a trained model (fedspan.json), read and validated like any user input."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NOTED = {*_FACTS, "base_model", "client", "kept"}
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """The content of a model's fedspan.json.
+    """Read the content of a model's fedspan.json.
 
     Raises:
-        FedspanError: it is missing, no JSON object, or lacks something that is needed to use the model.
+        FedspanError: If it is missing, is not a JSON object, or lacks an entry that is needed to use the model.
     """
     path = folder / NOTES
     try:
@@ -49,10 +49,10 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
-    """Of the notes, what the model must be told of its task.
+    """Extract the facts about the model's task from the notes.
 
     Raises:
-        FedspanError: a value that no run can have.
+        FedspanError: If a value is one that no run can have.
     """
     path = folder / NOTES
     try:

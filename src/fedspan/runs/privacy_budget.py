@@ -1,4 +1,4 @@
-"""A run's privacy budget, and the key that its noise comes from."""
+"""The privacy budget of a run, and the key that its noise is derived from."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _KEY, _BOOK = "noise.key", "privacy.json"
 
 
 def is_secret(config: RunConfig) -> bool:
-    """Whether a run's noise does not follow from its seed."""
+    """Check whether a run's noise comes from a secret key, not from its seed."""
     return config.privacy is not None and config.privacy.randomness == "secret"
 
 
 def new_key(config: RunConfig) -> bytes | None:
-    """A key for the noise of a new run; None where it follows from the seed."""
+    """Generate a key for the noise of a new run; None if the noise follows from the seed."""
     return secrets.token_bytes(KEY_BYTES) if is_secret(config) else None
 
 
 def store_noise_key(folder: Path, key: bytes | None) -> None:
-    """Write a key into a folder, for its owner alone; nothing for None.
+    """Write a key into a folder, readable by its owner only; without a key, do nothing.
 
     Raises:
-        FedspanError: if the disk is full or refuses.
+        FedspanError: If the disk is full or cannot be written.
     """
     if key is None:
         return
@@ -49,15 +49,15 @@ def store_noise_key(folder: Path, key: bytes | None) -> None:
 
 
 def has_key(folder: Path) -> bool:
-    """Whether a key was written into a folder."""
+    """Check whether a folder holds a key."""
     return (folder / _KEY).is_file()
 
 
 def load_noise_key(folder: Path, config: RunConfig) -> bytes | None:
-    """The key in a folder; None where it follows from the seed.
+    """Load the key in a folder; None if the noise follows from the seed.
 
     Raises:
-        FedspanError: if it should be there and is not, or is damaged.
+        FedspanError: If the key is required and missing, or is damaged.
     """
     if config.privacy is None or config.privacy.randomness != "secret":
         return None
@@ -68,14 +68,14 @@ def load_noise_key(folder: Path, config: RunConfig) -> bytes | None:
 
 
 class Budget:
-    """What a run has spent, and whether it may go on; of a run without privacy, nothing and yes.
+    """The privacy budget of a run: what it has spent, and whether it may continue; without privacy, nothing and yes.
 
     Args:
-        config: the run's.
-        kept: what ``dump`` gave, of a run that is resumed.
+        config: Config of the run.
+        kept: Result of ``dump``, for a resumed run.
 
     Raises:
-        FedspanError: if Opacus is not installed.
+        FedspanError: If Opacus is not installed.
     """
 
     def __init__(self, config: RunConfig, kept: str = "{}") -> None:
@@ -87,21 +87,21 @@ class Budget:
             self._spend.restore(json.loads(kept))
 
     def count(self, charges: tuple[Charge, ...]) -> None:
-        """Count what a round has cost."""
+        """Charge the cost of a round."""
         if self._spend is not None:
             self._spend.charge(charges)
 
     def allows(self, charges: tuple[Charge, ...]) -> bool:
-        """Whether a round at such a cost can be paid for."""
+        """Check whether the budget covers a round with these charges."""
         if self._spend is None or self._config is None or self._config.epsilon is None:
             return True
         return self._spend.worst(charges) <= self._config.epsilon
 
     def require_first(self, charges: tuple[Charge, ...]) -> None:
-        """Check that there is enough for a first round.
+        """Check that the budget covers the first round.
 
         Raises:
-            FedspanError: if not.
+            FedspanError: If it does not.
         """
         if not self.allows(charges) and self._spend is not None and self._config is not None:
             least = f"at least {self._spend.worst(charges):.3g}, which one round costs with this noise"
@@ -109,47 +109,47 @@ class Budget:
 
     @property
     def limited(self) -> bool:
-        """Whether there is an end to it."""
+        """Whether the budget is limited."""
         return self._config is not None and self._config.epsilon is not None
 
     def row(self) -> dict[str, Any] | None:
-        """What was spent, for a line of metrics: the largest epsilon of all clients; None without privacy."""
+        """Return the spent budget for a line of metrics: the largest epsilon of all clients; None without privacy."""
         if self._spend is None or self._config is None:
             return None
         return {"epsilon": self._spend.worst(), "delta": self._config.delta}
 
     def report(self) -> dict[str, Any]:
-        """What was spent, and how, for the report; empty without privacy."""
+        """Return the spent budget and the privacy settings for the report; empty without privacy."""
         if self._config is None:
             return {}
         names = ("mechanism", "clip", "noise", "accountant", "randomness")
         return {**(self.row() or {}), **{name: getattr(self._config, name) for name in names}}
 
     def dump(self) -> str:
-        """As text, for a checkpoint."""
+        """Serialize the spent budget as text, for a checkpoint."""
         return json.dumps({} if self._spend is None else self._spend.dump())
 
 
 class Book:
-    """What all runs together have spent of a data holder's privacy, on its own disk.
+    """The privacy budget that all runs together have spent on a data owner's node, stored on its own disk.
 
     Args:
-        folder: the node's.
-        delta: of the guarantee.
+        folder: Folder of the node.
+        delta: Delta of the guarantee.
     """
 
     def __init__(self, folder: Path, delta: float) -> None:
         self.path, self.delta = folder / _BOOK, delta
 
     def pay(self, charges: tuple[Charge, ...], most: float | None) -> None:
-        """Write down what an order costs, before anything is done for it.
+        """Record the cost of an order before the order is carried out.
 
         Args:
-            charges: the order's.
-            most: the epsilon that there is in all; None: no end.
+            charges: Charges of the order.
+            most: The total epsilon that may be spent; None: no limit.
 
         Raises:
-            FedspanError: if there is not enough left, or the book can't be read or written.
+            FedspanError: If the remaining budget is too small, or the book cannot be read or written.
         """
         if not charges:
             return

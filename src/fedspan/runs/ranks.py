@@ -1,4 +1,4 @@
-"""The clients' ranks and scalings, from the ways in which a config may give them."""
+"""The clients' ranks and scalings, as a config may specify them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["client_ranks", "client_scaling"]
 
 
 def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
-    """Every client's rank.
+    """Determine the rank of every client.
 
     Args:
-        config: the run's.
-        method: bound to the model's target layers.
-        ids: of the clients, in their order.
+        config: Config of the run.
+        method: The method, bound to the model's target layers.
+        ids: Ids of the clients, in their order.
 
     Raises:
-        FedspanError: for a client that there is not, a rank that no layer has room for, or different ranks where the
-            method takes one.
+        FedspanError: If a client does not exist, a rank is larger than the layers allow, or ranks differ and the method
+            supports only one.
     """
     wanted = _wanted(config, ids)
     most, whose = _most(method)
@@ -43,13 +43,13 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
 
 
 def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> float:
-    """The factor on a client's B A."""
+    """Return the factor on a client's B A."""
     counted = method.r if config.federation.scaling == "equal" else rank
     return scaling_of(method.lora_alpha, counted, method.use_rslora)
 
 
 def _most(method: RegisteredMethod) -> tuple[int, str]:
-    """The highest rank, and where it is from: adapters have one rank in all layers, a layer's whole weight its own."""
+    """Return the highest rank and its source: adapters have one rank for all layers, full weights one per layer."""
     layers = method.spec.layers
     if method.claims.adapter:
         return min(min(layer.shape) for layer in layers), "the smallest layer's side"
@@ -76,7 +76,7 @@ def _wanted(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
 
 
 def _counted_out(shares: Mapping[int, float], clients: int) -> list[int]:
-    """So many clients of each rank as its share comes to, in ascending order; the largest remainders are rounded up."""
+    """List the clients' ranks, ascending, each as often as its share demands; the largest remainders are rounded up."""
     exact = {rank: share * clients for rank, share in sorted(shares.items())}
     counts = {rank: math.floor(value + 1e-9) for rank, value in exact.items()}
     remainders = sorted(exact, key=lambda rank: counts[rank] - exact[rank])

@@ -1,10 +1,10 @@
-"""Runs whose clients are elsewhere: the server's half of a prepared run, and the clients' half as a service."""
+"""Runs with remote clients: the server's half of a prepared run, and the clients' half as a service."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,6 @@ from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require
-from fedspan.federation.aggregation.aggregation import AggregationFactory
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.evaluation_exchange import RemoteEvaluator
 from fedspan.federation.federation import Federation
@@ -33,7 +31,7 @@ from fedspan.runs.model_setup import build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.session import load_partition
-from fedspan.runs.setup import Prepared, choose_device, max_length, prepare, require_private_model
+from fedspan.runs.setup import Prepared, aggregation_of, choose_device, max_length, prepare, require_private_model
 from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.transports.in_process import simulate
 
@@ -44,12 +42,12 @@ __all__ = ["connect", "method_for", "nodes_folder", "prepare_server", "reply_as"
 
 
 def nodes_folder(run: Path) -> Path:
-    """Where the clients of a simulation keep what they must remember."""
+    """Return the folder where the clients of a simulation store their state."""
     return run / "nodes"
 
 
 class Nothing:
-    """The examples of a server: none."""
+    """The empty set of examples of a server."""
 
     lengths = np.zeros(0, np.int64)
 
@@ -58,14 +56,14 @@ class Nothing:
 
 
 def prepare_server(config: RunConfig, key: bytes | None = None) -> Prepared:
-    """Build the server's half of a deployment: everything but data and clients (``connect`` brings those).
+    """Build the server's half of a deployment: everything except data and clients (``connect`` adds the clients).
 
     Args:
-        config: of ``meeting.server_config``.
-        key: of the noise, where it is a secret one.
+        config: Config from ``handshake.server_config``.
+        key: Secret key of the noise, if it has one.
 
     Raises:
-        FedspanError: for anything in the config that does not fit the model.
+        FedspanError: If anything in the config does not fit the model.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -83,17 +81,17 @@ def prepare_server(config: RunConfig, key: bytes | None = None) -> Prepared:
 
 
 def method_for(config: RunConfig, spec: Spec) -> RegisteredMethod:
-    """The run's method with the federation's number of clients, which a node's own config does not tell."""
+    """Build the run's method with the federation's number of clients, which a node's own config does not contain."""
     return config.build_method(replace(spec, clients=config.partition.clients))
 
 
 def server_clients(config: RunConfig, spec: Spec, examples: Mapping[str, int]) -> dict[str, ClientData]:
-    """What a server knows of its clients.
+    """Build the client data of a server: ranks, scalings and weights, without data indices.
 
     Args:
-        config: the run's.
-        spec: of its model.
-        examples: their numbers of training examples, by client id.
+        config: Config of the run.
+        spec: Spec of the run's model.
+        examples: Number of training examples, by client id.
     """
     method, nobody = method_for(config, spec), np.zeros(0, np.int64)
     ids = sorted(examples)
@@ -115,18 +113,18 @@ def connect(
     nodes: Path | None = None,
     run: str = "",
 ) -> Prepared:
-    """A prepared run with its clients behind a transport.
+    """Connect a prepared run to its clients through a transport.
 
     Args:
-        prepared: the run.
-        transport: to its clients.
-        rules: when a round stands.
-        members: the clients; None: those of the prepared run.
-        nodes: where the clients keep what they remember, if that can be seen from here.
-        run: its name, for nodes that may know several.
+        prepared: The prepared run.
+        transport: Transport to the clients.
+        rules: Rules for the replies that a round needs and accepts.
+        members: The clients; None: those of the prepared run.
+        nodes: Folder where the clients store their state, if this process can read it.
+        run: Name of the run, for nodes that may serve several.
 
     Raises:
-        FedspanError: if the config asks for secure sums, and the libraries for them are not installed.
+        FedspanError: If the config requests secure aggregation and its libraries are not installed.
     """
     here, config = prepared.federation, prepared.config
     known = here.members if members is None else members
@@ -138,7 +136,7 @@ def connect(
         here.settings,
         transport,
         rules,
-        _aggregating(config),
+        aggregation_of(config),
         run,
         exporting=nodes is None,
     )
@@ -154,28 +152,17 @@ def connect(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
-def _aggregating(config: RunConfig) -> AggregationFactory:
-    """The kind of aggregation that a config asks for."""
-    secure = config.federation.secure_settings()
-    if secure is None:
-        return PlaintextAggregation
-    require()
-    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
-
-    return partial(SecureAggregation, secure=secure)
-
-
 def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> SecureClient | None:
-    """What masks a client's replies; None: the run has no secure sums.
+    """Build the secure aggregation half of a client, which masks its replies; None: the run has none.
 
     Args:
-        config: the run's, as the client was told.
-        id: of the client.
-        folder: where it keeps what it must remember of the run.
-        least: clients without whom it hides in no sum.
+        config: Config of the run, as the client received it.
+        id: Id of the client.
+        folder: Folder where the client stores its state of the run.
+        least: Smallest number of clients that must be present in a sum with this client's reply.
 
     Raises:
-        FedspanError: if the libraries are not installed.
+        FedspanError: If the libraries are not installed.
     """
     if config.federation.secure is None:
         return None
@@ -187,20 +174,20 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> S
 
 
 def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelope:
-    """Answer as a client of a simulated run; the process that is asked first loads model and data, and keeps them.
+    """Reply as a client of a simulated run; a process loads model and data on its first request and caches them.
 
     Args:
-        run: the run's folder.
-        threads: of this process.
-        number: the client's place among the ids.
-        envelope: the server's order.
+        run: Folder of the run.
+        threads: Number of threads of this process.
+        number: Index of the client among the ids.
+        envelope: The server's order.
     """
     asked = decode_request(envelope)
     try:
         host = _host(run)
-        torch.set_num_threads(threads)  # not those that the config gives the whole run
+        torch.set_num_threads(threads)  # not the number that the config sets for the whole run
         return host.reply(asked)
-    except Exception as error:  # whatever it was, the server is told that there is no reply
+    except Exception as error:  # any error: the server receives a refusal
         return refuse_any(asked, error)
 
 

@@ -14,23 +14,24 @@ class RunReport:
     """The summary of a finished run; ``report.json`` holds the same.
 
     Args:
-        method: registry key, with those of its wrappers: ``fedit+fedprox``.
-        task: kind of problem.
-        metric: by which rounds were compared.
-        rounds: played.
-        best_round: with the best validation score (the last one if there is no validation part).
-        scores: of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
+        method: Registry key of the method, with those of its wrappers: ``fedit+fedprox``.
+        task: Kind of problem.
+        metric: The metric that rounds were compared by.
+        rounds: Number of rounds that were run.
+        best_round: The round with the best validation score (the last one if there is no validation part).
+        scores: Scores of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
             ``clients`` (own test parts: mean, worst).
-        by_client: the best round's metrics on each client's own test part.
-        bytes: serialized, ``down`` and ``up``, of the training.
-        seconds: wall-clock time of the rounds.
-        baselines: scores of local-only and centralised training, where asked for.
-        adapters: folders of the exported adapters, as seen from the run's, by client id, or under ``global``.
-        examples: predictions on a few held-out texts.
-        privacy: what was spent (``epsilon``, ``delta``) and how; empty without ``privacy`` in the config.
-        other_bytes: where clients are elsewhere, ``down`` and ``up`` of what was sent to ``evaluate`` and ``export``.
-        failures: by client, how often its reply did not count, or it was not measured or did not export: ``count``,
-            and of the last time ``round`` and ``reason``.
+        by_client: Metrics of the best round on each client's own test part.
+        bytes: Serialized bytes of the training, ``down`` and ``up``.
+        seconds: Wall-clock time of the rounds.
+        baselines: Scores of local-only and centralized training, if requested.
+        adapters: Folders of the exported adapters, relative to the run folder, by client id, or under ``global``.
+        examples: Predictions on a few held-out texts.
+        privacy: The spent privacy budget (``epsilon``, ``delta``) and the settings; empty without ``privacy`` in the
+            config.
+        other_bytes: Bytes sent for ``evaluate`` and ``export``, ``down`` and ``up``, if clients are remote.
+        failures: Failures by client: ``count``, how often its reply did not count, or it was not evaluated or did not
+            export, and the ``round`` and ``reason`` of the last failure.
     """
 
     method: str

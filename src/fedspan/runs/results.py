@@ -1,4 +1,4 @@
-"""What a run folder says of a run: its report, its config, its clients."""
+"""Readers of a run folder: the report, the config and the clients of a run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import RunReport
 
 _LATER = {"failures", "other_bytes", "privacy"}
-"""What reports of earlier versions lack."""
+"""Fields that reports of earlier versions lack."""
 
 __all__ = ["is_run", "read_config", "read_partition", "read_report", "require_client"]
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a run was begun in a folder (an exported model has a config.json, but no config.yaml)."""
+    """Check whether a folder holds a run (an exported model has a config.json, but no config.yaml)."""
     return os.path.isfile(RunFolder(folder).config)  # Path's own raises for a name that is too long for the disk
 
 
 def read_report(folder: str | Path) -> RunReport:
-    """The report of a finished run.
+    """Read the report of a finished run.
 
     Raises:
-        FedspanError: if there is no run in the folder, it is not finished, or report.json was changed.
+        FedspanError: If there is no run in the folder, it is not finished, or report.json was changed.
     """
     place = RunFolder(folder)
     if not is_run(folder):
@@ -51,20 +51,20 @@ def read_report(folder: str | Path) -> RunReport:
 
 
 def read_config(folder: str | Path) -> RunConfig:
-    """The config of a run.
+    """Read the config of a run.
 
     Raises:
-        FedspanError: if config.yaml is missing, or was changed into something that is no config.
+        FedspanError: If config.yaml is missing or no longer a valid config.
     """
     place = RunFolder(folder)
     return parse_config(parse_text(place.config_text(), str(place.config)))
 
 
 def read_partition(folder: str | Path) -> Partition:
-    """Who holds which examples in a run.
+    """Read the partition of a run: the examples of each client.
 
     Raises:
-        FedspanError: if partition.json is missing or was changed.
+        FedspanError: If partition.json is missing or was changed.
     """
     place = RunFolder(folder)
     return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
@@ -74,7 +74,7 @@ def require_client(folder: str | Path, client: str) -> None:
     """Check that a run has a client.
 
     Raises:
-        FedspanError: if not, with the nearest ids.
+        FedspanError: If it has not; the error names the nearest ids.
     """
     ids = [part.id for part in read_partition(folder).clients]
     if client not in ids:

@@ -1,4 +1,4 @@
-"""What must hold for a run to go on where it stopped."""
+"""The conditions for resuming a run where it stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["load_partition", "require_same_run"]
 
 
 def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
-    """Check that config.yaml still describes the run that a checkpoint is of.
+    """Check that config.yaml still describes the run of a checkpoint.
 
     Raises:
-        FedspanError: if it was changed in a section that gives the checkpoint its tensors.
+        FedspanError: If it was changed in a section that the checkpoint's tensors depend on.
     """
     if kept is not None and kept.extra.get("config", config.identity) != config.identity:
         expected = "the seed, task, model, data, partition and method that the run began with; only paths may change"
@@ -24,7 +24,7 @@ def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | Non
 
 
 def load_partition(place: RunFolder) -> Partition | None:
-    """The partition that a run was begun with, if that is written down."""
+    """Load the partition that a run was started with, if it is stored."""
     if not place.partition.exists():
         return None
     return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))

@@ -1,4 +1,4 @@
-"""The scores of a progress, as a report holds them."""
+"""The scores of a progress, in the form of a report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _WORST = -1e308
 
 
 def round_score(prepared: Prepared, number: int, validation: Mapping[str, float] | None) -> float:
-    """By which rounds are compared; larger is better. Without validation parts the last evaluated round is the best."""
+    """Return the score that selects the best round, the highest; without validation parts, the round's number."""
     if validation is None:
         return float(number)
-    return max(_WORST, rank_of(prepared.task.metric, validation))  # finite, as JSON wants it
+    return max(_WORST, rank_of(prepared.task.metric, validation))  # finite, as JSON requires
 
 
 def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """Final scores: on the held-out set and on the clients' own test parts."""
+    """Compute the final scores: on the held-out set and on the clients' own test parts."""
     metric, scores = prepared.task.metric, dict[str, Any]()
     validation, own = prepared.evaluator.clients(progress)
     if validation is not None:
@@ -41,12 +41,12 @@ def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any]
 
 
 def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:
-    """Predictions on a few held-out texts, spread over the set, by the first model."""
+    """Predict a few held-out texts, spread over the set, with the first model."""
     if prepared.test is None:
         return ()
     indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
     _, job = next(prepared.evaluator.models(progress), (None, None))
-    if job is None:  # clients' own models, which are with them
+    if job is None:  # personal models, which stay with the clients
         return ()
     batch_size = prepared.config.evaluation.batch_size
     predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)

@@ -1,4 +1,4 @@
-"""A run from its first round to its report, checkpointed after every round, with what it shows on the way."""
+"""A run from its first round to its report, checkpointed after every round, with events for a listener."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Host", "RunReport", "load_partition", "require_same_run", "run", "wr
 
 
 Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
-"""Connects a prepared run to its clients, wherever they are, has it played, and returns its report."""
+"""Connects a prepared run to its local or remote clients, runs it, and returns its report."""
 
 Build = Callable[[RunConfig, Partition | None, bytes | None], Prepared]
 
@@ -55,20 +55,20 @@ def run(
     host: Host | None = None,
     build: Build = prepare,
 ) -> RunReport:
-    """Play all rounds, export the best round's adapters and write the report.
+    """Run all rounds, export the best round's adapters and write the report.
 
     Args:
-        config: of a new run; None with ``resume``, which reads the folder's.
-        folder: empty or missing for a new run; a run's for ``resume``.
-        resume: go on after the last committed round.
-        listener: told what happens.
-        command: the command line, for environment.json.
-        host: connects the run to clients elsewhere; None: they are simulated in this process.
-        build: makes what runs of the config, of the partition that the run was begun with, if any, and of the secret
-            key of its noise, if it has one.
+        config: Config of a new run; None with ``resume``, which reads the config in the folder.
+        folder: An empty or missing folder for a new run; a run folder for ``resume``.
+        resume: Whether to continue after the last committed round.
+        listener: Listener that receives the events of the run.
+        command: The command line, for environment.json.
+        host: Connects the run to remote clients; None: the clients are simulated in this process.
+        build: Builds the prepared run from the config, the partition that the run was started with, if any, and the
+            secret key of its noise, if any.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If the run fails for a reason that the user can correct.
     """
     listener = listener or Listener()
     command = command or tuple(sys.argv)
@@ -80,17 +80,14 @@ def run(
             return _play(place, stored, listener, resumed=True, host=host, build=build)
     if config is None:
         raise FedspanError("config", None, "needed for a new run")
-    if config.federation.secure is not None and host is None:
-        expected = "left out, or engine.name: flower-sim, or a deployment (fedspan submit): here one process sees all"
-        raise FedspanError("federation.secure", config.engine.name, expected)
     if config.evaluation.diagnostics is not None and host is not None:
         expected = "left out, or engine.name: batched or loop: between machines no process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, expected)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
-        RunFolder(folder).require_empty()  # before a model is loaded for nothing
+        RunFolder(folder).require_empty()  # before a model is loaded in vain
     key = new_key(config)
-    prepared = build(config, None, key)  # before the folder is made: a mistake in the config leaves nothing behind
+    prepared = build(config, None, key)  # before the folder is created: an invalid config leaves no files
     with RunFolder.create(folder, text) as place:
         store_noise_key(place.path, key)
         record_environment(place, config.seed, command)
@@ -137,7 +134,7 @@ class _Session:
         self.looks = DiagnosticsRecorder(prepared.federation, prepared.config.evaluation.diagnostics)
 
     def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
-        """All rounds that are still to be played."""
+        """Run all remaining rounds."""
         federation = self.prepared.federation
         if kept is None:
             progress = federation.begin()
@@ -167,20 +164,20 @@ class _Session:
             row = self._row(result) | ({} if seen is None else {"diagnostics": seen})
             self.seconds += time.monotonic() - began - (0.0 if seen is None else seen["seconds"])
             progress = self._commit(result, {**row, "seconds": self.seconds})
-            del result  # what the cohort keeps is on the disk now
+            del result  # the cohort's state is now on the disk
         if self.looks.seconds:
             self.listener.noted(f"evaluation.diagnostics took {self.looks.seconds:.1f} s beside the rounds themselves")
         return progress
 
     def _over(self, progress: Progress) -> bool:
-        """Whether no more rounds are to be played, or can be paid for."""
+        """Check whether all rounds are finished, or the privacy budget covers no further round."""
         federation = self.prepared.federation
         if progress.state.round >= federation.settings.rounds:
             return True
         return self.budget.limited and not self.budget.allows(federation.next_charges(progress))
 
     def _row(self, result: RoundResult) -> dict[str, Any]:
-        """The round's line of metrics, and whether it is the best so far."""
+        """Build the round's line of metrics, and update the best round."""
         prepared, progress = self.prepared, result.progress
         number = progress.state.round
         row: dict[str, Any] = {
@@ -208,10 +205,10 @@ class _Session:
         return row
 
     def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
-        """Clients' files and logs first, then the checkpoint that names them: a kill before it costs this round only.
+        """Write clients' files and logs, then the checkpoint that names them: a kill before it loses this round only.
 
         Returns:
-            The progress, with what clients keep on the disk.
+            The progress, with the clients' state on the disk.
         """
         progress = store(self.place.clients, result.progress)
         number, beside = progress.state.round, self.prepared.federation.beside()
@@ -220,6 +217,8 @@ class _Session:
             row["failures"] = [asdict(failure) for failure in failures]
         if result.late:
             row["late"] = list(result.late)
+        if result.simulated_seconds is not None:
+            row["simulated_seconds"] = result.simulated_seconds
         totals = self.ledger.totals
         row["bytes"] = {"down": totals.run("down").bytes, "up": totals.run("up").bytes}
         self.metrics.append(row)

@@ -1,8 +1,11 @@
-"""From a config to the things that run: data, partition, model, method, federation."""
+"""The parts of a run, built from its config: data, partition, model, method, federation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
@@ -12,9 +15,13 @@ from fedspan.clients.data import LazyMapping
 from fedspan.config import RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
+from fedspan.crypto import require
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.aggregation import AggregationFactory
+from fedspan.federation.aggregation.plaintext import PlaintextAggregation
+from fedspan.federation.conditions import Conditions
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
@@ -23,31 +30,36 @@ from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.model_setup import RunModel, build_model
 from fedspan.runs.ranks import client_ranks, client_scaling
 from fedspan.runs.task_setup import PROBLEMS, Facts, require_size
+from fedspan.tasks.encoding import EncodedText
+from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.engine import Engine
 from fedspan.transports.in_process import simulate
+
+if TYPE_CHECKING:
+    from fedspan.clients.secagg import SecureClient
 
 __all__ = ["Prepared", "choose_device", "max_length", "prepare", "require_private_model"]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run, built and ready.
+    """A run that is built and ready to start.
 
     Args:
-        config: what it was built from.
-        labels: label names by index; of a language model's data those of its column of labels, if any.
-        facts: what its model must be told of the task.
-        partition: who holds which training example; None: the examples are elsewhere.
-        task: the learning problem.
-        engine: with the model on its device.
-        federation: method, engine and clients.
-        evaluator: of the federation.
-        train: encoded examples that the partition divides.
-        test: encoded held-out examples, or None.
-        test_names: what people know them by.
-        model: what the engine trains, with what its export needs.
-        remarks: what a user should know of the examples (answers that were cut).
+        config: The config that the run was built from.
+        labels: Label names by index; for a language model, those of the data's column of labels, if any.
+        facts: Facts about the task that the model needs.
+        partition: The training examples of each client; None: the examples are on remote nodes.
+        task: The learning problem.
+        engine: The engine, with the model on its device.
+        federation: Method, engine and clients.
+        evaluator: Evaluator of the federation.
+        train: Encoded examples that the partition assigns to clients.
+        test: Encoded held-out examples, or None.
+        test_names: Display names of the held-out examples.
+        model: The model that the engine trains, with the data that its export needs.
+        remarks: Notes for the user about the examples (truncated answers).
     """
 
     config: RunConfig
@@ -66,10 +78,10 @@ class Prepared:
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` (CUDA, then Apple's MPS, then the CPU) or the named device.
+    """Return the named device; ``auto``: CUDA, then Apple's MPS, then the CPU.
 
     Raises:
-        FedspanError: if it is no device name, or this machine lacks it.
+        FedspanError: If the name is not a device name, or this machine lacks the device.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -77,7 +89,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # on "meta" tensors can be made, but hold nothing
+        torch.zeros(1, device=device).item()  # on "meta", tensors can be created but hold no values
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).strip().splitlines()[0].partition(". ")[0]
         raise FedspanError(
@@ -90,12 +102,12 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
     """Build a run.
 
     Args:
-        config: the run's.
-        given: a partition to use again (of a run that is resumed) instead of drawing it.
-        key: of the noise, where it is a secret one.
+        config: Config of the run.
+        given: An existing partition (of a resumed run) to use instead of drawing one.
+        key: Secret key of the noise, if it has one.
 
     Raises:
-        FedspanError: for anything in the config that does not fit the data or the model.
+        FedspanError: If anything in the config does not fit the data or the model.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -116,8 +128,19 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
     engine = make_engine(config, adapted, task, config.training_settings(key))
     train = task.encode(data.train)
     require_size(config, adapted.model, task, train, device)
+    members, conditions = _members(config, method, parts), None
+    if config.simulation is not None:
+        conditions = config.simulation.conditions(config.seed)
     federation = simulate(
-        config.wrapped(method), engine, _members(config, method, parts), train, config.round_settings(key)
+        config.wrapped(method),
+        engine,
+        members,
+        _flipped(train, members, conditions, len(data.labels)),
+        config.round_settings(key),
+        config.simulation_rules(),
+        aggregation_of(config),
+        _secure_clients(config, members),
+        conditions,
     )
     return Prepared(
         config=config,
@@ -136,11 +159,52 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
     )
 
 
-def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
-    """Check that nothing of a model escapes the run's privacy.
+def aggregation_of(config: RunConfig) -> AggregationFactory:
+    """Return the aggregation that a config selects.
 
     Raises:
-        FedspanError: if something does.
+        FedspanError: If the config selects secure aggregation and its libraries are not installed.
+    """
+    secure = config.federation.secure_settings()
+    if secure is None:
+        return PlaintextAggregation
+    require()
+    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
+
+    return partial(SecureAggregation, secure=secure)
+
+
+def _secure_clients(config: RunConfig, members: Mapping[str, ClientData]) -> Mapping[str, SecureClient] | None:
+    """Each simulated client's half of secure aggregation, with its state in memory; None: the run has none."""
+    if config.federation.secure is None:
+        return None
+    require()
+    from fedspan.clients.secagg import MemorySessionStore, SecureClient  # needs fedspan[secagg]
+
+    ids, sessions = tuple(members), MemorySessionStore()
+    return LazyMapping(ids, lambda at: SecureClient(ids[at], sessions))
+
+
+def _flipped(
+    train: Examples, members: Mapping[str, ClientData], conditions: Conditions | None, labels: int
+) -> Examples:
+    """The training examples; those of clients that train on flipped labels have label K - 1 - k in place of k."""
+    faults = None if conditions is None else conditions.faults
+    if conditions is None or faults is None or faults.kind != "label-flip":
+        return train
+    assert isinstance(train, EncodedText | EncodedImages)
+    flipped = train.labels.copy()
+    for id in conditions.faulty(sorted(members)):
+        own = members[id].train
+        flipped[own] = labels - 1 - flipped[own]
+    return replace(train, labels=flipped)
+
+
+def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
+    """Check that the run's privacy covers all parts of a model.
+
+    Raises:
+        FedspanError: If it does not.
     """
     if config.privacy is not None and adapted.buffers:
         expected = f"left out with this model: running statistics ({adapted.buffers[0]}, ...) are of raw examples"
@@ -152,7 +216,7 @@ def _dropped(count: int) -> tuple[str, ...]:
 
 
 def _names(examples: datasets.Dataset) -> tuple[str, ...]:
-    """What people know examples by: their texts, or the files of images."""
+    """Return the display names of examples: their texts, or the files of images."""
     if "text" in examples.column_names:
         return tuple(examples["text"])
     paths = [row["path"] for row in examples.cast_column("image", datasets.Image(decode=False))["image"]]
@@ -160,13 +224,13 @@ def _names(examples: datasets.Dataset) -> tuple[str, ...]:
 
 
 def max_length(config: RunConfig, tokenizer: object, model: torch.nn.Module) -> int:
-    """Tokens of an example, at most: as the config, the tokenizer and the model allow."""
+    """Return the maximum number of tokens of an example that the config, the tokenizer and the model allow."""
     limits = [
         config.model.max_length,
         getattr(tokenizer, "model_max_length", config.model.max_length),
         getattr(getattr(model, "config", None), "max_position_embeddings", config.model.max_length),
     ]
-    for name, module in model.named_modules():  # RoBERTa and its kin count positions from behind the padding's index
+    for name, module in model.named_modules():  # RoBERTa-like models count positions from after the padding index
         padding = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding) and padding is not None:
             limits.append(module.num_embeddings - padding - 1)

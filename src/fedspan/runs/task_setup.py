@@ -1,4 +1,4 @@
-"""The kinds of problem: for each task, which head the model gets and how its examples are encoded."""
+"""The kinds of problem: for each task, the head of the model and the encoding of its examples."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = ["PROBLEMS", "Facts", "Problem", "require_packing", "require_size"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trained model must be told of its task, beside its weights; kept in its fedspan.json.
+    """Facts about its task that a trained model needs besides its weights; stored in its fedspan.json.
 
     Args:
-        task: which.
-        labels: names by index, of a classifier.
-        max_length: tokens of an example.
-        metric: by which it was chosen.
-        chat: whether prompts go through the chat template.
-        system: the message that opens a conversation.
-        prompt: template of prompts.
-        max_new_tokens: of a generated answer.
-        answer_pattern: what counts of an answer.
-        quantization: of the base that it was trained on, and is used with.
-        image_size: rows and columns that images are resized to, if not as the model's processor says.
+        task: Kind of problem.
+        labels: Label names by index, for a classifier.
+        max_length: Maximum number of tokens of an example.
+        metric: The metric that the model was selected by.
+        chat: Whether prompts are formatted with the chat template.
+        system: The system message that opens a conversation.
+        prompt: Template of prompts.
+        max_new_tokens: Maximum number of tokens of a generated answer.
+        answer_pattern: Pattern of the part of an answer that counts.
+        quantization: Quantization of the base in training and use.
+        image_size: Rows and columns that images are resized to; None: the setting of the model's processor.
     """
 
     task: TaskName
@@ -56,7 +56,7 @@ class Facts:
 
     @classmethod
     def of(cls, config: RunConfig, labels: tuple[str, ...], max_length: int) -> Facts:
-        """The facts of a run."""
+        """Collect the facts of a run."""
         data, evaluation = config.data, config.evaluation
         return cls(
             task=config.task,
@@ -78,10 +78,10 @@ class Problem:
     """One kind of problem.
 
     Args:
-        head: of the model.
-        peft: what PEFT calls it; None: it has no name for it.
-        task: made of a processor and the facts; the run's config where there is one (training), else None.
-        classifies: whether an answer is one of several labels.
+        head: Head of the model.
+        peft: PEFT's task type; None: PEFT has none.
+        task: Builds the task from a processor, the facts, and the config of the run (in training, else None).
+        classifies: Whether an answer is one of several labels.
     """
 
     head: Head
@@ -106,7 +106,7 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
     """Check that a model keeps packed examples apart, if the run packs them.
 
     Raises:
-        FedspanError: if it does not: OPT, for one, builds its mask without looking at positions.
+        FedspanError: If it does not. OPT, for example, builds its attention mask without regard to positions.
     """
     if config.task == "causal-lm" and config.data.packing and sees_across(model, device):
         kind = type(model).__name__
@@ -114,10 +114,10 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
 
 
 def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: Examples, device: torch.device) -> None:
-    """Check that a model takes images of the size that they were brought to.
+    """Check that a model accepts images of the size that they were resized to.
 
     Raises:
-        FedspanError: if it does not: a ViT knows the positions of one size.
+        FedspanError: If it does not. A ViT, for example, has position embeddings for one size.
     """
     if config.task != "image-classification":
         return

@@ -1,7 +1,7 @@
-"""A run's numbers to TensorBoard, Weights & Biases, MLflow or Trackio, through Accelerate's trackers.
+"""Tracking of a run's numbers in TensorBoard, Weights & Biases, MLflow or Trackio, with Accelerate's trackers.
 
-Numbers go out when their round is committed, so a run that is resumed repeats none. Nothing of the data goes out; names
-of clients do only with the worst client's score.
+Numbers are sent when their round is committed, so a resumed run repeats none. No data are sent; client names are sent
+only with the worst client's score.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MADE: Mapping[str, Callable[[Path], Any]] = {
     "trackio": lambda folder: tracking.TrackioTracker(_PROJECT, name=folder.name),
 }
 TRACKERS = tuple(_MADE)
-"""By name, which is that of the package, too."""
+"""Names of the trackers, which are also their package names."""
 
 
 def require_trackers(names: Sequence[str]) -> None:
     """Check that trackers are known and installed.
 
     Raises:
-        FedspanError: if not.
+        FedspanError: If a tracker is unknown or not installed.
     """
     for name in names:
         if name not in _MADE:
@@ -46,12 +46,12 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class TrackingListener(Listener):
-    """Hands numbers to trackers, and everything to another listener.
+    """Sends numbers to trackers and forwards all events to another listener.
 
     Args:
-        inner: the other listener.
-        names: of ``TRACKERS``.
-        folder: the run's; TensorBoard's files are written below it.
+        inner: The other listener.
+        names: Names from ``TRACKERS``.
+        folder: Folder of the run; TensorBoard's files are written below it.
     """
 
     def __init__(self, inner: Listener, names: Sequence[str], folder: Path) -> None:
@@ -96,23 +96,23 @@ class TrackingListener(Listener):
         self.inner.baseline_round(name, round, loss)
 
     def close(self) -> None:
-        """Let the trackers write what they hold; to be called whatever became of the run."""
+        """Flush and close the trackers; to be called whether or not the run succeeded."""
         for name, tracker in list(self._trackers.items()):
             self._tried(name, tracker.finish)
         self._trackers.clear()
 
     def _tried(self, name: str, call: Callable[[], None]) -> None:
-        """What a tracker does; should it fail, the run goes on without it: its numbers are in its folder."""
+        """Call a tracker; if it fails, the run continues without it: the run folder has all numbers."""
         try:
             call()
-        except Exception as error:  # of any of four libraries, their networks and disks
+        except Exception as error:  # from any of four libraries, their networks and disks
             self._trackers.pop(name, None)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self.inner.noted(f"{name} does not follow this run any more ({why}); metrics.jsonl has all numbers")
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl, by path: ``test/accuracy``."""
+    """Return the finite numbers of a line of metrics.jsonl, by path: ``test/accuracy``."""
     flat = {name: value for name, value in _flat(row, "/").items() if isinstance(value, int | float)}
     return {
         name: float(value)
@@ -122,7 +122,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(values: Mapping[str, Any], joined: str = ".", prefix: str = "") -> dict[str, Any]:
-    """Nested values by path; what is neither number nor text is written as text."""
+    """Flatten nested values by path; values that are neither number nor text are converted to text."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

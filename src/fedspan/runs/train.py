@@ -1,4 +1,4 @@
-"""Running and resuming."""
+"""Start and resume of runs."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def run(
     listener: Listener | None = None,
     track: Sequence[str] = (),
 ) -> RunReport:
-    """Play a federation to its end: train, export the best round's adapters, compare with the baselines, report.
+    """Run a federation to its end: train, export the best round's adapters, compare with the baselines, report.
 
     Args:
-        config: the path of a YAML file, the same as plain values, or a ``RunConfig``.
-        folder: where the run is kept; empty, or not there yet.
-        overrides: changes to the config, each ``section.field=value``.
-        resume: if the folder holds a run of this very config, go on with it, as ``resume(folder)`` does.
-        listener: told what happens (a ``fedspan.Listener``).
-        track: where the numbers of every round go beside the run's folder: ``tensorboard``, ``wandb``, ``mlflow``,
-            ``trackio``; what is named must be installed.
+        config: The path of a YAML file, its content as plain values, or a ``RunConfig``.
+        folder: Folder of the run; empty, or not existing yet.
+        overrides: Changes to the config, each ``section.field=value``.
+        resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of exactly this config.
+        listener: Listener that receives the events of the run (a ``fedspan.Listener``).
+        track: Trackers that receive the numbers of every round in addition to the run folder: ``tensorboard``,
+            ``wandb``, ``mlflow``, ``trackio``; the named packages must be installed.
 
     Raises:
-        FedspanError: for anything that the user can put right.
+        FedspanError: If the run fails for a reason that the user can correct.
     """
     config = _config(config, overrides)
     if resume and is_run(folder):
@@ -54,7 +54,7 @@ def run(
 
 @contextmanager
 def _tracked(listener: Listener | None, track: Sequence[str], folder: str | Path) -> Generator[Listener | None]:
-    """The listener, or one that hands everything on to it and numbers to trackers."""
+    """Yield the listener, or one that forwards all events to it and sends numbers to trackers."""
     if not track:
         yield listener
         return
@@ -76,17 +76,17 @@ def _config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Seque
 
 
 def resume(folder: str | Path, *, listener: Listener | None = None, track: Sequence[str] = ()) -> RunReport:
-    """Go on with a run after its last finished round; of a finished one, the report is read and nothing is done.
+    """Resume a run after its last finished round; for a finished run, only read its report.
 
     On the same machine, with as many threads, the adapter is bit for bit that of a run that was never interrupted.
 
     Args:
-        folder: the run's.
-        listener: told what happens.
-        track: as for ``run``.
+        folder: Folder of the run.
+        listener: Listener that receives the events of the run.
+        track: Trackers, as for ``run``.
 
     Raises:
-        FedspanError: if there is no run, another process works on it, or its latest checkpoint is damaged.
+        FedspanError: If there is no run, another process works on it, or its latest checkpoint is damaged.
     """
     return _go_on(folder, listener, track)
 
@@ -100,7 +100,7 @@ def _go_on(folder: str | Path, listener: Listener | None, track: Sequence[str]) 
 
 
 def _host(config: RunConfig) -> session.Host | None:
-    """What connects a run to its clients; None: they are simulated in this process."""
+    """Return the host that connects a run to its clients; None: they are simulated in this process."""
     if config.engine.name != "flower-sim":
         return None
     require(simulation=True)

@@ -1,4 +1,4 @@
-"""The trained models of a progress, written as adapters or, where no adapter expresses them, whole."""
+"""Export of the trained models of a progress, as adapters or, where no adapter can express them, as whole models."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def write_adapters(
 ) -> dict[str, Path]:
     """Export the models of a progress: ``adapter/`` for a global one, ``adapter/<client>/`` for each personal one.
 
-    A model that is no change of pretrained weights (from scratch, or of other factors) is written whole.
+    A model that is not a change of pretrained weights (from scratch, or of other factors) is written whole.
 
     Args:
-        prepared: the run.
-        progress: of which round.
-        place: where to.
-        clients: whose models, where everybody has one; None: all clients'.
+        prepared: The prepared run.
+        progress: Progress of the round to export.
+        place: The run folder to write to.
+        clients: The clients whose models are exported, if every client has its own; None: all clients.
 
     Returns:
         Folders by client id, or under ``global``.
@@ -47,15 +47,15 @@ def write_adapters(
 def write_model(
     prepared: Prepared, job: Job, base: BaseUpdate, folder: Path, round: int, client: str | None = None
 ) -> None:
-    """Write a job's model, as an adapter or, where none expresses it, whole.
+    """Write a job's model as an adapter or, where no adapter can express it, as a whole model.
 
     Args:
-        prepared: the run.
-        job: whose model.
-        base: under it.
-        folder: where to.
-        round: of which it is.
-        client: whose own it is; None: the global one.
+        prepared: The prepared run.
+        job: The job whose model is written.
+        base: Update of the base under the job's model.
+        folder: The folder to write to.
+        round: The round that the model is from.
+        client: The client that owns the model; None: the global model.
     """
     adapted = prepared.engine.adapted
     notes = {

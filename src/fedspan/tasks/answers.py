@@ -1,4 +1,4 @@
-"""Whether two answers agree."""
+"""Comparison of answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["same_answer"]
 
 
 def same_answer(made: str, wanted: str, pattern: str | None = None) -> bool:
-    """Whether two answers agree: as numbers if both are (1,000 is 1000.0), else as texts, whatever the spaces."""
+    """Check whether two answers agree: as numbers if both are (1,000 is 1000.0), else as texts, ignoring whitespace."""
     left, right = (_counted(text, pattern) for text in (made, wanted))
     if left is None or right is None:
         return False

@@ -26,18 +26,18 @@ from fedspan.tasks.ragged import Ragged
 __all__ = ["CausalLM", "EncodedPrompts", "Generation", "sees_across"]
 
 _IGNORED = -100
-_CHUNK = 4096  # rows that are tokenised at once: lists of Python integers are many times as large as the ids
-_SUMS = 3  # columns of a prediction: loss, tokens, right tokens; generated ids follow
+_CHUNK = 4096  # rows tokenised at once: lists of Python integers are many times as large as the ids
+_SUMS = 3  # columns of a prediction: loss, tokens, correct tokens; generated ids follow
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How answers are generated and compared.
+    """Options for generating and comparing answers.
 
     Args:
-        max_new_tokens: an answer ends here at the latest.
-        pattern: what counts of an answer: the first group of its first match (the whole match without groups); all of
-            the text if None.
+        max_new_tokens: Maximal number of tokens of an answer.
+        pattern: Regex of the part that is compared: the first group of its first match (the whole match without
+            groups); the whole text if None.
     """
 
     max_new_tokens: int = 64
@@ -52,12 +52,12 @@ class EncodedPrompts:
     """Tokenised prompts with their answers.
 
     Args:
-        ids: prompt and answer together, of each example.
-        starts: where each answer begins, int64, (examples,).
-        answers: the answers' text, whole.
-        lengths: tokens of each example, int64, (examples,).
-        cut_prompts: how many prompts lost their beginning.
-        cut_answers: how many answers lost their end.
+        ids: Ids of each example, prompt and answer together.
+        starts: Index where each answer begins, int64, (examples,).
+        answers: Full text of each answer.
+        lengths: Number of tokens of each example, int64, (examples,).
+        cut_prompts: Number of prompts that lost their beginning.
+        cut_answers: Number of answers that lost their end.
     """
 
     ids: Sequence[list[int]]
@@ -75,15 +75,15 @@ class CausalLM:
     """Answers to prompts, with any Hugging Face decoder.
 
     Args:
-        tokenizer: the model's.
-        max_length: tokens of prompt and answer together; the prompt is cut first.
-        chat: write prompts with the model's chat template.
-        system: a message that opens every conversation.
-        refuse_long: refuse an answer that does not fit, instead of cutting its end.
-        packing: put a batch's examples end to end into one row, with their own positions and attention: no padding,
-            the same loss.
-        generation: of thorough predictions.
-        metric: by which rounds are compared.
+        tokenizer: The model's tokenizer.
+        max_length: Maximal number of tokens of prompt and answer together; the prompt is cut first.
+        chat: Whether prompts are written with the model's chat template.
+        system: Message that opens every conversation.
+        refuse_long: Whether an answer that does not fit is refused instead of cut at its end.
+        packing: Whether a batch's examples are put end to end into one row, with their own positions and attention: no
+            padding, the same loss.
+        generation: Options for generating the answers of thorough predictions.
+        metric: Metric by which rounds are compared.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class CausalLM:
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedPrompts:
-        """Tokenise a data set with columns ``text``, ``answer`` and maybe ``history``, once.
+        """Tokenise a data set once; its columns are ``text``, ``answer`` and optionally ``history``.
 
         Raises:
-            FedspanError: an answer longer than ``max_length`` where that is refused, or a chat template that fails.
+            FedspanError: If an answer is longer than ``max_length`` where that is refused, or a chat template fails.
         """
         columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
         chosen = dataset.select_columns(columns)
@@ -126,7 +126,7 @@ class CausalLM:
         )
 
     def _rows(self, rows: datasets.Dataset, first: int) -> tuple[Ragged, np.ndarray, list[str], int, int]:
-        """Ids, starts, answers and numbers of cuts of some rows, the first of which has this number in its data set."""
+        """Encode rows, given the first one's number in its data set: ids, starts, answers and numbers of cuts."""
         prompts = [Prompt.of(row) for row in rows]  # pyright: ignore[reportArgumentType]
         texts = [(one.text, one.answer) for one in prompts]
         if self.chat:
@@ -152,19 +152,19 @@ class CausalLM:
 
     @property
     def _start(self) -> int:
-        """What a prompt without a single token begins with."""
+        """Id that begins a prompt without any tokens."""
         ids = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         return next(id for id in ids if isinstance(id, int))
 
     def _ended(self, answer: list[int]) -> list[int]:
-        """An answer with the sign that it is over; a chat template writes its own."""
+        """Append the end-of-text token to an answer; a chat template writes its own."""
         end = self.tokenizer.eos_token_id
         return [*answer, end] if isinstance(end, int) and end not in answer else answer
 
     def batch(self, examples: EncodedPrompts, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels`` (the answers' ids, -100 elsewhere), (B, T), and ``attention_mask``.
+        """Collate ``input_ids`` and ``labels`` (the answers' ids, -100 elsewhere), (B, T), and ``attention_mask``.
 
-        Packed: one row, (1, sum of T), with ``position_ids`` that start anew at every example, and no mask.
+        With packing: one row, (1, sum of T), with ``position_ids`` that restart at every example, and no mask.
         """
         rows = [examples.ids[index] for index in indices]
         labels = [
@@ -187,18 +187,18 @@ class CausalLM:
         return {key: value.to(device) for key, value in batch.items()}
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
+        """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
         logits_SV, targets_S, _ = self._scored(model, batch)
         return F.cross_entropy(logits_SV, targets_S)
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
-        """Mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
+        """Compute the mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
         logits_SV, targets_S, numbers_S = self._scored(model, batch)
         losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
         return means(losses_S, members_CB[:, numbers_S])
 
     def _scored(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of the S answer tokens of a batch, (S, V), these tokens and their examples' numbers, (S,)."""
+        """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
         logits_BTV = model(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False).logits
         labels_BT = batch["labels"][:, 1:]
         wanted_BT = labels_BT != _IGNORED
@@ -209,9 +209,9 @@ class CausalLM:
         return widened(logits_BTV[:, :-1][wanted_BT]), labels_BT[wanted_BT], numbers_BT[wanted_BT]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """For each example the sum of its answer's negative log-likelihood, its tokens, and how many were right.
+        """Return each example's sum of negative log-likelihood over its answer, answer tokens, and correct tokens.
 
-        Thorough: N further columns with the generated ids, -1 behind their end.
+        Thorough: N further columns with the generated ids, -1 after their end.
         """
         logits_SV, targets_S, numbers_S = self._scored(model, batch)
         packed = "position_ids" in batch
@@ -225,13 +225,13 @@ class CausalLM:
         return torch.cat([rows, self._generate(model, batch, self.generation.max_new_tokens)], 1)
 
     def _generate(self, model: nn.Module, batch: Mapping[str, Tensor], count: int) -> Tensor:
-        """Greedy answers to the batch's prompts, (B, count), float32, -1 behind their end."""
+        """Generate greedy answers to the batch's prompts, (B, count), float32, -1 after their end."""
         prompts = self._prompts(batch)
         device, pad = batch["input_ids"].device, int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
-        # Padded on the left: generation goes on at the right end of every row.
+        # Padded on the left: generation continues at the right end of every row.
         ids = _padded([row[::-1] for row in prompts], pad).flip(1).to(device)
         mask = _padded([[1] * len(row) for row in prompts], 0).flip(1).to(device)
-        # Prompt and answer together have no more positions than the model knows.
+        # Prompt and answer together have at most as many positions as the model supports.
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", ids.shape[1] + count)
         own = getattr(model, "generation_config", None)
         ends = getattr(own, "eos_token_id", None) or self.tokenizer.eos_token_id
@@ -246,7 +246,7 @@ class CausalLM:
         return rows
 
     def _prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
-        """The prompts' ids, taken out of a batch again."""
+        """Extract the prompts' ids from a batch."""
         ids, given = batch["input_ids"], batch["labels"] == _IGNORED
         if "position_ids" in batch:
             starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
@@ -256,11 +256,11 @@ class CausalLM:
         return [row[kept].tolist() for row, kept in zip(ids, given, strict=True)]
 
     def metrics(self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]) -> dict[str, float]:
-        """``loss`` (mean over answer tokens), ``perplexity``, ``token_accuracy``; generated: ``exact_match``."""
+        """Compute ``loss`` (mean over answer tokens), ``perplexity``, ``token_accuracy``, generated ``exact_match``."""
         loss, tokens, right = predictions[:, :_SUMS].double().sum(0).tolist()
         scores = {
             "loss": loss / tokens,
-            "perplexity": math.exp(min(loss / tokens, 700.0)),  # beyond, a float64 ends
+            "perplexity": math.exp(min(loss / tokens, 700.0)),  # a float64 overflows beyond
             "token_accuracy": right / tokens,
         }
         if predictions.shape[1] > _SUMS:
@@ -269,24 +269,24 @@ class CausalLM:
         return scores
 
     def remarks(self, examples: EncodedPrompts) -> tuple[str, ...]:
-        """How many prompts and answers were cut."""
+        """Report how many prompts and answers were cut."""
         cuts = {"prompts lost their beginning": examples.cut_prompts, "answers lost their end": examples.cut_answers}
         limit = f"model.max_length is {self.max_length} tokens"
         return tuple(f"{count} of {len(examples)} {what}: {limit}" for what, count in cuts.items() if count)
 
     def answers(self, predictions: Tensor) -> list[str]:
-        """The generated texts."""
+        """Return the generated texts."""
         rows = [[int(id) for id in row if id >= 0] for row in predictions[:, _SUMS:].tolist()]
         return [str(text).strip() for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
 
     def truths(self, examples: EncodedPrompts, indices: Sequence[int]) -> list[str]:
-        """The answers as the data has them."""
+        """Return the answers as in the data."""
         return [examples.answers[index].strip() for index in indices]
 
 
 @torch.no_grad()
 def sees_across(model: nn.Module, device: torch.device) -> bool:
-    """Whether a packed example's logits depend on the example before it: then packing would be wrong for this model."""
+    """Check whether a packed example's logits depend on the example before it; the model must not be packed then."""
     logits: list[Tensor] = []
     for first in (5, 6):
         ids = torch.tensor([[first, 7, 8, 9, 10, 11]], device=device)

@@ -17,13 +17,13 @@ __all__ = ["SequenceClassification"]
 
 
 class SequenceClassification(Labelling):
-    """One label for a text or a pair of texts, with any Hugging Face model that has a sequence classification head.
+    """Prediction of one label for a text or a pair of texts, with any Hugging Face sequence classifier.
 
     Args:
-        tokenizer: the model's.
-        labels: names by index.
-        max_length: tokens beyond are cut.
-        metric: by which rounds are compared.
+        tokenizer: The model's tokenizer.
+        labels: Label names by index.
+        max_length: Maximal number of tokens; further ones are cut.
+        metric: Metric by which rounds are compared.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class SequenceClassification(Labelling):
         self.max_length = max_length
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
-        """Tokenise a data set with columns ``text``, maybe ``text_pair``, and ``label`` (indices), once."""
+        """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``label`` (indices)."""
         labels = np.array(dataset["label"], dtype=np.int64)
         return encode_texts(self.tokenizer, dataset, self.max_length, labels)
 
     def batch(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """Examples padded to the longest of them, with ``attention_mask`` and ``labels``."""
+        """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels``."""
         return collate(self.tokenizer, examples, indices, device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """Logits, (examples, labels)."""
+        """Compute the logits, (examples, labels)."""
         return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
     def remarks(self, examples: EncodedText) -> tuple[str, ...]:
-        """How many texts fill the whole length, and so may have been cut."""
+        """Report how many texts fill the maximal length, and so may have been cut."""
         return full_length(examples, self.max_length)

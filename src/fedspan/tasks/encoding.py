@@ -1,4 +1,4 @@
-"""Tokenised texts of tasks that give one answer a text, and their batches."""
+"""Tokenised texts of tasks with one answer per text, and their batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fedspan.tasks.ragged import Ragged
 __all__ = ["EncodedText", "collate", "encode_texts", "full_length"]
 
 _CHUNK = 4096
-"""Texts that a tokenizer is given at once: its own objects are many times as large as the ids."""
+"""Number of texts tokenised at once: the tokenizer's own objects are many times as large as the ids."""
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Tokenised texts with what is to be predicted of each.
+    """Tokenised texts with the target of each.
 
     Args:
-        encodings: by tokenizer output (``input_ids``, ``token_type_ids``), the ids of each example.
-        labels: index into the label list, int64, or the value, float32; (examples,).
-        lengths: tokens of each example, int64, (examples,).
+        encodings: Ids of each example, by tokenizer output (``input_ids``, ``token_type_ids``).
+        labels: Index into the label list, int64, or the value, float32; (examples,).
+        lengths: Number of tokens of each example, int64, (examples,).
     """
 
     encodings: Mapping[str, Ragged]
@@ -40,7 +40,7 @@ class EncodedText:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
 ) -> EncodedText:
-    """Tokenise the columns ``text`` and, where there is one, ``text_pair``, once."""
+    """Tokenise the column ``text`` and, if present, ``text_pair``, once."""
     chosen = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
     pieces: dict[str, list[Ragged]] = {}
     for start in range(0, max(1, len(chosen)), _CHUNK):
@@ -56,8 +56,8 @@ def encode_texts(
 def collate(
     tokenizer: PreTrainedTokenizerBase, examples: EncodedText, indices: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Examples padded on the right to the longest of them, with ``attention_mask`` and ``labels``."""
-    # As ``tokenizer.pad`` does it, which takes milliseconds for a batch of many clients.
+    """Collate examples, padded on the right to the longest of them, with ``attention_mask`` and ``labels``."""
+    # As ``tokenizer.pad``, which takes milliseconds for a batch of many clients.
     fill = {"input_ids": int(tokenizer.pad_token_id), "token_type_ids": tokenizer.pad_token_type_id}  # pyright: ignore
     batch = {
         key: torch.from_numpy(values.padded(indices, fill.get(key, 0))) for key, values in examples.encodings.items()
@@ -69,7 +69,7 @@ def collate(
 
 
 def full_length(examples: EncodedText, max_length: int) -> tuple[str, ...]:
-    """The remark on texts that fill the whole length: most of them were longer."""
+    """Return the remark on texts that fill the maximal length: most of them were longer."""
     count = int((examples.lengths >= max_length).sum())
     if not count:
         return ()

@@ -1,7 +1,7 @@
 """Image classification: one label for an image.
 
-Images are decoded, turned to RGB and resized once, by the model's own image processor, and kept as bytes; scaling and
-normalisation happen batch by batch. Shapes: N images, 3 colours, H rows, W columns.
+Images are decoded, converted to RGB and resized once, by the model's own image processor, and stored as bytes; scaling
+and normalisation happen batch by batch. Shapes: N images, 3 colours, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class EncodedImages:
     """Images of one size with their labels.
 
     Args:
-        pixels: uint8, (N, 3, H, W).
-        labels: index into the label list, int64, (N,).
-        lengths: all 1: every image costs the same; int64, (N,).
+        pixels: Pixel values, uint8, (N, 3, H, W).
+        labels: Indices into the label list, int64, (N,).
+        lengths: Costs of the images, all 1 since they are equal; int64, (N,).
     """
 
     pixels: np.ndarray
@@ -45,12 +45,12 @@ class EncodedImages:
 
 
 class ImageClassification(Labelling):
-    """One label for an image, with any Hugging Face model that has an image classification head.
+    """Prediction of one label for an image, with any Hugging Face image classifier.
 
     Args:
-        processor: the model's image processor.
-        labels: names by index.
-        metric: by which rounds are compared.
+        processor: The model's image processor.
+        labels: Label names by index.
+        metric: Metric by which rounds are compared.
     """
 
     def __init__(self, processor: Any, labels: Sequence[str], metric: str = "accuracy") -> None:
@@ -67,8 +67,8 @@ class ImageClassification(Labelling):
         """Decode and resize a data set with columns ``image`` and ``label`` (indices), once.
 
         Raises:
-            FedspanError: an image that can't be decoded, images that the processor leaves at different sizes, or a
-                processor that does more than resize, rescale and normalise.
+            FedspanError: If an image can't be decoded, the processor leaves images at different sizes, or it does more
+                than resize, rescale and normalise.
         """
         stored = dataset.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
         chunks: list[np.ndarray] = []
@@ -87,7 +87,7 @@ class ImageClassification(Labelling):
         made = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
         if len({np.shape(image) for image in made}) != 1:
             raise _different_sizes()
-        # In this order in memory, too: a processor leaves colours last, and oneDNN's convolutions of such images write
+        # In this memory order, too: a processor leaves colours last, and oneDNN's convolutions of such images write
         # beyond their end in the backward pass (torch 2.13; 5 of 3 x 224 x 224 into 6 channels).
         return np.array(made, np.uint8, order="C")
 
@@ -100,24 +100,23 @@ class ImageClassification(Labelling):
         return (pixels.float() * self._scale - self._mean.to(pixels.device)) / self._std.to(pixels.device)
 
     def batch(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """``pixel_values``, (batch, 3, H, W) as the model's processor makes them, and ``labels``."""
+        """Collate ``pixel_values``, (batch, 3, H, W), as the model's processor computes them, and ``labels``."""
         chosen = list(indices)
         scaled = self._scaled(torch.from_numpy(examples.pixels[chosen]).to(device))
         return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[chosen]).to(device)}
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """Logits, (images, labels).
+        """Compute the logits, (images, labels).
 
         Raises:
-            FedspanError: in training, a batch of one image of which so little is left that a norm has nothing to
-                measure.
+            FedspanError: If a training batch of one image is reduced so far that a norm has nothing to measure.
         """
         pixels = batch["pixel_values"]
         with _large_enough(batch) if model.training else nullcontext():
             return model(pixel_values=pixels.to(getattr(model, "dtype", pixels.dtype))).logits
 
     def remarks(self, examples: EncodedImages) -> tuple[str, ...]:
-        """None: no image is cut."""
+        """Return no remarks: no image is cut."""
         return ()
 
 
@@ -134,7 +133,7 @@ def _decoded(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
     try:
         with PIL.Image.open(io.BytesIO(row["bytes"]) if row["bytes"] else row["path"]) as image:
             return image.convert("RGB")
-    # Whatever Pillow's readers of many formats make of damaged files: SyntaxError, struct.error, IndexError, ...
+    # Pillow's readers raise many errors on damaged files: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         expected = f"an image that Pillow can decode ({str(error) or type(error).__name__})"
         raise FedspanError("data", row["path"] or f"image {number + 1}", expected) from None

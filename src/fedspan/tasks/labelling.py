@@ -1,4 +1,4 @@
-"""What all classifiers share, whatever they look at: cross-entropy; accuracy, F1 and Matthews correlation."""
+"""Shared base of all classifiers, for texts and images: cross-entropy; accuracy, F1 and Matthews correlation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Labelling"]
 
 
 class Labelling(ABC):
-    """One of several labels for an example.
+    """Prediction of one of several labels for an example.
 
     Args:
-        labels: names by index.
-        metric: by which rounds are compared.
+        labels: Label names by index.
+        metric: Metric by which rounds are compared.
     """
 
     def __init__(self, labels: Sequence[str], metric: str = "accuracy") -> None:
@@ -31,21 +31,21 @@ class Labelling(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """Logits, (examples, labels)."""
+        """Compute the logits, (examples, labels)."""
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean cross-entropy, in float32 or better."""
+        """Compute the mean cross-entropy, in float32 or better."""
         return F.cross_entropy(widened(self.predict(model, batch)), batch["labels"])
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
-        """Mean cross-entropy of each client's examples, (C,)."""
+        """Compute the mean cross-entropy of each client's examples, (C,)."""
         losses_B = F.cross_entropy(widened(self.predict(model, batch)), batch["labels"], reduction="none")
         return means(losses_B, members_CB)
 
     def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
-        """``loss``, ``accuracy``, ``macro_f1`` (over the labels that occur, as predicted or as true), ``matthews``.
+        """Compute ``loss``, ``accuracy``, ``macro_f1`` (over labels that are predicted or true), ``matthews``.
 
-        With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 where all
+        With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 if all
         predictions or all labels are the same, as in scikit-learn.
         """
         truth = examples.labels[np.asarray(indices, dtype=np.int64)]
@@ -54,7 +54,7 @@ class Labelling(ABC):
             "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(truth))),
             "accuracy": float((guess == truth).mean()),
             "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
-            # scikit-learn's 0 of a single label comes with a warning
+            # for a single label scikit-learn returns 0 with a warning
             "matthews": float(matthews_corrcoef(truth, guess)) if len({*truth, *guess}) > 1 else 0.0,
         }
         if len(self.labels) == 2:
@@ -62,9 +62,9 @@ class Labelling(ABC):
         return scores
 
     def answers(self, predictions: Tensor) -> list[str]:
-        """The most probable label of each."""
+        """Return the most probable label of each example."""
         return [self.labels[index] for index in predictions.argmax(1).tolist()]
 
     def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
-        """The label of each."""
+        """Return the true label of each example."""
         return [self.labels[index] for index in examples.labels[list(indices)].tolist()]

@@ -1,4 +1,4 @@
-"""What is measured: the names that reports use, which way is better, and how people read the values."""
+"""Metrics: the names that reports use, the direction that is better, and the format of displayed values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it reads data with large libraries, and every command shows numbers
+if TYPE_CHECKING:  # it imports large libraries, and every command shows numbers
     from fedspan.data.columns import TaskName
 
-__all__ = ["METRICS", "METRICS_OF", "Metric", "defined", "rank_of", "shown"]
+__all__ = ["CLASSIFIERS", "METRICS", "METRICS_OF", "Metric", "defined", "rank_of", "shown"]
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Metric:
     """One metric.
 
     Args:
-        title: what a table calls it.
-        higher: whether more is better.
-        percent: whether it is a share, shown in percent.
+        title: Name in tables.
+        higher: Whether higher is better.
+        percent: Whether it is a share, shown in percent.
     """
 
     title: str
@@ -40,7 +40,7 @@ METRICS: Mapping[str, Metric] = {
     "perplexity": Metric("perplexity", False),
     "loss": Metric("loss", False),
 }
-"""By name. In the order in which tables show them."""
+"""Metrics by name, in the order of tables."""
 
 METRICS_OF: Mapping[TaskName, tuple[str, ...]] = {
     "sequence-classification": ("accuracy", "macro_f1", "f1", "matthews", "loss"),
@@ -48,22 +48,26 @@ METRICS_OF: Mapping[TaskName, tuple[str, ...]] = {
     "causal-lm": ("loss", "perplexity", "token_accuracy"),
     "image-classification": ("accuracy", "macro_f1", "f1", "matthews", "loss"),
 }
-"""What each task measures in every round; by the first it is judged unless ``evaluation.metric`` says else."""
+"""Metrics of each task in every round; the first one judges it unless ``evaluation.metric`` is set."""
+
+
+CLASSIFIERS: tuple[TaskName, ...] = ("sequence-classification", "image-classification")
+"""Tasks whose answers are one of several labels."""
 
 
 def defined(values: Mapping[str, float]) -> dict[str, float]:
-    """Without those that have no value here: a correlation of one example, or of equal values."""
+    """Remove undefined values: a correlation of one example, or of equal values."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def rank_of(metric: str, values: Mapping[str, float]) -> float:
-    """A number that is larger where the metric is better; the smallest there is where it has no value."""
+    """Return a number that is larger if the metric is better; the smallest one if the metric has no value."""
     if metric not in values:
         return -math.inf
     return values[metric] if METRICS[metric].higher else -values[metric]
 
 
 def shown(names: Iterable[str]) -> list[str]:
-    """The names that are metrics, in the order of tables."""
+    """Return the names that are metrics, in the order of tables."""
     there = set(names)
     return [name for name in METRICS if name in there]

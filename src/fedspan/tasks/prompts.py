@@ -1,7 +1,7 @@
-"""From a prompt and its answer to token ids: the model's chat template or plain text, cut to a length.
+"""Conversion of a prompt and its answer to token ids: by chat template or as plain text, cut to a length.
 
-Prompt and answer are tokenised apart, so that the border between what is given and what is learnt lies between two
-tokens, and generation goes on from exactly the ids that training saw.
+Prompt and answer are tokenised separately, so that the border between given and learnt text lies between two tokens,
+and generation continues from exactly the ids seen in training.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Prompt:
     """One example as text.
 
     Args:
-        text: what is given: the instruction, or the last message of the user.
-        answer: what is learnt.
-        history: earlier messages of a conversation, each with ``role`` and ``content``.
+        text: The prompt: the instruction, or the user's last message.
+        answer: The text to be learnt.
+        history: Earlier messages of a conversation, each with ``role`` and ``content``.
     """
 
     text: str
@@ -34,21 +34,21 @@ class Prompt:
 
     @classmethod
     def of(cls, row: Mapping[str, str]) -> Prompt:
-        """A row with ``text``, ``answer`` and maybe ``history`` (JSON)."""
+        """Read a row with ``text``, ``answer`` and optionally ``history`` (JSON)."""
         return cls(row["text"], row["answer"], tuple(json.loads(row.get("history") or "[]")))
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | None) -> tuple[str, str]:
-    """Prompt and answer as the model's chat template writes them.
+    """Render prompt and answer with the model's chat template.
 
     Args:
-        tokenizer: with a chat template.
-        prompt: the example.
-        system: a message that opens the conversation, or none.
+        tokenizer: Tokenizer with a chat template.
+        prompt: The example.
+        system: Message that opens the conversation, or None.
 
     Raises:
-        FedspanError: there is no chat template, it fails on these messages, or what it writes of a whole conversation
-            does not begin with what it writes of the prompt (so nothing says where the answer begins).
+        FedspanError: If there is no chat template, it fails on these messages, or its text of a whole conversation does
+            not begin with its text of the prompt (so the answer's beginning is unknown).
     """
     if not tokenizer.chat_template:
         raise FedspanError("data.chat", True, "false: this model's tokenizer has no chat template")
@@ -66,28 +66,28 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | Non
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """Ids of texts; ``special`` adds what the tokenizer puts before a text (never what it puts behind one)."""
+    """Tokenise texts; ``special`` adds the tokens that the tokenizer puts before a text (never those after one)."""
     if not texts:
         return []
-    # Not verbose: that a text is longer than the model knows is no news here, it will be cut.
+    # Not verbose: a text longer than the model supports is expected here and will be cut.
     rows = [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special, verbose=False)["input_ids"]]
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
-    if special:  # OPT begins with what it ends with, so a single id stays
+    if special:  # OPT begins and ends with the same token, so a single id stays
         rows = [ids[:-1] if len(ids) > 1 and ids[-1] in ends else ids for ids in rows]
     return rows
 
 
 def cut(prompt: list[int], answer: list[int], length: int, keep_first: bool) -> tuple[list[int], list[int]]:
-    """Prompt and answer in at most ``length`` ids together.
+    """Cut prompt and answer to at most ``length`` ids together.
 
-    The prompt gives way first: it loses its beginning (the answer follows its end), down to a quarter of the length.
-    Only an answer that then still does not fit loses its end.
+    The prompt is cut first: it loses its beginning (the answer follows its end), down to a quarter of the length. An
+    answer that still does not fit then loses its end.
 
     Args:
-        prompt: at least one id.
-        answer: ids.
-        length: at least 2.
-        keep_first: keep the prompt's first id (a model's sign for the beginning of a text) whatever is cut.
+        prompt: Ids of the prompt, at least one.
+        answer: Ids of the answer.
+        length: Maximal number of ids, at least 2.
+        keep_first: Whether the prompt's first id (a model's beginning-of-text token) is never cut.
     """
     room = max(length - len(answer), min(len(prompt), max(1, length // 4)))
     if len(prompt) > room:

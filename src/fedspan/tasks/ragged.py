@@ -1,4 +1,4 @@
-"""Lists of token ids by example, in one flat array: an eighth of what lists of Python integers take."""
+"""Lists of token ids by example, in one flat array: an eighth of the memory of lists of Python integers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Ragged"]
 
 
 class Ragged(Sequence[list[int]]):
-    """Rows of ids, each as long as it is; a row is a new list whenever it is asked for.
+    """Rows of ids of different lengths; every access to a row returns a new list.
 
     Args:
-        rows: the rows, each id within 32 bits.
+        rows: The rows; each id fits within 32 bits.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
@@ -23,20 +23,20 @@ class Ragged(Sequence[list[int]]):
 
     def _set(self, lengths: np.ndarray, ids: np.ndarray) -> None:
         self.lengths = lengths
-        """Of each row, int64, (rows,)."""
+        """Length of each row, int64, (rows,)."""
         self._ids = ids
         self._ends = np.cumsum(lengths)
 
     @classmethod
     def joined(cls, parts: Sequence[Ragged]) -> Ragged:
-        """The rows of all parts, one part behind the other."""
+        """Concatenate the rows of all parts in order."""
         made = cls([])
         if parts:
             made._set(np.concatenate([part.lengths for part in parts]), np.concatenate([part._ids for part in parts]))
         return made
 
     def padded(self, indices: Sequence[int], value: int) -> np.ndarray:
-        """Some rows, padded on the right to the longest of them, int64, (rows, longest)."""
+        """Return some rows, padded on the right to the longest of them, int64, (rows, longest)."""
         lengths, ends = self.lengths[list(indices)], self._ends[list(indices)]
         at = np.arange(lengths.max(initial=0))
         real = at < lengths[:, None]

@@ -22,14 +22,14 @@ __all__ = ["Regression"]
 
 
 class Regression:
-    """One number for a text or a pair of texts, with any model that has a sequence classification head of one output.
+    """Prediction of one number for a text or a pair of texts, with any sequence classifier of one output.
 
-    The loss is on the numbers as they are (STS-B: 0 to 5), as in Transformers' and GLUE's own recipes.
+    The loss is on the unscaled numbers (STS-B: 0 to 5), as in Transformers' and GLUE's own recipes.
 
     Args:
-        tokenizer: the model's.
-        max_length: tokens beyond are cut.
-        metric: by which rounds are compared.
+        tokenizer: The model's tokenizer.
+        max_length: Maximal number of tokens; further ones are cut.
+        metric: Metric by which rounds are compared.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, metric: str = "pearson") -> None:
@@ -38,50 +38,50 @@ class Regression:
         self.metric = metric
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
-        """Tokenise a data set with columns ``text``, maybe ``text_pair``, and ``target`` (numbers), once."""
+        """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``target`` (numbers)."""
         targets = np.array(dataset["target"], dtype=np.float32)
         return encode_texts(self.tokenizer, dataset, self.max_length, targets)
 
     def batch(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-        """Examples padded to the longest of them, with ``attention_mask`` and ``labels`` (float32)."""
+        """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels`` (float32)."""
         return collate(self.tokenizer, examples, indices, device)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean squared error, in float32 or better."""
+        """Compute the mean squared error, in float32 or better."""
         values_B = widened(self.predict(model, batch))[:, 0]
         return F.mse_loss(values_B, batch["labels"].to(values_B))
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
-        """Mean squared error of each client's examples, (C,)."""
+        """Compute the mean squared error of each client's examples, (C,)."""
         values_B = widened(self.predict(model, batch))[:, 0]
         return means((values_B - batch["labels"].to(values_B)).square(), members_CB)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """The numbers, (examples, 1)."""
+        """Predict the numbers, (examples, 1)."""
         return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
     def metrics(self, predictions: Tensor, examples: EncodedText, indices: Sequence[int]) -> dict[str, float]:
-        """``loss`` (mean squared error), ``pearson``, ``spearman``.
+        """Compute ``loss`` (mean squared error), ``pearson``, ``spearman``.
 
-        The correlations are left out where they have no value: with one example, or where all numbers are equal.
+        The correlations are left out where undefined: with one example, or if all numbers are equal.
         """
         truth = examples.labels[np.asarray(indices, dtype=np.int64)].astype(np.float64)
         guess = predictions[:, 0].double().numpy()
         pearson = spearman = math.nan
         if len(truth) > 1:
-            with warnings.catch_warnings():  # of constant input, which gives NaN
+            with warnings.catch_warnings():  # about constant input, which gives NaN
                 warnings.simplefilter("ignore")
                 pearson, spearman = float(pearsonr(guess, truth)[0]), float(spearmanr(guess, truth)[0])  # pyright: ignore
         return defined({"loss": float(np.mean((guess - truth) ** 2)), "pearson": pearson, "spearman": spearman})
 
     def remarks(self, examples: EncodedText) -> tuple[str, ...]:
-        """How many texts fill the whole length, and so may have been cut."""
+        """Report how many texts fill the maximal length, and so may have been cut."""
         return full_length(examples, self.max_length)
 
     def answers(self, predictions: Tensor) -> list[str]:
-        """The number of each, to three digits after the point."""
+        """Format each predicted number with three decimal places."""
         return [f"{value:.3f}" for value in predictions[:, 0].tolist()]
 
     def truths(self, examples: EncodedText, indices: Sequence[int]) -> list[str]:
-        """The number of each."""
+        """Return the true number of each example."""
         return [f"{value:.3f}" for value in examples.labels[list(indices)].tolist()]

@@ -1,4 +1,4 @@
-"""What an engine and a run ask of a task."""
+"""Interfaces that an engine and a run expect of a task."""
 
 from __future__ import annotations
 
@@ -25,56 +25,56 @@ class Examples(Protocol):
 
 
 class Task(Protocol):
-    """What an engine asks of a kind of learning problem. Stateless apart from what it was built with."""
+    """Interface that an engine expects of a kind of learning problem; stateless apart from constructor arguments."""
 
     def batch(self, examples: Any, indices: Sequence[int], device: torch.device) -> Mapping[str, Tensor]:
-        """The collated batch of some examples."""
+        """Collate some examples into a batch."""
         ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss over the batch's examples, a scalar."""
+        """Compute the mean loss over the batch's examples, a scalar."""
         ...
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
-        """``loss`` of several clients' examples that share a batch, (C,), each over its own examples.
+        """Compute ``loss`` for several clients' examples that share a batch, (C,), each over its own examples.
 
         Args:
-            model: the model.
-            batch: of B examples.
-            members_CB: 1 where an example is a client's, else 0, in the loss's number format; an example may be
-                nobody's.
+            model: The model.
+            batch: A batch of B examples.
+            members_CB: 1 where an example belongs to a client, else 0, in the loss's number format; an example may
+                belong to no client.
         """
         ...
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """One row per example (logits, values); ``thorough`` adds what costs much (generated text)."""
+        """Predict one row per example (logits, values); ``thorough`` adds expensive parts (generated text)."""
         ...
 
     def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
-        """``loss`` and what else the task measures, over the given examples; what has no value here is left out."""
+        """Compute ``loss`` and the task's other metrics over the given examples; undefined values are left out."""
         ...
 
 
 class RunTask(Task, Protocol):
-    """What a run asks beside that: from rows to examples, and from predictions to what people read."""
+    """Further interface that a run expects: conversion of rows to examples, and of predictions to readable answers."""
 
     @property
     def metric(self) -> str:
-        """The metric (of `fedspan.tasks.metrics`) by which rounds and settings are compared."""
+        """Metric (of `fedspan.tasks.metrics`) by which rounds and settings are compared."""
         ...
 
     def encode(self, dataset: datasets.Dataset) -> Any:
-        """The examples of a data set, as the task's own kind of ``Examples``."""
+        """Encode a data set as the task's own kind of ``Examples``."""
         ...
 
     def remarks(self, examples: Any) -> tuple[str, ...]:
-        """What a user should know of encoded examples, each a sentence: what was cut."""
+        """Return remarks for the user on encoded examples, one sentence each, such as what was cut."""
         ...
 
     def answers(self, predictions: Tensor) -> list[str]:
-        """Thorough predictions as people read them: a label, a number, a text."""
+        """Convert thorough predictions to readable answers: a label, a number, a text."""
         ...
 
     def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
-        """What would have been right, in the form of ``answers``."""
+        """Return the correct answers, in the form of ``answers``."""
         ...

@@ -40,7 +40,7 @@ class BatchedEngine:
         settings: Settings of local training.
         seed: Seed of every random draw (batches, dropout).
         wish: The stacking request: the number of clients at once, as far as it is not to be measured.
-        prefix: Where hidden states that leave the model's frozen prefix are stored, or the caches of another engine on
+        prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
         compiled: Compile the model's blocks for passes that clients share; batches are padded then.

@@ -220,7 +220,7 @@ class PrefixCache:
         """Compute the prefix's output, (examples, T, D)."""
         model, device = self.adapted.model, self.adapted.device
         cards = [device] if device.type == "cuda" else []
-        with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # training mode is used by verify() only
+        with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # verify() only
             if training:
                 self.adapted.train_mode(frozenset())
             with self.prefix.recorded() as made:

@@ -28,13 +28,13 @@ class PrefixCaches:
     Args:
         adapted: The model.
         task: The learning problem.
-        settings: Where hidden states are stored, or None.
+        settings: Storage of hidden states, or None.
     """
 
     def __init__(self, adapted: AdaptedModel, task: Task, settings: PrefixSettings | None) -> None:
         self.adapted, self.task, self.settings = adapted, task, settings
         self._lock = Lock()
-        self._made: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # references to the examples keep their ids valid
+        self._made: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # a held data set keeps its id
         self._own: dict[int, PrefixCache] = {}
         self._store = store_in_use()
 

@@ -61,8 +61,8 @@ class TrainingSettings:
         keep_optimizer: Whether a client's moments persist between its rounds, unless its tensors were re-initialized.
         dropout: Dropout rate on the adapters' input (PEFT's ``lora_dropout``).
         group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
-        privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of ``batch_size *
-            accumulate`` examples on average, and ``max_grad_norm`` has no effect.
+        privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of
+            ``batch_size * accumulate`` examples on average, and ``max_grad_norm`` has no effect.
     """
 
     optimizer: OptimizerSpec

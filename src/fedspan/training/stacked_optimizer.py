@@ -182,7 +182,7 @@ def fused_step(
             [moment[columns] for moment in moments["exp_avg"]],
             [moment[columns] for moment in moments["exp_avg_sq"]],
             [],
-            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # the fused step increments it
+            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # adamw increments it
             fused=True,
             amsgrad=False,
             beta1=spec.betas[0],

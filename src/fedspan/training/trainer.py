@@ -32,7 +32,7 @@ class Trainer:
         task: The learning problem.
         settings: Settings of local training.
         seed: Seed of every random draw (batches, dropout).
-        prefix: Where hidden states that leave the model's frozen prefix are stored, or the caches of another engine on
+        prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
     """

@@ -1,1 +1,1 @@
-"""Transports: how orders reach hosts and replies come back."""
+"""Transports: delivery of orders to hosts and of their replies to the server."""

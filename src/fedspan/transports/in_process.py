@@ -1,54 +1,71 @@
-"""The transport of the simulator: one host in this process, which has all clients."""
+"""The transport of the simulator: one host in this process with all clients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fedspan.clients.data import OverlayMapping, overlay
 from fedspan.clients.host import Host, refuse_any
 from fedspan.clients.store import ClientState
 from fedspan.core.method import Memory, Method
-from fedspan.core.values import OptimizerState, ServerState
+from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory
 from fedspan.federation.aggregation.plaintext import PlaintextAggregation
+from fedspan.federation.conditions import PHASES, Conditions, corrupt
 from fedspan.federation.federation import Federation, clients_by_id
 from fedspan.federation.orders import OnReply, OnTrained, Orders, Transport
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.protocol import Order, Reply, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import ReplyRules
+from fedspan.federation.validation import ReplyRules, untrained_jobs
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine
+
+if TYPE_CHECKING:
+    from fedspan.clients.secagg import SecureClient
 
 __all__ = ["InProcess", "ProgressStore", "simulate"]
 
 
 class ProgressStore:
-    """The client store of a simulation: a progress, and on top of it what the round changes.
+    """The client store of a simulation: a progress, and on top of it what the round's accepted replies change.
 
     Args:
-        progress: The progress before the round, which stays as it is.
+        progress: The progress before the round, which is not modified.
     """
 
     def __init__(self, progress: Progress) -> None:
-        self.memories = overlay(progress.memories)
-        self.optimizers = overlay(progress.optimizers)
+        self.progress = progress
+        self._pending: dict[str, ClientState] = {}
 
     def load(self, client: str, round: int) -> ClientState:
-        """``ClientStore.load``; a progress has one version of each client, the accepted one."""
-        return ClientState(self.memories.get(client, {}), _Phases(self.optimizers, client))
+        """``ClientStore.load``; a progress stores one version of each client, the accepted one."""
+        return ClientState(self.progress.memories.get(client, {}), _Phases(self.progress.optimizers, client))
 
     def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
-        """``ClientStore.store``; what the phases of this round did not change stays where it is."""
-        self.memories[client] = kept.memory
-        changed = kept.moments.changes if isinstance(kept.moments, OverlayMapping) else kept.moments
-        for phase, moments in changed.items():
-            self.optimizers[f"{client}/{phase}"] = moments
+        """``ClientStore.store``; the version becomes the client's when its reply is accepted."""
+        self._pending[client] = kept
+
+    def accept(self, ids: Collection[str]) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
+        """Return the memories and moments of all clients, with what the given clients stored in this round.
+
+        Args:
+            ids: Ids of the clients whose replies count.
+        """
+        memories, optimizers = overlay(self.progress.memories), overlay(self.progress.optimizers)
+        for id in ids:
+            kept = self._pending[id]
+            memories[id] = kept.memory
+            changed = kept.moments.changes if isinstance(kept.moments, OverlayMapping) else kept.moments
+            for phase, moments in changed.items():
+                optimizers[f"{id}/{phase}"] = moments
+        return memories, optimizers
 
 
 class _Phases(Mapping[str, tuple[OptimizerState, int]]):
-    """A client's moments by phase: those of a probe mean nothing to the training after it."""
+    """A client's moments by phase: the training after a probe does not use the probe's moments."""
 
     def __init__(self, optimizers: Mapping[str, tuple[OptimizerState, int]], client: str) -> None:
         self._optimizers, self._prefix = optimizers, f"{client}/"
@@ -64,57 +81,73 @@ class _Phases(Mapping[str, tuple[OptimizerState, int]]):
 
 
 class _LazyOrders(Mapping[str, Order]):
-    """Orders to train, opened as they are taken."""
+    """Orders to train, decoded as they are taken.
 
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
+    Args:
+        orders: The orders of the exchange.
+        ids: Ids of the clients that train.
+    """
+
+    def __init__(self, orders: Orders, ids: Sequence[str]) -> None:
+        self._orders, self._ids = orders, ids
 
     def __getitem__(self, id: str) -> Order:
         return decode_order(self._orders[id])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._orders)
+        return iter(self._ids)
 
     def __len__(self) -> int:
-        return len(self._orders)
+        return len(self._ids)
 
 
 class InProcess(Transport):
-    """Hands orders to a host in this process.
+    """Passes orders to a host in this process.
 
-    What goes wrong in training stops the round, with its own error: in a simulation it is a mistake of the run.
+    An error in training stops the round: in a simulation it is a mistake in the run's settings.
 
     Args:
         host: The host of all clients.
+        conditions: Simulated conditions; None: every client replies at once.
     """
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, host: Host, conditions: Conditions | None = None) -> None:
+        self.host, self.conditions = host, conditions
+        self._round, self._attempt = 0, -1
+        self._clock = 0.0
+        if conditions is not None and conditions.faults is not None:
+            self._faulty, self._faults = conditions.faulty(sorted(host.members)), conditions.faults
+            host.tamper = self._tamper
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
         """``Transport.begin``."""
         self.host.store = ProgressStore(progress)
         self.host.on_trained = on_trained
         self.host.share_base(progress.state.base)
+        self._round, self._attempt, self._clock = progress.state.round, -1, 0.0
 
-    def stored(self) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
+    def stored(
+        self, accepted: Collection[str]
+    ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
         """``Transport.stored``."""
-        store = self.host.store
-        assert isinstance(store, ProgressStore)
-        return store.memories, store.optimizers
+        assert isinstance(self.host.store, ProgressStore)
+        return self.host.store.accept(accepted)
+
+    def simulated_seconds(self) -> float | None:
+        """``Transport.simulated_seconds``."""
+        return None if self.conditions is None or self.conditions.speed is None else self._clock
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""
-        enough = False
-
-        def answered(answer: Reply) -> None:
-            nonlocal enough
-            enough = enough or on_reply(answer.id, answer.envelope())
-
+        present, silent = self._present(orders)
+        for id in silent:
+            envelope = orders[id]  # it was sent, and counts
+            del envelope
+            on_reply(id, "it dropped out (simulated)")
         if orders.task == "train":
-            self.host.train(_LazyOrders(orders), answered)
+            self._train(orders, present, on_reply, seconds, waits=bool(silent))
             return
-        for id in orders:
+        for id in present:
             phase = decode_phase(orders[id])
             try:
                 back = self.host.reply(phase)
@@ -122,6 +155,67 @@ class InProcess(Transport):
                 back = refuse_any(phase, error)
             if on_reply(id, back):
                 return
+
+    def _present(self, orders: Orders) -> tuple[list[str], list[str]]:
+        """Clients that answer an exchange, and clients that are silent."""
+        if self.conditions is None or orders.task not in PHASES:
+            return list(orders), []
+        phases = ("train",) if self.host.secure is None else PHASES
+        self._attempt += orders.task == phases[0]
+        silent: list[str] = []
+        for id in orders:
+            since = self.conditions.silent_from(id, self._round, self._attempt, phases)
+            if since is not None and phases.index(since) <= phases.index(orders.task):
+                silent.append(id)
+        gone = set(silent)
+        return [id for id in orders if id not in gone], silent
+
+    def _train(self, orders: Orders, present: Sequence[str], on_reply: OnReply, seconds: float, waits: bool) -> None:
+        """Train the clients that are present, and pass on their replies in the order of the simulated clock.
+
+        Args:
+            orders: Orders to train.
+            present: Ids of the clients that reply.
+            on_reply: Called with each reply.
+            seconds: Deadline, in simulated seconds.
+            waits: Whether clients are silent, for which the server waits until the deadline.
+        """
+        enough, replies = False, dict[str, Reply]()
+        conditions = self.conditions
+        if conditions is None or conditions.speed is None:
+
+            def pass_on(reply: Reply) -> None:
+                nonlocal enough
+                enough = enough or on_reply(reply.id, reply.envelope())
+
+            self.host.train(_LazyOrders(orders, present), pass_on)
+            return
+        times = {id: conditions.seconds(id, self.host.workload(id)) for id in present}
+        in_time = [id for id in present if times[id] <= seconds]
+        for id in present:
+            if times[id] > seconds:
+                envelope = orders[id]
+                del envelope
+        self.host.train(_LazyOrders(orders, in_time), lambda reply: replies.update({reply.id: reply}))
+        for id in sorted(in_time, key=lambda id: (times[id], id)):
+            if on_reply(id, replies.pop(id).envelope()):
+                self._clock += times[id]
+                return
+        for id in present:
+            if times[id] > seconds:
+                on_reply(id, f"no reply within {seconds:g} s (simulated: {times[id]:.3g} s)")
+        everybody = not waits and len(in_time) == len(present)
+        self._clock += max(times.values(), default=0.0) if everybody else seconds
+
+    def _tamper(self, order: Order, sent: Message, reply: Message) -> Message:
+        """The reply of a client, corrupted if the client is faulty."""
+        if order.to not in self._faulty:
+            return reply
+        assert order.client is not None
+        assert self.conditions is not None
+        memory = {} if order.client.held is None else self.host.store.load(order.to, order.client.held).memory
+        start = untrained_jobs(self.host.method, sent, order.client, order.round, memory)[1]
+        return corrupt(self._faults, reply, start, self.conditions.seed, order.round, order.to)
 
 
 def simulate(
@@ -132,19 +226,23 @@ def simulate(
     settings: RoundSettings,
     rules: ReplyRules | None = None,
     aggregating: AggregationFactory = PlaintextAggregation,
+    secure: Mapping[str, SecureClient] | None = None,
+    conditions: Conditions | None = None,
 ) -> Federation:
-    """A federation whose clients are all in this process, on one host.
+    """Create a federation whose clients are all in this process, on one host.
 
     Args:
         method: The method, with its wrappers.
-        engine: Trains the clients, and has the model.
-        members: The clients in any order, or by id in the ids' order (``LazyMapping``).
-        examples: What the members' indices point into.
+        engine: The engine, with the model; it trains the clients.
+        members: The clients in any order, or by sorted id (``LazyMapping``).
+        examples: The data set that the clients' indices point into.
         settings: Rounds, cohort, reduction, privacy, seed.
-        rules: When a round stands; None: every selected client has to reply.
-        aggregating: Makes the aggregation of a round.
+        rules: Rules for accepting replies and the round; None: every selected client has to reply.
+        aggregating: Creates the aggregation of a round.
+        secure: Each client's half of secure aggregation; None: the run has none.
+        conditions: Simulated conditions; None: every client replies at once.
     """
     clients = clients_by_id(members)
     store = ProgressStore(Progress(ServerState()))
-    host = Host(method, engine, clients, examples, store, batch_size=1, reveals_losses=True)
-    return Federation(method, engine, clients, examples, settings, InProcess(host), rules, aggregating)
+    host = Host(method, engine, clients, examples, store, batch_size=1, secure=secure, reveals_losses=True)
+    return Federation(method, engine, clients, examples, settings, InProcess(host, conditions), rules, aggregating)

@@ -23,9 +23,9 @@ class Adaptive(ServerOptimizer):
     """``m <- beta1 m + (1 - beta1) D;  v <- ...;  x <- x + lr m / (sqrt(v) + tau)``, from m = 0 and v = tau^2.
 
     Args:
-        lr: learning rate of the server.
-        beta1: share of the first moment that is kept.
-        tau: adaptivity: added to the root of the second moment, and where that starts.
+        lr: Learning rate of the server.
+        beta1: Share of the first moment that is retained.
+        tau: Adaptivity: added to the root of the second moment, which starts at tau^2.
     """
 
     paper: ClassVar[str] = "Adaptive Federated Optimization (ICLR 2021, arXiv:2003.00295)"
@@ -37,7 +37,7 @@ class Adaptive(ServerOptimizer):
 
     @abstractmethod
     def second(self, v: Tensor, squared: Tensor) -> Tensor:
-        """The second moment, given the old one and the squared mean change."""
+        """Compute the second moment from the old one and the squared mean change."""
 
     def initial(self, moment: str) -> float:
         return self.tau**2 if moment == "v" else 0.0

@@ -1,6 +1,6 @@
-"""What ``fedspan methods`` shows of the wrappers; a table of its own beside the methods', read without torch.
+"""The wrappers' table of ``fedspan methods``, separate from the methods' table and readable without torch.
 
-``table.json`` is written by ``python -m fedspan.wrappers.describe``; a test fails when it differs from the registry.
+``table.json`` is written by ``python -m fedspan.wrappers.describe``; a test fails if it differs from the registry.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class WrapperRow:
     """A registered wrapper.
 
     Args:
-        key: in the list ``method.wrappers`` of a config.
-        name: as the paper spells it.
-        cls: the class, in ``fedspan.wrappers``.
-        idea: one line.
-        paper: title, venue and arXiv id.
-        kind: what it does to a method; two of one kind don't go around one method.
-        options: beside the name.
+        key: Key in the list ``method.wrappers`` of a config.
+        name: Name, as the paper spells it.
+        cls: Name of the class in ``fedspan.wrappers``.
+        idea: Summary in one line.
+        paper: Title, venue and arXiv id.
+        kind: Effect on a method; a method cannot have two wrappers of one kind.
+        options: Options besides the name.
     """
 
     key: str
@@ -43,14 +43,14 @@ class WrapperRow:
 
 
 def list_wrappers() -> tuple[WrapperRow, ...]:
-    """Every registered wrapper, sorted by key. Imports no wrapper, so it takes milliseconds."""
+    """List every registered wrapper, sorted by key. No wrapper is imported, so this takes milliseconds."""
     rows = json.loads(files("fedspan.wrappers").joinpath(_TABLE).read_text(encoding="utf-8"))
     return tuple(WrapperRow(options=tuple(Option(**option) for option in row.pop("options")), **row) for row in rows)
 
 
 def describe() -> list[dict[str, Any]]:
-    """The table as plain values, made from the registry."""
-    from fedspan.wrappers.registry import WRAPPERS  # imports torch, which reading the table does without
+    """Build the table as plain values from the registry."""
+    from fedspan.wrappers.registry import WRAPPERS  # imports torch, which reading the table does not need
 
     rows: list[dict[str, Any]] = []
     for key, cls in sorted(WRAPPERS.items()):

@@ -1,12 +1,12 @@
-"""What trains beside the target layers (head, norms, ``modules_to_save``), the same way around every method.
+"""Extras: the parameters that train beside the target layers (head, norms, ``modules_to_save``), for every method.
 
-``average``: the extras travel both ways each round and are averaged with the replies' weights.
-``local``: every client trains its own; the server's initial values reach it once.
-``frozen``: nobody trains them; the server's initial values reach every client once, so a random head is the same random
-head everywhere.
+``average``: the extras are transmitted both ways each round and averaged with the replies' weights.
+``local``: every client trains its own extras; it receives the server's initial values once.
+``frozen``: the extras do not train; every client receives the server's initial values once, so that a random head is
+the same on all clients.
 
-Buffers (running statistics of norms) follow their modules: they move where the extras train, and are averaged, kept or
-frozen with them; of integer ones, which count batches, the largest wins.
+Buffers (running statistics of norms) follow their modules: they change where the extras train, and are averaged, local
+or frozen with them; of integer buffers, which count batches, the largest value is used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class WithExtras(Wrapper):
     """Adds the extras of ``spec.extras`` to a method.
 
     Args:
-        policy: ``average``, ``local`` or ``frozen``.
-        lr_scale: multiplier on the learning rate of the extras.
+        policy: Policy ``average``, ``local`` or ``frozen``.
+        lr_scale: Multiplier on the learning rate of the extras.
     """
 
     policy: ExtrasPolicy
@@ -41,7 +41,7 @@ class WithExtras(Wrapper):
 
     def declared(self) -> Claims:
         claims = self.inner.declared()
-        # With a head of its own, every client has a model of its own.
+        # A client with its own head has its own model.
         return replace(claims, personal=True) if self.policy == "local" and self.spec.extras else claims
 
     def init(self, weights: Weights) -> ServerState:
@@ -61,7 +61,7 @@ class WithExtras(Wrapper):
         inner, extras = split_extras(message.tensors)
         own, kept = split_extras(memory)
         job = self.inner.start(replace(message, tensors=inner), client, own, round)
-        # Where extras are kept on the client, its own values win over the server's initial ones.
+        # Where extras stay on the client, its own values take precedence over the server's initial ones.
         return self._with(job, extras if self.policy == "average" else {**extras, **kept})
 
     def finish(

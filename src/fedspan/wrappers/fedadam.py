@@ -30,7 +30,7 @@ class FedAdam(Adaptive):
     """Adam on the server.
 
     Args:
-        beta2: share of the second moment that is kept.
+        beta2: Share of the second moment that is retained.
     """
 
     beta2: float = decay_rate(0.99)

@@ -30,8 +30,8 @@ class FedAvgM(ServerOptimizer):
     """Momentum on the server.
 
     Args:
-        lr: learning rate of the server.
-        momentum: share of the last step that is kept.
+        lr: Learning rate of the server.
+        momentum: Share of the last step that is retained.
     """
 
     paper: ClassVar[str] = (

@@ -39,7 +39,7 @@ class FedPAQ(RegisteredWrapper):
     """Quantises replies.
 
     Args:
-        bits: of every entry, its sign among them (2 to 16).
+        bits: Bits per entry, sign included (2 to 16).
     """
 
     paper: ClassVar[str] = (
@@ -66,7 +66,7 @@ class FedPAQ(RegisteredWrapper):
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
-        # In a later phase job.tensors are the phase's start: the round's waits in the memory between the phases.
+        # In a later phase job.tensors are that phase's initial values; the round's wait in the memory between phases.
         stashed, own = without_prefix(START, memory)
         start = stashed or job.tensors
         result, own = self.inner.finish(job, trained, client, own, round)
@@ -81,7 +81,7 @@ class FedPAQ(RegisteredWrapper):
         return replace(result, tensors=with_prefix(CHANGE, tensors)), own
 
     def contribute(self, message: Message, client: Client) -> Contribution:
-        # By what ``refusal`` lets through, the method's own contribution would be the tensors as they are.
+        # For methods that ``refusal`` admits, the method's own contribution would be the unchanged tensors.
         return Contribution(sum={name: unpack(value, self.bits) for name, value in message.tensors.items()})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:

@@ -32,7 +32,7 @@ class FedProx(RegisteredWrapper):
     """Pulls what trains towards where the round began.
 
     Args:
-        mu: strength; 0 is none.
+        mu: Proximal strength; 0 disables the term.
     """
 
     paper: ClassVar[str] = "Federated Optimization in Heterogeneous Networks (MLSys 2020, arXiv:1812.06127)"
@@ -51,7 +51,7 @@ class FedProx(RegisteredWrapper):
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
-        *inner, own = job.penalties  # ours stands last, and holds the round's start of what has trained so far
+        *inner, own = job.penalties  # ours is last; it stores the round's initial values of what has trained so far
         assert isinstance(own, Proximal)
         unchanged: tuple[Penalty, ...] = tuple(inner)
         result, memory = self.inner.finish(replace(job, penalties=unchanged), trained, client, memory, round)
@@ -60,6 +60,6 @@ class FedProx(RegisteredWrapper):
         return result, memory
 
     def _pulled(self, job: Job, known: Tensors) -> Job:
-        """The job with the penalty on what trains in it; ``known`` is where tensors of earlier phases began."""
+        """Add the penalty on the job's trained tensors; ``known`` has the initial values of earlier phases."""
         reference = {name: known.get(name, job.tensors[name]) for name in job.trainable_names}
         return replace(job, penalties=(*job.penalties, Proximal(self.mu, {**known, **reference})))

@@ -1,4 +1,4 @@
-"""Every wrapper by its key: the one place that names them all. One line a wrapper."""
+"""The registry of all wrappers by key, one line per wrapper."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ WRAPPERS: Mapping[str, type[RegisteredWrapper]] = MappingProxyType(
 
 
 def wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWrapper]:
-    """The class registered under a key.
+    """Return the class registered under a key.
 
     Args:
-        key: of the registry.
-        field: where the user wrote it.
+        key: Key in the registry.
+        field: Config field of the key, for error messages.
 
     Raises:
-        FedspanError: for an unknown key, with the nearest known ones.
+        FedspanError: If the key is unknown; the message lists the nearest known ones.
     """
-    if key in WRAPPERS:  # first: a method of somebody's own may have taken the key
+    if key in WRAPPERS:  # first: a user's own method may have the same key
         return WRAPPERS[key]
     if key in METHODS:
         raise FedspanError(field, key, "a wrapper; this is a method, which goes into method.name")
@@ -58,17 +58,17 @@ def wrap(
     optimizer: OptimizerSpec,
     max_grad_norm: float,
 ) -> Method:
-    """A method with wrappers around it.
+    """Wrap a method.
 
     Args:
-        method: with its extras.
-        wrappers: keys and checked options, from the inside out.
-        seed: of the wrappers' own draws.
-        optimizer: of local training.
-        max_grad_norm: of local training (0: none).
+        method: Method with its extras.
+        wrappers: Keys and validated options, from the inside out.
+        seed: Seed of the wrappers' own random draws.
+        optimizer: Optimizer of local training.
+        max_grad_norm: Gradient clipping norm of local training (0: none).
 
     Raises:
-        FedspanError: for a wrapper that cannot go around what is inside it, or with such local training.
+        FedspanError: If a wrapper cannot wrap what is inside it, or does not work with this local training.
     """
     kinds: dict[str, str] = {}
     for position, (key, options) in enumerate(wrappers):

@@ -57,7 +57,7 @@ class Scaffold(RegisteredWrapper):
     """Corrects local gradients by control variates.
 
     Args:
-        variate: a client's new variate: option-I (the gradient at the start, one more pass over its examples),
+        variate: A client's new variate: option-I (the gradient at the start, one more pass over its examples),
             option-II (its change over the learning rates; SGD without momentum only) or gradient (the mean raw gradient
             of its steps).
     """
@@ -121,7 +121,7 @@ class Scaffold(RegisteredWrapper):
         kept, theirs = without_prefix(PREFIX, memory)
         offsets, kept = job.gradient_offset, dict(kept)
         if job.phase == PROBE:
-            kept = {**with_prefix(DRIFT, trained.gradient), **kept}  # of what trained in an earlier phase, that one's
+            kept = {**with_prefix(DRIFT, trained.gradient), **kept}  # tensors of an earlier phase retain its gradient
             return self._next(_real(job), offsets, kept), {**theirs, **with_prefix(PREFIX, kept)}
         result, theirs = self.inner.finish(replace(job, gradient_offset={}), trained, client, theirs, round)
         if self.variate != "option-I":
@@ -131,7 +131,7 @@ class Scaffold(RegisteredWrapper):
         own, changes = _valid(kept, OWN, job.generation), dict[str, Tensor]()
         for name, drift in without_prefix(DRIFT, kept)[0].items():
             if name not in result.tensors:
-                continue  # it stays on the client, which is nobody's drift
+                continue  # it stays on the client, so it has no drift
             after = drift / kept[LENGTH + name].to(drift) if LENGTH + name in kept else drift
             if self.variate == "option-II":
                 after = after - offsets[name] if name in offsets else after
@@ -147,7 +147,7 @@ class Scaffold(RegisteredWrapper):
         return reply, {**theirs, **with_prefix(PREFIX, mine)}
 
     def _next(self, job: Job, offsets: Tensors, kept: Mapping[str, Tensor]) -> Job:
-        """A phase with its correction; under option I, first one that only takes the gradient of what is new in it."""
+        """Add the correction to a phase; under option I, insert a phase that takes the gradient of its new tensors."""
         unknown = any(DRIFT + name not in kept for name in job.trainable_names)
         wanted = job.want_gradient or self.variate == "gradient"
         corrected = replace(job, gradient_offset=offsets, want_gradient=wanted)
@@ -158,7 +158,7 @@ class Scaffold(RegisteredWrapper):
         return replace(corrected, steps=0, phase=PROBE, scalars={**job.scalars, **remembered})
 
     def _follow(self, kept: dict[str, Tensor], job: Job, trained: Trained) -> None:
-        """Add a phase to what every tensor has drifted, and to what that is to be divided by."""
+        """Add a phase to the drift of every tensor and to the length by which the drift is divided."""
         for group in job.trainable:
             for name in group.names:
                 if self.variate == "gradient":
@@ -196,13 +196,13 @@ class Scaffold(RegisteredWrapper):
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         inner = self.inner.traffic(layer, rank, cohort, round)
-        # Down come the variates that the round before changed: those of what travelled up in it.
+        # The downlink has the variates that the previous round changed: those of the tensors sent up in it.
         variates = self.inner.traffic(layer, rank, cohort, round - 1).up if round else 0
         return Traffic(down=inner.down + variates, up=2 * inner.up)
 
 
 def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:
-    """``(the wrapped method's state, variates, round of the first state that holds each as it is)``."""
+    """Split a state into ``(wrapped method's state, variates, round of the first state with each current variate)``."""
     variates, memory = without_prefix(PREFIX, state.memory)
     changed = {name[len(PREFIX) :]: int(at) for name, at in state.scalars.items() if name.startswith(PREFIX)}
     scalars = {name: value for name, value in state.scalars.items() if not name.startswith(PREFIX)}
@@ -210,14 +210,14 @@ def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:
 
 
 def _valid(kept: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
-    """What a client kept under a prefix; of factors that were re-initialised since, nothing."""
+    """Return a client's stored tensors with a prefix, without factors that have been re-initialized since."""
     values = without_prefix(prefix, kept)[0]
     same = GENERATION in kept and int(kept[GENERATION]) == generation
     return {name: value for name, value in values.items() if same or is_extra(name)}
 
 
 def _real(job: Job) -> Job:
-    """The phase that a probe stands before."""
+    """Restore the phase that a probe precedes."""
     steps = int(job.scalars[PROBE + " steps"])
     scalars = {name: value for name, value in job.scalars.items() if not name.startswith(PROBE + " ")}
     return replace(job, steps=None if steps < 0 else steps, phase=str(job.scalars[PROBE + " phase"]), scalars=scalars)

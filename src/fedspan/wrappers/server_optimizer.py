@@ -23,22 +23,22 @@ __all__ = ["ServerOptimizer"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer(RegisteredWrapper):
-    """Replaces the mean of the clients' tensors by a step of an optimizer, before the method's own update.
+    """Replaces the mean of the clients' tensors with an optimizer step, before the method's own update.
 
-    Moments of tensors that the method re-initialised start anew; those of the extras live on.
+    Moments of tensors that the method re-initialized are reset; moments of the extras persist.
     """
 
     kind: ClassVar[str] = "server optimizer"
     moments: ClassVar[tuple[str, ...]]
-    """What the optimizer remembers of every tensor."""
+    """Moments that the optimizer stores for every tensor."""
 
     @abstractmethod
     def initial(self, moment: str) -> float:
-        """The value that a moment's entries start with."""
+        """Return the initial value of a moment's entries."""
 
     @abstractmethod
     def step(self, change: Tensor, moments: Tensors) -> tuple[Tensor, Tensors]:
-        """What is added to a tensor, given its mean change, and its new moments by kind."""
+        """Compute the step that is added to a tensor, given its mean change, and its new moments by kind."""
 
     def declared(self) -> Claims:
         return replace(self.inner.declared(), exact=False)

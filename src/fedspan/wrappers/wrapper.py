@@ -1,4 +1,4 @@
-"""What a wrapper is: a method around a method, passing through whatever it does not change."""
+"""The base of wrappers: a method around a method, which passes on whatever it does not change."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Wrapper(Method):
     """Delegates everything to ``inner``.
 
     Args:
-        inner: the wrapped method.
+        inner: The wrapped method.
     """
 
     inner: Method
 
     @property
     def spec(self) -> Spec:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The inner method's."""
+        """Spec of the inner method."""
         return self.inner.spec
 
     def declared(self) -> Claims:
@@ -76,39 +76,39 @@ class Wrapper(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredWrapper(Wrapper):
-    """Base of the wrappers in the registry, which the user's config puts around a method.
+    """Base of the wrappers in the registry, which the user's config adds around a method.
 
     Args:
-        inner: the wrapped method.
-        seed: of the wrapper's own draws.
+        inner: The wrapped method.
+        seed: Seed of the wrapper's own random draws.
     """
 
     paper: ClassVar[str]
     kind: ClassVar[str]
-    """What it does to a method; two wrappers of one kind don't go around one method."""
+    """Effect on a method; a method cannot have two wrappers of one kind."""
 
     seed: int = 0
 
     @abstractmethod
     def refusal(self, claims: Claims) -> str | None:
-        """Why it cannot go around a method with such claims, as a clause; None if it can."""
+        """Explain why it cannot wrap a method with these claims, as a clause; None if it can."""
 
     def training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:
-        """Why it cannot go with such local training, as a clause; None if it can."""
+        """Explain why it does not work with such local training, as a clause; None if it does."""
         return None
 
 
 def common_start(method: Method, state: ServerState) -> Tensors:
-    """What the clients of a round start from, as far as it is the same for all: that of the global model."""
+    """Return the initial tensors that all clients of a round share: those of the global model."""
     return method.start(method.sync(state, None), None, {}, state.round).tensors
 
 
 def with_prefix(prefix: str, tensors: Tensors) -> Tensors:
-    """Tensors under names that begin with a wrapper's own prefix, so that nobody takes them for the model's."""
+    """Prefix tensor names with a wrapper's own prefix, which distinguishes them from the model's."""
     return {prefix + name: value for name, value in tensors.items()}
 
 
 def without_prefix(prefix: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """``(those whose names begin with the prefix, without it; all others)``."""
+    """Split tensors into ``(tensors with the prefix, which is removed; all others)``."""
     own = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
     return own, {name: value for name, value in tensors.items() if not name.startswith(prefix)}

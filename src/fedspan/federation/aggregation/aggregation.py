@@ -1,4 +1,4 @@
-"""What a round asks of its aggregation: exchanges beside training, and which replies count in its reduction."""
+"""The interface of a round's aggregation: exchanges besides training, and the replies that its reduction uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Aggregation", "AggregationFactory", "RoundContext", "Tally"]
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What a round is: its method, clients, state and rules.
+    """The definition of a round: its method, clients, state and rules.
 
     Args:
         method: The run's method.
@@ -29,12 +29,12 @@ class RoundContext:
         training: Settings of local training.
         members: All clients of the federation.
         state: The server's state before the round.
-        ids: The selected clients, sorted.
-        drawn: The same in the order in which they were drawn.
-        wanted: Number of replies that the round wants.
-        rules: When the round stands.
-        transport: The way to the clients.
-        run: The run's name.
+        ids: Ids of the selected clients, sorted.
+        drawn: The same ids in the order in which they were drawn.
+        wanted: Number of replies that the round aims for.
+        rules: Rules for accepting replies and the round.
+        transport: Transport to the clients.
+        run: Name of the run.
     """
 
     method: Method
@@ -51,19 +51,19 @@ class RoundContext:
 
     @property
     def fresh(self) -> Client:
-        """A client of the cohort, as if it held nothing."""
+        """Return a client of the cohort as if it stored nothing."""
         ids = self.ids or tuple(self.members)[:1]
         return replace(self.members[ids[0]].client, held=None)
 
 
 @dataclass
 class Tally:
-    """What happened in a round so far.
+    """The events of a round so far.
 
     Args:
         transfers: Messages sent and received.
-        failures: Clients whose replies do not count, attempt by attempt.
-        lost: Clients that lost their store.
+        failures: Clients whose replies were not accepted, attempt by attempt.
+        lost: Clients that lost their stored state.
     """
 
     transfers: list[Transfer] = field(default_factory=list)
@@ -75,37 +75,37 @@ class Aggregation(Protocol):
     """One round's aggregation."""
 
     quorum: int
-    """Replies that the round needs."""
+    """Number of replies that the round needs."""
     answers: dict[str, Reply]
-    """The answers that count, without their bodies, by client."""
+    """The accepted replies without their bodies, by client."""
 
     def missing(self) -> tuple[str, ...]:
-        """The clients that the next attempt asks."""
+        """Return the clients that receive an order in the next attempt."""
         ...
 
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
         """Begin an attempt.
 
         Args:
-            clients: The clients that it asks.
-            attempt: Its number, from 0.
+            clients: The clients that receive an order.
+            attempt: Number of the attempt, from 0.
 
         Returns:
-            The clients that may train, with what each has to know of a secure sum.
+            The clients that may train, with the parameters of the secure sum for each (None without one).
 
         Raises:
-            TooFew: If too few clients are left.
+            TooFew: If too few clients remain.
         """
         ...
 
     def take(self, client: Client, answer: Reply, attempt: int) -> bool:
-        """Take a reply.
+        """Process a reply.
 
         Returns:
-            Whether enough replies are there.
+            Whether enough replies have arrived.
 
         Raises:
-            ValueError: If the reply does not count.
+            ValueError: If the reply is rejected.
         """
         ...
 
@@ -116,18 +116,18 @@ class Aggregation(Protocol):
             The round's reduction.
 
         Raises:
-            TooFew: If too few replies count.
+            TooFew: If too few replies were accepted.
         """
         ...
 
     def good(self) -> Collection[str]:
-        """Clients that are not to blame for a round that failed."""
+        """Return the clients that did not cause the failure of a round."""
         ...
 
     def remark(self) -> str | None:
-        """What a user should know of the aggregation; None: nothing."""
+        """Return a remark on the aggregation for the user, or None."""
         ...
 
 
 AggregationFactory = Callable[[RoundContext, Tally], Aggregation]
-"""Makes the aggregation of a round."""
+"""Creates the aggregation of a round."""

@@ -1,4 +1,4 @@
-"""Aggregation of replies that the server sees one by one."""
+"""Aggregation of replies that the server sees individually."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["PlaintextAggregation"]
 
 
 class PlaintextAggregation:
-    """Replies that the server sees one by one.
+    """Aggregation of replies that the server sees individually.
 
-    Where a rule compares replies with each other, all of them are held until the attempt ends; else each is folded into
-    the reduction as it comes. A later attempt asks only the clients whose replies do not count yet.
+    If a rule compares replies with each other, all of them stay in memory until the attempt ends; otherwise each reply
+    is folded into the reduction on arrival. A later attempt sends orders only to clients without an accepted reply.
 
     Args:
         context: The round.
-        tally: Takes what happens.
+        tally: Collects the events of the round.
     """
 
     def __init__(self, context: RoundContext, tally: Tally) -> None:
@@ -42,6 +42,7 @@ class PlaintextAggregation:
         self.answers: dict[str, Reply] = {}
         self._held: dict[str, ValidatedReply] = {}
         self._expected: dict[tuple[int, float], Message] = {}
+        self._folds = not context.rules.validate and not context.rules.over_select
         clients = [replace(context.members[id].client, held=None) for id in context.ids]
         self._reducer: Reducer = reducer_for(
             context.settings, clients, len(context.members), context.state.round, self._origin
@@ -57,24 +58,34 @@ class PlaintextAggregation:
 
     def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """``Aggregation.take``."""
-        context = self.context
-        if not context.rules.validate:
-            require_requested(answer, client.id, context.state.round, attempt)
+        context, rules = self.context, self.context.rules
+        require_requested(answer, client.id, context.state.round, attempt)
+        if self._folds:
             message = serialization.decode(answer.body)
             self._reducer.add(client.id, context.method.contribute(message, client))
             self._count(client.id, answer, message)
             return False
-        key = (client.rank, client.scaling)
-        if key not in self._expected:
-            fresh = replace(client, held=None)
-            self._expected[key] = untrained_reply(
-                context.method, context.method.sync(context.state, fresh), fresh, context.state.round
-            )
-        budget = context.method.declared().budgets
-        reply = validate_reply(answer, client, context.state.round, attempt, self._expected[key], budget)
+        if rules.validate:
+            budget = context.method.declared().budgets
+            reply = validate_reply(answer, self._untrained(client), budget)
+        else:
+            reply = ValidatedReply(serialization.decode(answer.body), 0.0)
         self._held[client.id] = reply
         self._count(client.id, answer, reply.message)
-        return len(self._held) - len(find_outliers(self._held, context.rules.norm_factor)) >= context.wanted
+        return len(self._held) - len(self._outliers()) >= context.wanted
+
+    def _untrained(self, client: Client) -> Message:
+        """The reply of a client of this rank whose training moved nothing."""
+        context, key = self.context, (client.rank, client.scaling)
+        if key not in self._expected:
+            fresh = replace(client, held=None)
+            sent = context.method.sync(context.state, fresh)
+            self._expected[key] = untrained_reply(context.method, sent, fresh, context.state.round)
+        return self._expected[key]
+
+    def _outliers(self) -> dict[str, str]:
+        rules = self.context.rules
+        return find_outliers(self._held, rules.norm_factor) if rules.validate else {}
 
     def _count(self, id: str, answer: Reply, message: Message) -> None:
         self.answers[id] = replace(answer, body=b"")
@@ -83,9 +94,13 @@ class PlaintextAggregation:
     def close(self, attempt: int) -> Reduced:
         """``Aggregation.close``."""
         context, held = self.context, self._held
-        if not context.rules.validate:
+        if self._folds:
+            if len(self.answers) < self.quorum:
+                raise TooFew
+            for id in self.missing():
+                self._reducer.add(id, None)
             return self._reducer.result()
-        for id, why in find_outliers(held, context.rules.norm_factor).items():
+        for id, why in self._outliers().items():
             self._drop(id)
             self.tally.failures.append(Failure(id, attempt, why))
         if len(held) < self.quorum:
@@ -104,7 +119,7 @@ class PlaintextAggregation:
 
     def good(self) -> Collection[str]:
         """``Aggregation.good``."""
-        return self._held
+        return self.answers
 
     def remark(self) -> str | None:
         """``Aggregation.remark``."""

@@ -1,4 +1,4 @@
-"""The mean of clipped changes with noise: central differential privacy (see ``federation.privacy``)."""
+"""Noisy mean of clipped changes: central differential privacy (see ``federation.privacy``)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["PrivateReducer"]
 
 
 class PrivateReducer(Reducer):
-    """The mean of clipped changes with noise, over the number of clients that were to be expected.
+    """Noisy mean of clipped changes, divided by the expected number of clients.
 
     Args:
-        cohort: the clients asked this round; there may be none.
-        origin: what a client contributes that trained nothing.
-        settings: of the run.
-        clients: in the federation.
-        round: number.
+        cohort: The clients selected for this round, possibly none.
+        origin: Contribution of a client that trained nothing.
+        settings: Round settings of the run.
+        clients: Number of clients in the federation.
+        round: Number of the round, from 0.
     """
 
     def __init__(

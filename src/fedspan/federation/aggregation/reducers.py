@@ -1,4 +1,4 @@
-"""The reductions by the settings that ask for them."""
+"""Selection of the reducer that the settings request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["reducer_for"]
 def reducer_for(
     settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]
 ) -> Reducer:
-    """The reducer that a run asks for.
+    """Create the reducer that the settings request.
 
     Args:
-        settings: the run's.
-        cohort: the clients asked this round.
-        clients: in the federation.
-        round: number.
-        origin: gives what a client contributes that trained nothing.
+        settings: Round settings of the run.
+        cohort: The clients selected for this round.
+        clients: Number of clients in the federation.
+        round: Number of the round, from 0.
+        origin: Returns the contribution of a client that trained nothing.
     """
     if settings.privacy is not None and settings.privacy.mechanism == "central":
         return PrivateReducer(cohort, origin(), settings, clients, round)

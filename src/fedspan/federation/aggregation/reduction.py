@@ -1,4 +1,4 @@
-"""Reduction over clients: the weighted mean of what sums, the list of what stacks, whatever order replies come in."""
+"""Reduction over clients: weighted mean of summed parts, list of stacked parts; independent of the reply order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Reducer"]
 class Reducer:
     """Accumulates contributions in client-id order.
 
-    A contribution that arrives before its turn waits; those at the front of the order are folded into a float64 sum and
-    let go, so memory is that of one contribution (plus those waiting), and the result does not depend on the order of
+    A contribution that arrives before its turn waits. Those at the front of the order are folded into a float64 sum and
+    released, so memory holds one contribution (plus those waiting), and the result does not depend on the order of
     arrival.
 
     Args:
-        cohort: the clients asked this round.
+        cohort: The clients selected for this round.
     """
 
     def __init__(self, cohort: Sequence[Client]) -> None:
@@ -34,10 +34,10 @@ class Reducer:
         self._position = 0
 
     def add(self, client_id: str, contribution: Contribution | None) -> None:
-        """Take a client's contribution, or None where the client failed and its place is to be passed over.
+        """Add a client's contribution, or None if the client failed and its place is skipped.
 
         Raises:
-            ValueError: for a client that is not in the cohort, or that was added before.
+            ValueError: If the client is not in the cohort or was added before.
         """
         known = client_id in self._clients
         if not known or client_id in self._waiting or client_id in self._order[: self._position]:
@@ -64,10 +64,10 @@ class Reducer:
             self._stacks[client.id] = contribution.stack
 
     def result(self) -> Reduced:
-        """The reduced round, once every client of the cohort has been added.
+        """Return the reduced round after every client of the cohort was added.
 
         Raises:
-            ValueError: if a client is missing, or if nobody contributed anything of positive weight.
+            ValueError: If a client is missing, or no client contributed with a positive weight.
         """
         if self._position < len(self._order):
             raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")

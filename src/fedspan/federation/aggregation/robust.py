@@ -1,8 +1,8 @@
-"""Reductions that a few replies can't move far.
+"""Robust reductions, which a few outlying replies cannot move far.
 
 The median and the trimmed mean, coordinate by coordinate: Yin et al., "Byzantine-Robust Distributed Learning: Towards
-Optimal Statistical Rates", ICML 2018, arXiv 1803.01498, definitions 1 and 2. Replies count alike there, whatever their
-weights: a weight is what a client says of itself.
+Optimal Statistical Rates", ICML 2018, arXiv 1803.01498, definitions 1 and 2. All replies count equally there, because
+clients report their own weights.
 
 The mean of clipped changes: Sun et al., "Can You Really Backdoor Federated Learning?", arXiv 1911.07963, section 3.
 Replies keep their weights there.
@@ -26,12 +26,12 @@ __all__ = ["ClippedReducer", "RobustReducer"]
 
 
 class RobustReducer(Reducer):
-    """Holds all replies of a round and reduces each coordinate by itself.
+    """Collect all replies of a round and reduce each coordinate separately.
 
     Args:
-        cohort: the clients asked this round.
-        rule: ``median`` or ``trimmed-mean``.
-        trim: share of the replies that ``trimmed-mean`` drops at each end, rounded up.
+        cohort: The clients selected for this round.
+        rule: Name of the rule, ``median`` or ``trimmed-mean``.
+        trim: Fraction of the replies that ``trimmed-mean`` drops at each end, rounded up.
     """
 
     def __init__(self, cohort: Sequence[Client], rule: str, trim: float) -> None:
@@ -67,12 +67,12 @@ class RobustReducer(Reducer):
 
 
 class ClippedReducer(RobustReducer):
-    """The weighted mean of replies whose changes are scaled down to a norm.
+    """Weighted mean of replies whose changes are clipped to a norm.
 
     Args:
-        cohort: the clients asked this round.
-        origin: what a client contributes that trained nothing.
-        max_norm: of a change; None: the median of the round's.
+        cohort: The clients selected for this round.
+        origin: Contribution of a client that trained nothing.
+        max_norm: Maximum norm of a change; None: the median norm of the round.
     """
 
     def __init__(self, cohort: Sequence[Client], origin: Tensors, max_norm: float | None) -> None:

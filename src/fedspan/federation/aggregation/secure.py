@@ -1,8 +1,8 @@
-"""Rounds whose replies the server never sees one by one: it is sent masked vectors, and learns their sum.
+"""Secure aggregation of a round: the server receives masked vectors and learns only their sum.
 
-An attempt of a round is four exchanges: keys, shares, training, unmasking (``secure_session``). Whoever is gone before
-the third is left out; whoever is gone after it is in the sum. With too few left the attempt ends, and the next one
-begins a new session with the whole cohort: masks are used once.
+An attempt of a round has four exchanges: keys, shares, training, unmasking (``federation.secagg.session``). A client
+that drops out before the third is excluded from the sum; one that drops out after it is included. If too few clients
+remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used once.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from fedspan.federation.validation import require_requested
 __all__ = ["SecureAggregation"]
 
 _FEWEST = 3
-"""Clients of a cohort: of two, each knows the other's change once it is sent the next state."""
+"""Minimum cohort size: in a cohort of two, each client learns the other's change from the next state."""
 
 
 class SecureAggregation:
-    """Replies of which the server sees the sum only.
+    """Aggregation of replies of which the server sees only the sum.
 
-    Replies are reduced by their mean; as nobody's norm is known, none is compared with the others'.
+    Replies are reduced by their mean. They are not checked for outliers, because their norms are unknown to the server.
 
     Args:
         context: The round.
-        tally: Takes what happens.
-        secure: How sums are secured.
+        tally: Collects the events of the round.
+        secure: Settings of secure aggregation.
 
     Raises:
-        FedspanError: If too few clients were selected to hide among, or what they would send has no sum.
+        FedspanError: If too few clients were selected to hide among, or the method's replies cannot be summed.
     """
 
     def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
@@ -67,7 +67,7 @@ class SecureAggregation:
         self._remark: str | None = None
 
     def missing(self) -> tuple[str, ...]:
-        """``Aggregation.missing``: masks are used once, so an attempt asks the whole cohort."""
+        """``Aggregation.missing``: masks are used once, so every attempt involves the whole cohort."""
         return self.context.ids
 
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
@@ -123,24 +123,24 @@ class SecureAggregation:
             change = unflatten(mean, self._origin)
             if norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
                 why = f"the sum has a mean with a norm of {norm(change):.3g}, above federation.secure.clip"
-                for id in sorted(answers):  # one of them, and nobody can say which
+                for id in sorted(answers):  # one of them caused it, and the server cannot tell which
                     session.fail(id, why)
                 raise TooFew
         return Reduced(mean=self._restored(change, share), count=len(answers))
 
     def good(self) -> Collection[str]:
-        """``Aggregation.good``: those that the last attempt's failures do not name."""
+        """``Aggregation.good``: the clients without a failure in the last attempt."""
         attempts = [failure.attempt for failure in self.tally.failures]
         named = {failure.client for failure in self.tally.failures if failure.attempt == max(attempts)}
         return [id for id in self.context.ids if id not in named]
 
     def remark(self) -> str | None:
-        """``Aggregation.remark``: what masking costs."""
+        """``Aggregation.remark``: the cost of masking."""
         return self._remark
 
     @contextmanager
     def _noting(self, session: SecureSession) -> Generator[None]:
-        """Note what a session's exchanges sent, and who failed in them."""
+        """Record the transfers and failures of a session's exchanges."""
         transfers, failures = len(session.transfers), len(session.failures)
         try:
             yield
@@ -149,10 +149,10 @@ class SecureAggregation:
             self.tally.failures += session.failures[failures:]
 
     def _begun(self) -> Tensors:
-        """What all clients of a round begin with, of what they contribute.
+        """Return the initial values, common to all clients of a round, of the tensors that they contribute.
 
         Raises:
-            FedspanError: If not all of that sums.
+            FedspanError: If a part of the contribution cannot be summed.
         """
         method, fresh = self.context.method, self.context.fresh
         sent = method.sync(self.context.state, fresh)
@@ -165,12 +165,12 @@ class SecureAggregation:
 
     @property
     def _clip(self) -> float:
-        """The norm to which clients scale larger changes down."""
+        """The norm to which clients clip their changes."""
         privacy = self.context.settings.privacy
         return privacy.clip if privacy is not None and privacy.mechanism == "central" else self.secure.clip
 
     def _restored(self, change: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-        """The mean of which something is the change; with central privacy, of the sum with noise on it."""
+        """Return the mean that belongs to a summed change; with central privacy, after adding noise to the sum."""
         privacy, clients = self.context.settings.privacy, len(self.context.members)
         if privacy is None or privacy.mechanism != "central":
             return apply_change(change, self._origin)
@@ -179,10 +179,10 @@ class SecureAggregation:
 
 
 def _vector(answer: Reply, total: Integers) -> Integers:
-    """The masked vector in an answer.
+    """Return the masked vector of a reply.
 
     Raises:
-        ValueError: if there is none, or it does not fit the sum.
+        ValueError: If it is missing or does not match the layout of the sum.
     """
     message = serialization.decode(answer.body)
     wanted = torch.int32 if total.itemsize == 4 else torch.int64

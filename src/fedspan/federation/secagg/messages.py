@@ -1,12 +1,12 @@
-"""What a server and its clients send each other around a round under secure aggregation, beside its orders to train.
+"""The messages between a server and its clients in a round under secure aggregation, besides the training orders.
 
     keys:    server -> all: a session begins;                client -> server: its two public keys
     shares:  server -> client: its neighbours' keys;         client -> server: shares of two secrets, sealed for each
-    (train:  ``parcels.Order`` with its ``secure`` part;     client -> server: a masked vector)
+    (train:  ``protocol.Order`` with its ``secure`` part;    client -> server: a masked vector)
     unmask:  server -> client: who replied, who did not,     client -> server: one share of each of them
              and what the neighbours sealed for it
 
-All of it is in headers; these parcels have no bodies.
+All data is in headers; these envelopes have no bodies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Share = Annotated[bytes, Field(min_length=34, max_length=34)]
 
 
 class BinaryPart(HeaderPart):
-    """A piece of a header with bytes in it, which stand there in base64."""
+    """A part of a header that encodes bytes as base64."""
 
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
@@ -55,8 +55,8 @@ class PublicKeys(BinaryPart):
     """A client's public keys of a session.
 
     Args:
-        sealing: to seal shares for it.
-        masking: of its pairwise masks.
+        sealing: Key with which other clients seal shares for this client.
+        masking: Key of its pairwise masks.
     """
 
     sealing: _Key
@@ -73,22 +73,22 @@ class _Order(BinaryPart):
     session: Count
 
     def envelope(self) -> Envelope:
-        """As it travels."""
+        """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 
 
 class KeysOrder(_Order):
-    """Begins a session; sessions of a run have growing numbers."""
+    """Begins a session; session numbers increase within a run."""
 
     task: Literal["keys"] = "keys"
 
 
 class SharesOrder(_Order):
-    """Asks for shares.
+    """Requests the shares of a client's secrets.
 
     Args:
-        threshold: of them that give a secret.
-        peers: keys of the client's neighbours and its own.
+        threshold: Number of shares that reconstruct a secret.
+        peers: Public keys of the client and its neighbours, by client id.
     """
 
     task: Literal["shares"] = "shares"
@@ -97,12 +97,12 @@ class SharesOrder(_Order):
 
 
 class UnmaskOrder(_Order):
-    """Asks for what removes masks.
+    """Requests the shares that remove the masks.
 
     Args:
-        survivors: of those that the client masked with, itself among them, whose vectors are in the sum.
-        dropped: the others.
-        sealed: what each of them sealed for the client.
+        survivors: The client's masking partners, including itself, whose vectors are in the sum.
+        dropped: The other masking partners.
+        sealed: Shares that each of them sealed for the client.
     """
 
     task: Literal["unmask"] = "unmask"
@@ -115,12 +115,12 @@ Phase = KeysOrder | SharesOrder | UnmaskOrder
 
 
 class PhaseReply(BinaryPart):
-    """What all answers say.
+    """Fields that all replies share.
 
     Args:
-        id: the client's own.
-        session: as it was told.
-        failed: why there is nothing else, in words.
+        id: Id of the client.
+        session: Session number of the order.
+        failed: Reason of a failure in plain text; None: the order succeeded.
     """
 
     format: Literal[1] = FORMAT
@@ -129,7 +129,7 @@ class PhaseReply(BinaryPart):
     failed: Annotated[str, Field(max_length=4096)] | None = None
 
     def envelope(self) -> Envelope:
-        """As it travels."""
+        """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 
 
@@ -141,14 +141,14 @@ class KeysReply(PhaseReply):
 
 
 class SharesReply(PhaseReply):
-    """Shares of a client's two secrets, sealed for every neighbour and itself."""
+    """Shares of a client's two secrets, sealed for every neighbour and for itself."""
 
     task: Literal["shares"] = "shares"
     sealed: dict[Name, _Sealed] = Field(default_factory=dict)
 
 
 class UnmaskReply(PhaseReply):
-    """A share for every client that was asked for: of a survivor's own mask, or of a dropped one's key."""
+    """A share for every requested client: of a survivor's own mask, or of a dropped client's key."""
 
     task: Literal["unmask"] = "unmask"
     shares: dict[Name, _Share] = Field(default_factory=dict)
@@ -158,10 +158,10 @@ _ANSWERS: dict[str, type[PhaseReply]] = {"keys": KeysReply, "shares": SharesRepl
 
 
 def decode_phase(envelope: Envelope) -> Phase:
-    """The order in a parcel.
+    """Decode the secure aggregation order in an envelope.
 
     Raises:
-        ValueError: if it is none of these; nothing else, whatever came.
+        ValueError: If it is no such order; no input raises any other error.
     """
     for kind in (KeysOrder, SharesOrder):
         try:
@@ -172,10 +172,10 @@ def decode_phase(envelope: Envelope) -> Phase:
 
 
 def decode_request(envelope: Envelope) -> Order | Phase:
-    """Whatever a server asks of a client.
+    """Decode any order of a server to a client.
 
     Raises:
-        ValueError: if it is neither an order nor one of these; nothing else, whatever came.
+        ValueError: If it is neither an ``Order`` nor a ``Phase``; no input raises any other error.
     """
     try:
         return decode_order(envelope)
@@ -184,15 +184,15 @@ def decode_request(envelope: Envelope) -> Order | Phase:
 
 
 def refuse_phase(order: Phase, why: str) -> PhaseReply:
-    """The answer of a client that could not do what it was asked."""
+    """Create the reply of a client that could not carry out an order."""
     return _ANSWERS[order.task](id=order.to, session=order.session, failed=why[:4096])
 
 
 def size_of(envelope: Envelope) -> int:
-    """Bytes that the ledger counts: here the header is what travels."""
+    """Return the bytes that the ledger counts; here they include the header."""
     return len(envelope.header.encode()) + len(envelope.body)
 
 
 def context_of(run: str, session: int) -> str:
-    """The text that binds keys to a session of a run."""
+    """Return the text that binds keys to a session of a run."""
     return f"{run}/{session}"

@@ -1,4 +1,4 @@
-"""The server's half of a session of secure aggregation: keys and shares before training, unmasking after it."""
+"""The server half of a secure aggregation session: keys and shares before training, unmasking after it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ A = TypeVar("A", bound=PhaseReply)
 
 
 class SecureSession:
-    """One attempt of a round.
+    """The secure aggregation session of one attempt of a round.
 
     Args:
-        transport: to the clients.
-        seconds: that they have for a phase.
-        settings: how sums are secured.
-        run: its name.
-        round: number, from 0.
-        attempt: of the round, from 0.
-        quorum: clients that it takes.
+        transport: Transport to the clients.
+        seconds: Time limit of a phase for the clients, in seconds.
+        settings: Settings of secure aggregation.
+        run: Name of the run.
+        round: Number of the round, from 0.
+        attempt: Attempt of the round, from 0.
+        quorum: Minimum number of clients.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class SecureSession:
         self.present: dict[str, tuple[str, ...]] = {}
 
     def fail(self, client: str, why: str) -> None:
-        """Note why a client's reply does not count."""
+        """Record why a client's reply is rejected."""
         self.failures.append(Failure(client, self.attempt, why))
 
     def require(self, clients: Collection[str]) -> None:
-        """Check that enough are left.
+        """Check that enough clients remain.
 
         Raises:
-            TooFew: if not.
+            TooFew: If too few clients remain.
         """
         if len(clients) < self.quorum:
             raise TooFew
 
     def begin(self, ids: Sequence[str]) -> None:
-        """Exchange keys and shares; ``present`` says then who may train, and with whom it masks.
+        """Exchange keys and shares; afterwards ``present`` maps the clients that may train to their masking partners.
 
         Raises:
-            TooFew: if too few answered.
+            TooFew: If too few clients replied.
         """
         found = self._exchange(KeysReply, {id: self._order(KeysOrder, id) for id in ids}, patient=self.attempt > 0)
         for id, answer in found.items():
@@ -107,16 +107,16 @@ class SecureSession:
         self.present = {id: tuple(peer for peer in around[id] if peer in self._sealed) for id in sorted(self._sealed)}
 
     def end(self, total: Integers, survivors: Collection[str]) -> None:
-        """Exchange what removes the masks, and remove them, in place.
+        """Collect the shares that remove the masks and unmask the sum in place.
 
-        Whoever is silent now is in the sum all the same.
+        A client that does not reply in this phase is still included in the sum.
 
         Args:
-            total: of the survivors' vectors.
-            survivors: whose vectors are in it.
+            total: Sum of the survivors' vectors.
+            survivors: Clients whose vectors are in the sum.
 
         Raises:
-            TooFew: if too few answered, or what they sent does not fit.
+            TooFew: If too few clients replied, or their shares are inconsistent.
         """
         orders = {
             id: self._order(
@@ -151,7 +151,7 @@ class SecureSession:
         )
 
     def _exchange(self, kind: type[A], orders: Mapping[str, Phase], *, patient: bool = False) -> dict[str, A]:
-        """Send every client its order, and take the good answers; why others are not good is noted."""
+        """Send every client its order and return the valid replies; the reasons against other replies are recorded."""
         found: dict[str, A] = {}
 
         def sent(id: str) -> Envelope:

@@ -1,9 +1,9 @@
-"""What a secure sum is made of: changes of tensors as one vector, whose layout both sides know.
+"""The vectors of a secure sum: tensor changes flattened into one vector, whose layout both sides know.
 
-A change is taken from what all clients of a round begin with. ``changes.origin_of`` is that of a client that remembers
-nothing, which the server can make; a client that is sent only what it misses can't. So the origin here is what
-``Contribution`` promises: the value that training started from of a tensor under the name of one of the job's, and 0
-of anything else.
+A change is relative to values that all clients of a round share. The server can compute ``changes.origin_of``, the
+contribution of a client without memory, but a client that receives only the tensors it lacks cannot. So the origin here
+follows the contract of ``Contribution``: the initial value for a tensor that has the name of one of the job's tensors,
+and 0 for any other.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ __all__ = ["flatten", "initial_values", "layout_of", "unflatten"]
 
 
 def initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
-    """The origin of what is contributed, in its shapes and number formats (integers, whose means are none: float64).
+    """Return the origin of a contribution in its shapes and dtypes (float64 for integers, whose means are not
+    integers).
 
     Args:
-        contributed: tensors that sum.
-        started: the tensors of the job that a client's training began with.
+        contributed: Tensors that are summed.
+        started: Initial tensors of a client's first job.
     """
     made: dict[str, Tensor] = {}
     for name, value in contributed.items():
@@ -40,7 +41,7 @@ def initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
 
 
 def layout_of(origin: Tensors) -> str:
-    """Digest of the names, shapes and number formats of what is summed."""
+    """Return the digest of the names, shapes and dtypes of the summed tensors."""
     found = hashlib.sha256()
     for name, value in sorted(origin.items()):
         found.update(f"{name}\0{value.dtype}\0{list(value.shape)}\n".encode())
@@ -48,13 +49,13 @@ def layout_of(origin: Tensors) -> str:
 
 
 def flatten(change: Mapping[str, Tensor]) -> NDArray[np.float64]:
-    """A change as one vector, in the order of the names."""
+    """Flatten a change into one vector, in the order of the names."""
     parts = [change[name].detach().to("cpu", torch.float64).flatten().numpy() for name in sorted(change)]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def unflatten(vector: NDArray[np.float64], origin: Tensors) -> dict[str, Tensor]:
-    """The change in a vector, float64."""
+    """Restore the change from a vector, in float64."""
     made: dict[str, Tensor] = {}
     at = 0
     for name, value in sorted(origin.items()):

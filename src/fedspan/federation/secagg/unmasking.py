@@ -1,4 +1,4 @@
-"""The server's last step of a secure sum: clients' own masks, and those that were for clients who dropped out, go."""
+"""The server's last step of a secure sum: removal of the clients' own masks and of masks shared with dropouts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Masked", "unmask"]
 
 @dataclass(frozen=True)
 class Masked:
-    """Who masked with whom.
+    """The masking partners of a session.
 
     Args:
-        context: the run and the session.
-        present: of everybody who was asked to train, itself and those whom it masks with.
-        needed: shares that open a client's secret.
-        keys: of all clients.
-        survivors: whose vectors are in the sum.
+        context: Text that identifies the run and the session.
+        present: For every client that was ordered to train: itself and its masking partners.
+        needed: Number of shares that reconstruct a client's secret, by client.
+        keys: Public keys of all clients.
+        survivors: Clients whose vectors are in the sum.
     """
 
     context: str
@@ -37,18 +37,18 @@ def unmask(total: Integers, masked: Masked, given: Mapping[str, Mapping[str, byt
     """Remove all masks from a sum, in place.
 
     Args:
-        total: of the survivors' vectors.
-        masked: who masked with whom.
-        given: shares of each client's secret, by the client that held them and the client whose they are: of a
-            survivor's own mask, of another's masking key.
+        total: Sum of the survivors' vectors.
+        masked: The masking partners of the session.
+        given: Shares by the client that stored them and the client whose secret they share: a survivor's own mask, a
+            dropout's masking key.
 
     Raises:
-        ValueError: if the shares of a client are too few, or do not fit; the sum is of no use then.
+        ValueError: If the shares of a client are too few or inconsistent; the sum is then unusable.
     """
     for id, members in sorted(masked.present.items()):
         partners = [peer for peer in members if peer in masked.survivors and peer != id]
         if id not in masked.survivors and not partners:
-            continue  # nobody's mask was for it
+            continue  # no mask in the sum is shared with this client
         shares = [given[holder][id] for holder in members if holder in given and id in given[holder]]
         try:
             secret = combine(shares, masked.needed[id])

@@ -1,7 +1,7 @@
-"""The same methods on Flower: its simulation and its deployment engine. Nothing else in fedspan imports ``flwr``.
+"""The methods on Flower's simulation and deployment engines. Nothing else in fedspan imports ``flwr``.
 
-Importing this package turns Flower's and Ray's telemetry and update checks off, and its installation of an app's
-dependencies at run time; set the variables below beforehand to have them.
+Importing this package disables Flower's and Ray's telemetry and update checks, and Flower's installation of an app's
+dependencies at run time. Set the variables below beforehand to enable them.
 """
 
 import importlib.util
@@ -26,10 +26,10 @@ def require(*, simulation: bool = False) -> None:
     """Check that Flower is installed.
 
     Args:
-        simulation: whether its simulation engine (Ray) is needed, too.
+        simulation: Whether Flower's simulation engine (Ray) is needed, too.
 
     Raises:
-        FedspanError: if not.
+        FedspanError: If Flower is missing.
     """
     wanted = {"flwr": "flower", **({"ray": "flower-sim"} if simulation else {})}
     for package, extra in wanted.items():

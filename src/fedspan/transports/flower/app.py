@@ -1,4 +1,4 @@
-"""What Flower calls the app of a run of ours: names for it to find. Runs are served and answered elsewhere."""
+"""The app that Flower requires for a run: names that Flower looks up. Other modules serve and answer runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fedspan.errors import FedspanError
 __all__ = ["client", "server"]
 
 client = ClientApp()
-"""Answers nothing: nodes that are started by ``fedspan join`` answer by themselves."""
+"""Handles no messages: nodes started by ``fedspan join`` handle them without Flower's client app."""
 
 server = ServerApp()
 
 
 @server.main()
 def refuse(grid: Grid, context: Context) -> None:
-    """Refuse to be started by a SuperExec.
+    """Refuse the start by a SuperExec.
 
     Raises:
-        FedspanError: always.
+        FedspanError: Always.
     """
     raise FedspanError("ServerApp", "started by Flower", "a run that fedspan submit serves; stop the SuperExec")

@@ -1,8 +1,8 @@
-"""The server's side of a deployment: a run on a SuperLink whose server is this very process.
+"""The server side of a deployment: a run on a SuperLink whose server is this process.
 
-Flower's way is a ServerApp that the SuperLink starts in a process of its own, from a bundle that whoever reaches it can
-submit. Here the SuperLink starts nothing (``--isolation process`` without a SuperExec); who holds the secret that it
-was started with takes the run over, and the grid is used from the process that has the run folder and the terminal.
+In Flower, the SuperLink starts a ServerApp in a separate process, from a bundle that anyone who can reach it may
+submit. Here the SuperLink starts nothing (``--isolation process`` without a SuperExec). A process that has the
+SuperLink's secret takes over the run, and the process with the run folder and the terminal uses the grid.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ serverapp = "fedspan.transports.flower.app:server"
 clientapp = "fedspan.transports.flower.app:client"
 """
 _PATIENCE = 60.0
-"""Seconds until a submitted run can be taken over."""
+"""Time limit for taking over a submitted run, in seconds."""
 
 
 @dataclass(frozen=True)
 class ServerLink:
-    """Where a SuperLink is, as its operator reaches it.
+    """The connection data of a SuperLink for its operator.
 
     Args:
-        address: ``host:port``, on this machine.
-        authority: file with the certificate of who signed its own; None: an insecure connection.
-        secret: file with the secret that it was started with.
+        address: Address as ``host:port``, on this machine.
+        authority: File with the certificate of the authority that signed the SuperLink's; None: an insecure connection.
+        secret: File with the secret that the SuperLink was started with.
     """
 
     address: str
@@ -70,7 +70,7 @@ class ServerLink:
 
     @property
     def folder(self) -> Path:
-        """The server's, where its secret is."""
+        """The server's folder, which contains the secret."""
         return self.secret.parent
 
 
@@ -78,14 +78,14 @@ def flower(link: ServerLink, *arguments: str) -> Any:
     """Call Flower's own command line for a SuperLink.
 
     Args:
-        link: to it.
-        arguments: of ``flwr``; ``@`` stands for the SuperLink's name.
+        link: Connection data of the SuperLink.
+        arguments: Arguments of ``flwr``; ``@`` stands for the SuperLink's name.
 
     Returns:
-        What it said, of ``--format json``.
+        The parsed output of ``--format json``.
 
     Raises:
-        FedspanError: if it refused.
+        FedspanError: If the command failed.
     """
     with tempfile.TemporaryDirectory(prefix="fedspan-") as home:
         secure = f'root-certificates = "{link.authority.resolve()}"' if link.authority else "insecure = true"
@@ -113,14 +113,14 @@ def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
 
 @contextmanager
 def attach(link: ServerLink, most: int) -> Generator[Grid]:
-    """Within this context this process is the server of a new run on a SuperLink.
+    """Make this process the server of a new run on a SuperLink for the duration of the context.
 
     Args:
-        link: to it.
-        most: bytes that a reply may have.
+        link: Connection data of the SuperLink.
+        most: Maximum size of a reply, in bytes.
 
     Raises:
-        FedspanError: if the SuperLink is not there, refuses, does not know the secret, or later the run any more.
+        FedspanError: If the SuperLink is unreachable, refuses, rejects the secret, or later no longer knows the run.
     """
     started = flower(link, "run", "%", "@")
     run_id = int(started["run-id"])
@@ -154,7 +154,7 @@ def attach(link: ServerLink, most: int) -> Generator[Grid]:
 
 
 def _beat(client: RuntimeHttpClient) -> Callable[[], bool]:
-    """A sign of life. Where the SuperLink does not know the run any more it keeps still: the next message tells."""
+    """Create the heartbeat function. It ignores that the SuperLink no longer knows the run: the next message fails."""
     beat = make_task_heartbeat_fn_http(client)
 
     def quiet() -> bool:
@@ -167,10 +167,10 @@ def _beat(client: RuntimeHttpClient) -> Callable[[], bool]:
 
 
 def _token(link: ServerLink, run_id: int) -> str:
-    """Take over the server's part of a run.
+    """Take over the server part of a run and return its token.
 
     Raises:
-        FedspanError: if the SuperLink does not let us, or another process was faster.
+        FedspanError: If the SuperLink refuses, or another process took over the run first.
     """
     client = RuntimeHttpClient.from_server_address(
         server_address=link.address,

@@ -1,10 +1,10 @@
-"""Parcels as Flower's records, and back.
+"""Conversion between envelopes and Flower's records.
 
-A parcel's body is bytes, a safetensors payload (``engines.wire``), so every dtype arrives bit for bit, bfloat16
-included, and Flower's own records, which lack it, never see the tensors. Every record, array and piece of an array is
-an object of its own to Flower, with requests and rows of its database; equal ones are kept once. So a body has a record
-of its own, which the orders of a round share: of plain bytes (four objects a message) or, if it is large, of an array,
-which Flower sends in pieces (six or more).
+An envelope's body is a safetensors payload (``federation.serialization``), so every dtype arrives bit for bit,
+including bfloat16, which Flower's own records lack. In Flower, every record, array and piece of an array is a separate
+object with its own requests and database rows; equal objects are stored once. So a body has a separate record, which
+the orders of a round share: plain bytes (four objects per message) or, if it is large, an array, which Flower sends in
+pieces (six or more objects).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fedspan.federation.protocol import Envelope
 __all__ = ["SMALL", "from_records", "to_records"]
 
 SMALL = 4 * 2**20
-"""Bytes of a body that goes as one piece: what a lost connection costs to send again."""
+"""Maximum size in bytes of a body that is sent as one piece, which a lost connection forces to resend."""
 _HEADER, _BODY = "fedspan.header", "fedspan.body"
 _STYPE = "fedspan.bytes"
 
 
 def to_records(envelope: Envelope) -> RecordDict:
-    """A parcel as the content of a Flower message."""
+    """Convert an envelope to the content of a Flower message."""
     header, data = ConfigRecord({"header": envelope.header}), envelope.body
     if len(data) <= SMALL:
         return RecordDict({_HEADER: header, _BODY: ConfigRecord({"body": data})})
@@ -31,10 +31,10 @@ def to_records(envelope: Envelope) -> RecordDict:
 
 
 def from_records(records: RecordDict) -> Envelope:
-    """The parcel in a Flower message's content.
+    """Convert the content of a Flower message to an envelope.
 
     Raises:
-        ValueError: if it is not what ``to_records`` makes; nothing else, whatever came.
+        ValueError: If it is not the output of ``to_records``; no input raises any other error.
     """
     if set(records) != {_HEADER, _BODY}:
         raise ValueError(f"records {sorted(records)[:4]}, not {sorted((_HEADER, _BODY))}")

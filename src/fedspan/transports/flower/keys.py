@@ -1,6 +1,6 @@
-"""Certificates and keys of a deployment: an authority of its own, the server's certificate, and the nodes' key pairs.
+"""Certificates and keys of a deployment: a private authority, the server's certificate and the nodes' key pairs.
 
-The files are those that Flower's commands and ssh-keygen know, so that either can be used instead.
+The file formats are those of Flower's commands and ssh-keygen, so that either can be used instead.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _DAYS = 730
 
 
 def make_authority(folder: Path, hosts: Sequence[str]) -> None:
-    """Make an authority and a certificate for a server; the authority's own key is thrown away.
+    """Create an authority and a server certificate; the authority's private key is discarded.
 
     Args:
-        folder: gets ``ca.crt`` (for everybody who joins), ``server.crt`` and ``server.key`` (0600).
-        hosts: names and addresses under which the server is reached; this machine's own name for itself is added.
+        folder: Folder for ``ca.crt`` (for all nodes that join), ``server.crt`` and ``server.key`` (0600).
+        hosts: Host names and addresses of the server; the loopback names of this machine are added.
 
     Raises:
-        FedspanError: if the folder holds such files already, or a host is empty.
+        FedspanError: If the folder already contains such files, or a host is empty.
     """
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if (folder / name).exists():
@@ -67,10 +67,10 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def certified_hosts(folder: Path) -> list[str]:
-    """Names and addresses for which a server's certificate is good.
+    """Return the host names and addresses for which a server's certificate is valid.
 
     Raises:
-        FedspanError: if it is no certificate.
+        FedspanError: If the file is not a certificate.
     """
     path = folder / CERTIFICATE
     try:
@@ -82,16 +82,16 @@ def certified_hosts(folder: Path) -> list[str]:
 
 
 def make_node_key(path: Path) -> Path:
-    """Make a node's key pair, as ``ssh-keygen -t ecdsa -b 384`` does.
+    """Create a node's key pair, like ``ssh-keygen -t ecdsa -b 384``.
 
     Args:
-        path: of the private key (0600); the public one, for the server's operator, is ``path.pub`` beside it.
+        path: File for the private key (0600); the public key, for the server's operator, is written to ``path.pub``.
 
     Returns:
-        The public key's file.
+        The file of the public key.
 
     Raises:
-        FedspanError: if there is a key already.
+        FedspanError: If a key already exists.
     """
     public = path.with_name(f"{path.name}.pub")
     if path.exists() or public.exists():
@@ -104,10 +104,10 @@ def make_node_key(path: Path) -> Path:
 
 
 def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
-    """A node's key pair, from its private key.
+    """Load a node's key pair from its private key.
 
     Raises:
-        FedspanError: if it is no such key, or others than its owner may read it.
+        FedspanError: If the file is not such a key, or users other than its owner may read it.
     """
     try:
         if os.name == "posix" and path.stat().st_mode & 0o077:
@@ -128,7 +128,7 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePub
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_before(now - datetime.timedelta(hours=1))  # tolerates clock differences
         .not_valid_after(now + datetime.timedelta(days=_DAYS))
     )
 

@@ -1,4 +1,4 @@
-"""Flower's grid over HTTP, which takes no reply of more than so many bytes."""
+"""Flower's grid over HTTP with a limit on the size of replies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["LimitedGrid", "count_bytes"]
 
 
 class LimitedGrid(HttpGrid):
-    """``HttpGrid``, but of a reply that is too large no more than that is fetched, and the SuperLink forgets it."""
+    """``HttpGrid`` that stops fetching a reply at the size limit and has the SuperLink delete it."""
 
     most = 1 << 31
-    """Bytes of a reply, at most."""
+    """Maximum size of a reply, in bytes."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """``HttpGrid.pull_messages``; in place of a reply that is too large, or not there as a whole, an error."""
+        """``HttpGrid.pull_messages``; a reply that is too large or incomplete is replaced by an error."""
         client, run = self._runtime_client, self.run.run_id
         found = client.PullMessages(PullAppMessagesRequest(message_ids=list(message_ids)))
         messages: list[Message] = []
@@ -69,14 +69,14 @@ class LimitedGrid(HttpGrid):
 
 
 def count_bytes(pull: Callable[[str], bytes], most: int) -> Callable[[str], bytes]:
-    """A function that pulls objects until they are too many bytes together.
+    """Wrap a pull function with a limit on the total size of the objects.
 
     Args:
-        pull: pulls one.
-        most: bytes of all.
+        pull: Pulls one object.
+        most: Maximum size of all objects together, in bytes.
 
     Returns:
-        The function; it raises ``ObjectPullError`` from there on.
+        The wrapped function; it raises ``ObjectPullError`` once the limit is exceeded.
     """
     taken = 0
 

@@ -1,7 +1,7 @@
-"""A message from the objects that Flower sends it in; whatever came in their place gives an error and nothing else.
+"""Assembly of a message from the objects in which Flower sends it; any invalid object raises one kind of error.
 
-Objects have their content's hash for a name, so equal pieces of an array travel once, and a list says where they go. A
-few bytes may so stand for many: a message is measured as it will be, before it is put together.
+Objects are named by the hash of their content, so equal pieces of an array are transmitted once, and a list holds their
+positions. A few bytes can thus expand to many: the size of the assembled message is computed before assembly.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["assemble_message", "whole_bytes"]
 
 
 def assemble_message(id: str, contents: dict[str, bytes], most: int) -> Message:
-    """A message.
+    """Assemble a message.
 
     Args:
-        id: its object's.
-        contents: its objects, with those within it; they are taken out, which saves memory.
-        most: bytes that it may have.
+        id: Id of the message's object.
+        contents: The message's objects, including nested ones; they are removed, which saves memory.
+        most: Maximum size of the message, in bytes.
 
     Raises:
-        ValueError: if it is none, or has more.
+        ValueError: If it is not a message or exceeds the maximum size.
     """
     try:
         if whole_bytes(contents) > most:
@@ -37,7 +37,7 @@ def assemble_message(id: str, contents: dict[str, bytes], most: int) -> Message:
         whole = inflate_object_from_contents(id, contents)
     except ValueError:
         raise
-    except Exception as error:  # Flower's code takes it for granted that other Flower wrote it
+    except Exception as error:  # Flower's code assumes that Flower wrote the objects
         raise ValueError(f"no message of Flower's ({type(error).__name__})") from error
     if not isinstance(whole, Message):
         raise ValueError("no message of Flower's")
@@ -46,7 +46,7 @@ def assemble_message(id: str, contents: dict[str, bytes], most: int) -> Message:
 
 
 def whole_bytes(contents: Mapping[str, bytes]) -> int:
-    """Bytes of objects once every array has its pieces in place."""
+    """Return the size of the objects, in bytes, after every array is assembled from its pieces."""
     total = 0
     for content in contents.values():
         total += len(content)

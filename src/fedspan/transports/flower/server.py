@@ -1,4 +1,4 @@
-"""A server's folder: certificates, the secret, Flower's database; and its SuperLink, kept alive."""
+"""A server's folder with certificates, the secret and Flower's database, and the supervision of its SuperLink."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = ["Node", "admit", "known_names", "link_of", "nodes", "prepare_folder",
 
 _ABOUT, _SECRET, _DATABASE, _LOG = "server.json", "secret", "flower.db", "superlink.log"
 _NAMES = "nodes.json"
-"""What the operator called the nodes, by Flower's ids for them."""
+"""File with the operator's names of the nodes, by Flower's node id."""
 _STARTING = 60.0
-"""Seconds that a SuperLink may take to start."""
+"""Time limit for the start of a SuperLink, in seconds."""
 
 log = logging.getLogger("fedspan.server")
 
 
 def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: bool) -> ServerLink:
-    """Make what a server needs, as far as it is not there.
+    """Create the missing files of a server's folder.
 
     Args:
-        folder: the server's, 0700.
-        port: on which it listens.
-        hosts: names and addresses under which nodes reach it.
-        insecure: whether to do without TLS and keys.
+        folder: The server's folder, created with mode 0700.
+        port: Port on which the server listens.
+        hosts: Host names and addresses under which nodes reach the server.
+        insecure: Whether to run without TLS and keys.
 
     Raises:
-        FedspanError: if the folder's certificate is not good for a host.
+        FedspanError: If the folder's certificate is not valid for a host.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not insecure and not (folder / AUTHORITY).exists():
@@ -64,10 +64,10 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
 
 
 def link_of(folder: Path) -> ServerLink:
-    """How a server is reached from its own machine.
+    """Return the connection data of a server for its own machine.
 
     Raises:
-        FedspanError: if no server was ever started with the folder.
+        FedspanError: If no server was ever started with the folder.
     """
     try:
         about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
@@ -78,17 +78,17 @@ def link_of(folder: Path) -> ServerLink:
 
 
 def serve(folder: Path, link: ServerLink, host: str, stop: Event, ready: Callable[[], None]) -> None:
-    """Run a SuperLink until told to stop, and start it anew when it ends by itself.
+    """Run a SuperLink until ``stop`` is set, and restart it when it ends by itself.
 
     Args:
-        folder: the server's.
-        link: to it.
-        host: address to listen on.
-        stop: ends this when set.
-        ready: called when it can be reached for the first time.
+        folder: The server's folder.
+        link: Connection data of the SuperLink.
+        host: Address to listen on.
+        stop: Event that ends the function when set.
+        ready: Called once, when the SuperLink is reachable for the first time.
 
     Raises:
-        FedspanError: if it does not start, or somebody else listens on its port.
+        FedspanError: If the SuperLink does not start, or another process listens on its port.
     """
     _require_free(host, int(link.address.rpartition(":")[2]))
     command = [sys.executable, "-m", "fedspan.transports.flower.superlink", "--isolation", "process", "--host", host]
@@ -159,15 +159,15 @@ def _await(link: ServerLink, process: subprocess.Popen[bytes], folder: Path) -> 
 
 
 def admit(link: ServerLink, key: Path, name: str) -> None:
-    """Let a node with a public key take part.
+    """Admit the node that has a public key.
 
     Args:
-        link: to the server.
-        key: the file of its public key.
-        name: the id that it must have; empty: any.
+        link: Connection data of the server.
+        key: File with the node's public key.
+        name: Id that the node must use; empty: any.
 
     Raises:
-        FedspanError: if the SuperLink refuses, or is not there.
+        FedspanError: If the SuperLink refuses or is unreachable.
     """
     if not key.is_file():
         raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
@@ -178,7 +178,7 @@ def admit(link: ServerLink, key: Path, name: str) -> None:
 
 
 def known_names(link: ServerLink) -> dict[str, str]:
-    """The ids that admitted nodes must have, by Flower's ids for them."""
+    """Return the ids that admitted nodes must use, by Flower's node id."""
     try:
         found = json.loads((link.folder / _NAMES).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -191,11 +191,11 @@ class Node:
     """A node as its server knows it.
 
     Args:
-        id: Flower's.
-        name: the operator's; empty if it was never admitted by name.
-        status: ``online``, ``offline``, or ``registered`` where it never came.
-        online_seconds: since it came.
-        offline_since: seconds since 1970; None: it is not gone.
+        id: Flower's node id.
+        name: The operator's name for the node; empty if it was never admitted by name.
+        status: Status of the node: ``online``, ``offline``, or ``registered`` if it never connected.
+        online_seconds: Seconds since the node connected; 0 if it is not online.
+        offline_since: Time when the node went offline, in seconds since 1970; None: it did not go offline.
     """
 
     id: str
@@ -206,7 +206,7 @@ class Node:
 
 
 def nodes(link: ServerLink) -> list[Node]:
-    """The nodes that a server knows."""
+    """Return the nodes that a server knows."""
     names = known_names(link)
     found: list[Node] = []
     for one in flower(link, "supernode", "list", "@").get("nodes", []):

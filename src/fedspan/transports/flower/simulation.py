@@ -1,4 +1,4 @@
-"""Flower's simulation engine: clients in Ray's actors, the server in a thread of this process."""
+"""Flower's simulation engine: clients in Ray actors, the server in a thread of this process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["client_app", "simulate"]
 R = TypeVar("R")
 
 _START = 300.0
-"""Seconds that Ray and the first actors may take."""
+"""Time limit for the start of Ray and the first actors, in seconds."""
 
 Answering = Callable[[int, Envelope], Envelope]
-"""Answers a parcel as the client of a number; travels to other processes, so it must be a module's function."""
+"""Processes an envelope as the client with a number; sent to other processes, so it must be a module-level function."""
 
 
 def client_app(answering: Answering) -> ClientApp:
-    """A client app that passes on what comes."""
+    """Create a client app that forwards envelopes to ``answering``."""
     app = ClientApp()
 
     @app.query()
@@ -56,17 +56,17 @@ def simulate(
     """Run a server against simulated nodes.
 
     Args:
-        ids: of the clients; the node of each number is the client at that place.
-        answering: the clients' half.
-        serving: the server's half, given the way to the clients.
-        actors: processes that train clients side by side.
-        gpus: share of a GPU for each actor.
+        ids: Ids of the clients; the node with number ``i`` is the client at position ``i``.
+        answering: The client half of the run.
+        serving: The server half of the run, called with the transport to the clients.
+        actors: Number of processes that train clients in parallel.
+        gpus: Fraction of a GPU for each actor.
 
     Returns:
-        What ``serving`` returned.
+        The result of ``serving``.
 
     Raises:
-        Exception: what ``serving`` raised.
+        Exception: If ``serving`` raises it.
     """
     results: list[R] = []
     errors: list[BaseException] = []
@@ -77,7 +77,7 @@ def simulate(
         try:
             nodes = roll_call(grid, len(ids), _START)
             results.append(serving(GridTransport(grid, {id: nodes[number] for number, id in enumerate(ids)})))
-        except BaseException as error:  # Flower would log it and end with an error of its own
+        except BaseException as error:  # Flower would log it and raise a different error
             errors.append(error)
 
     backend: Mapping[str, Mapping[str, object]] = {
@@ -86,7 +86,7 @@ def simulate(
     }
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that ``flwr run`` is preferred
+        warnings.simplefilter("ignore", DeprecationWarning)  # Flower recommends ``flwr run``
         run_simulation(server, client_app(answering), len(ids), backend_config=backend)  # pyright: ignore
     if errors:
         raise errors[0]

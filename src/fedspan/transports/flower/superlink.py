@@ -1,9 +1,10 @@
-"""Flower's SuperLink with a door of our own: nodes come from anywhere, whoever commands from this machine alone.
+"""Flower's SuperLink with an access filter: nodes may connect from anywhere, operators only from this machine.
 
-Flower serves nodes, commands and running servers on one port, and takes commands (registering a node's key, submitting
-an app) from whoever reaches it. Run as a module, this is ``flower-superlink`` with the same arguments, but what is not
-for nodes is refused unless it comes from this machine, and few requests are worked on at once: each writes to SQLite,
-which lets one writer in, and the forty threads that FastAPI allows would spend their time waiting for each other.
+Flower serves nodes, commands and running servers on one port, and accepts commands (registering a node's key,
+submitting an app) from any machine that can reach it. Run as a module, this is ``flower-superlink`` with the same
+arguments, but requests outside the node API are refused unless they come from this machine, and few requests are
+processed at once: each writes to SQLite, which allows one writer, and the forty threads that FastAPI allows would
+mostly wait for each other.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ __all__ = ["Door", "main"]
 
 _FOR_NODES = ("/v1/fleet/",)
 _THREADS = 3
-"""Requests that are worked on at once; more than one, as Flower's streams of logs keep theirs."""
+"""Number of requests processed at once; more than one, because Flower's log streams occupy their threads."""
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 
 class Door:
-    """Refuses what is not for nodes, unless it comes from this machine.
+    """Refuses requests outside the node API unless they come from this machine.
 
     Args:
-        app: behind the door.
+        app: The app that receives the accepted requests.
     """
 
     def __init__(self, app: App) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Serve, or refuse with 403."""
+        """Forward a request, or refuse it with status 403."""
         if scope["type"] == "lifespan":
             current_default_thread_limiter().total_tokens = _THREADS
         if scope["type"] == "lifespan" or scope["path"].startswith(_FOR_NODES) or _local(scope.get("client")):
@@ -57,7 +58,7 @@ def _local(client: tuple[str, int] | None) -> bool:
 
 
 def main() -> None:
-    """``flower-superlink``, behind the door."""
+    """Run ``flower-superlink`` with the access filter."""
     given = extensions.get_middleware
     extensions.get_middleware = lambda: (Middleware(Door), *given())  # pyright: ignore[reportArgumentType]
     flower_superlink()

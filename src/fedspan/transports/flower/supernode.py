@@ -1,8 +1,8 @@
-"""A node of a deployment: fetches messages from a SuperLink and sends the answers back, in a process that stays.
+"""A node of a deployment: a persistent process that fetches messages from a SuperLink and sends replies.
 
-Flower's own ``flower-supernode`` starts a process for every message, which imports everything and loads the model anew,
-and runs in it whatever app the server names. This loop speaks the same protocol by Flower's own client, and hands every
-message to code that is installed here: the model stays loaded, and no code ever comes from the server.
+Flower's own ``flower-supernode`` starts a process for every message, which imports everything, reloads the model and
+runs whatever app the server names. This loop speaks the same protocol through Flower's own client and passes every
+message to locally installed code: the model stays loaded, and no code ever comes from the server.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from fedspan.transports.flower.objects import assemble_message
 __all__ = ["Link", "serve"]
 
 _SOON = 0.1
-"""Of a link's seconds between two looks for messages, those after one came; they grow to all of them."""
+"""Initial polling interval after a message, as a fraction of the link's; it grows to the full interval."""
 _RECONNECT = 2.0, 30.0
-"""Seconds before a lost connection is made anew: at first, and at most."""
+"""Seconds before reconnecting after a lost connection: initial and maximum."""
 _RETRIES = 2
-"""Of a request that a broken connection lost, some seconds apart: a server closes idle ones, and a reply may be an
-hour's work. What takes longer is a lost connection."""
+"""Retries of a request that a broken connection lost, some seconds apart: a server closes idle connections, and a
+reply may take an hour to compute. After these retries the connection counts as lost."""
 _REFUSED = 150.0
-"""Seconds after which a SuperLink that lets us not in does so for good: it notices within 60 s that a node is gone."""
+"""Seconds after which a refusal by the SuperLink is final: it detects a lost node connection within 60 s."""
 _FAILED = 1000
-"""Code of an error reply whose reason is fedspan's."""
+"""Code of an error reply whose reason fedspan provides."""
 
 _OVER = RunNotRunningException, ObjectPullError, ObjectPushError
-"""What Flower raises for a message of a run that has ended meanwhile (the first is no ``Exception``), as when who
-submitted it was killed."""
+"""Errors that Flower raises for a message of a run that has ended (the first is not an ``Exception``), for example
+because the submitting process was killed."""
 
 log = logging.getLogger("fedspan.node")
 
@@ -65,7 +65,7 @@ Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
 
 class _NotConnected(Exception):
-    """In place of the end of the process."""
+    """Raised in place of Flower's process exit."""
 
 
 def _not_connected(*_: object, **__: object) -> NoReturn:
@@ -73,18 +73,18 @@ def _not_connected(*_: object, **__: object) -> NoReturn:
 
 
 fleet_http_connection.flwr_exit = _not_connected  # pyright: ignore[reportPrivateImportUsage]
-"""Flower's own ends the process some seconds later, whatever is done about it; a node that stays tries again."""
+"""Flower's own function ends the process some seconds later in any case; a persistent node reconnects instead."""
 
 
 class Link:
-    """Where a node's SuperLink is.
+    """The connection data of a SuperLink for a node.
 
     Args:
-        address: ``host:port``.
-        authority: file with the certificate of who signed the SuperLink's; None: an insecure connection.
-        keys: the node's own; None: whoever it is.
-        most: bytes that a message may have.
-        poll: seconds between two looks for messages, at most.
+        address: Address as ``host:port``.
+        authority: File with the certificate of the authority that signed the SuperLink's; None: an insecure connection.
+        keys: Key pair of the node; None: an unauthenticated node.
+        most: Maximum size of a message, in bytes.
+        poll: Maximum polling interval for messages, in seconds.
     """
 
     def __init__(self, address: str, authority: Path | None, keys: Keys | None, most: int, poll: float = 1.0) -> None:
@@ -92,15 +92,15 @@ class Link:
 
 
 def serve(link: Link, answering: Answering, stop: Event) -> None:
-    """Answer messages until told to stop; a connection that breaks is made anew.
+    """Reply to messages until ``stop`` is set; reconnect after a lost connection.
 
     Args:
-        link: to the SuperLink.
-        answering: answers what came; what it raises is told to the server as an error, by its kind.
-        stop: ends this when set.
+        link: Connection data of the SuperLink.
+        answering: Computes the reply to an envelope; the type of an exception that it raises is reported to the server.
+        stop: Event that ends the function when set.
 
     Raises:
-        FedspanError: if the SuperLink refuses this node.
+        FedspanError: If the SuperLink refuses this node.
     """
     pause, until = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
@@ -130,11 +130,11 @@ def _why(error: Exception) -> str:
 
 @contextmanager
 def _connected(link: Link) -> Generator[tuple[Any, ...]]:
-    """Flower's connection, whose errors come out as they are.
+    """Open Flower's connection, which raises its errors unchanged.
 
     Raises:
-        httpx.HTTPStatusError: if the SuperLink refuses this node.
-        httpx.HTTPError: if it is not there.
+        httpx.HTTPStatusError: If the SuperLink refuses this node.
+        httpx.HTTPError: If the SuperLink is unreachable.
     """
     authority = None if link.authority is None else link.authority.read_bytes()
     inside: list[Exception] = []
@@ -145,7 +145,7 @@ def _connected(link: Link) -> Generator[tuple[Any, ...]]:
             log.info("connected to %s as node %d", link.address, connection[0])
             try:
                 yield connection
-            except Exception as error:  # Flower's context would log it and go on
+            except Exception as error:  # Flower's context would log it and continue
                 inside.append(error)
     except _NotConnected as error:
         cause = error.__context__
@@ -187,12 +187,12 @@ def _answer_one(connection: tuple[Any, ...], message: Message, tree: Any, most: 
     reply = _reply(message, contents, most, answering)
     try:
         _push(reply, time.monotonic() - began, send, partial(push_object, run))
-    except httpx.HTTPStatusError as error:  # `receive` tells whether we still belong here
+    except httpx.HTTPStatusError as error:  # `receive` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 
 
 def _pulled(tree: Any, pull: Callable[[str], bytes], most: int) -> dict[str, bytes] | None:
-    """A message's objects; None if together they are too large, of which no more than that is fetched."""
+    """Fetch a message's objects; stop and return None when their total size exceeds ``most``."""
     ids = [node.object_id for node in iterate_object_tree(tree)]
     taken = 0
 
@@ -214,7 +214,7 @@ def _reply(message: Message, contents: dict[str, bytes] | None, most: int, answe
     try:
         whole = assemble_message(message.metadata.message_id, contents, most)
         return Message(to_records(answering(from_records(whole.content))), reply_to=whole)
-    except Exception as error:  # whatever it was: the node goes on, and the server learns that there is no reply
+    except Exception as error:  # on any error the node continues, and the server learns that there is no reply
         log.exception("a message could not be answered")
         return Message(Error(_FAILED, f"{type(error).__name__}; see the node's log"), reply_to=message)
 

@@ -1,4 +1,4 @@
-"""Parcels through Flower's grid: the server's side of the network."""
+"""Transmission of envelopes through Flower's grid: the server side of the network."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Grid", "GridTransport", "invite", "roll_call"]
 A = TypeVar("A", str, int)
 
 _POLL = 0.05, 1.0
-"""Seconds between two looks for replies: at first, and at most."""
+"""Polling interval for replies in seconds: initial and maximum."""
 
 
 class GridTransport(Transport):
-    """Sends parcels to nodes and waits for their answers.
+    """Sends envelopes to nodes and waits for their replies.
 
     Args:
-        grid: Flower's.
-        nodes: Flower's node ids by client id.
-        patience: seconds that a patient exchange waits for nodes that are not online.
+        grid: Flower's grid.
+        nodes: Flower's node id of each client.
+        patience: Seconds that a patient exchange waits for nodes that are not online.
     """
 
     def __init__(self, grid: Grid, nodes: Mapping[str, int], patience: float = 300.0) -> None:
@@ -71,7 +71,7 @@ class GridTransport(Transport):
             yield id, f"its node was not online for {seconds:g} s"
 
     def _pushed(self, id: str, envelope: Envelope, seconds: float) -> str | None:
-        """Send a parcel; the message's id, or None if Flower takes none for the node."""
+        """Send an envelope and return the message id, or None if Flower accepts no message for the node."""
         ttl, node = max(seconds, 0) + 60, self.nodes[id]
         message = Message(to_records(envelope), dst_node_id=node, message_type="train", ttl=ttl)
         (sent,) = self.grid.push_messages([message]) or (None,)
@@ -79,7 +79,7 @@ class GridTransport(Transport):
 
 
 def _opened(grid: Grid, waiting: dict[str, A]) -> Iterator[tuple[A, Envelope | str]]:
-    """The replies that are there to messages, which wait no longer then: whose they are, and what is in them."""
+    """Yield the available replies with their senders, and remove their messages from ``waiting``."""
     for reply in grid.pull_messages(sorted(waiting)) if waiting else ():
         whose = waiting.pop(reply.metadata.reply_to_message_id, None)
         if whose is None:
@@ -94,18 +94,18 @@ def _opened(grid: Grid, waiting: dict[str, A]) -> Iterator[tuple[A, Envelope | s
 
 
 def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
-    """Ask every node of a simulation which client it is.
+    """Query every node of a simulation for its partition number.
 
     Args:
-        grid: Flower's.
-        count: nodes to wait for.
-        seconds: to wait, for the nodes and again for their answers.
+        grid: Flower's grid.
+        count: Number of nodes to wait for.
+        seconds: Seconds to wait for the nodes, and again for their replies.
 
     Returns:
         Node ids by partition number.
 
     Raises:
-        FedspanError: if some do not answer.
+        FedspanError: If some nodes do not reply.
     """
     until = time.monotonic() + seconds
     while len(nodes := list(grid.get_node_ids())) < count and time.monotonic() < until:
@@ -127,15 +127,15 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
 
 
 def invite(grid: Grid, envelope: Envelope, seconds: float) -> Iterator[tuple[int, Envelope | str]]:
-    """Send a parcel to every node that there is, and to those that come, until time is up or the caller has enough.
+    """Send an envelope to all current and newly connecting nodes until time is up or the caller stops iterating.
 
     Args:
-        grid: Flower's.
-        envelope: an invitation.
-        seconds: to wait.
+        grid: Flower's grid.
+        envelope: The invitation.
+        seconds: Seconds to wait.
 
     Returns:
-        Node ids with their answers, or with the reason in words why there is none.
+        Node ids with their replies, or with the reason for a missing reply in plain text.
     """
     until = time.monotonic() + seconds
     waiting: dict[str, int] = {}

@@ -1,0 +1,84 @@
+"""Simulated conditions: clients that drop out, are slow, or send bad replies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedspan.config.section import Section
+from fedspan.federation.conditions import Conditions, Faults, Speed
+
+__all__ = ["FaultsConfig", "SimulationConfig", "SpeedConfig"]
+
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class SpeedConfig(Section):
+    """Speeds of the clients, on a simulated clock; nothing sleeps."""
+
+    distribution: Literal["lognormal", "uniform", "constant"] = Field(
+        default="lognormal",
+        description="Distribution from which each client's speed is drawn once. lognormal: the median, times or over "
+        "spread at one standard deviation. uniform: between the median over spread and the median times spread. "
+        "constant: the median for all.",
+    )
+    median: float = Field(
+        default=100.0, gt=0, allow_inf_nan=False, description="Median speed, in training examples a second."
+    )
+    spread: float = Field(default=2.0, ge=1, allow_inf_nan=False, description="Factor between slow and median clients.")
+
+
+class FaultsConfig(Section):
+    """Clients whose replies are bad in every round."""
+
+    share: float = Field(
+        gt=0, le=1, allow_inf_nan=False, description="Share of the clients, rounded to a whole number."
+    )
+    kind: Literal["nan", "noise", "sign-flip", "scale", "label-flip"] = Field(
+        description="nan: every number of the reply is NaN. noise: Gaussian noise replaces the client's change. "
+        "sign-flip: the change with the opposite sign. scale: the change times a factor. label-flip: honest training "
+        "on flipped labels (label k of K becomes K - 1 - k); for classifiers.",
+    )
+    factor: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Factor on the change, or standard deviation of the noise over the change's root mean square; left "
+        "out: 1, and 10 for scale.",
+    )
+
+
+class SimulationConfig(Section):
+    """Conditions that the simulator imposes on its clients, drawn from the run's seed."""
+
+    dropout: Probability | dict[str, Probability] = Field(
+        default=0.0,
+        description="Probability that a client that is asked to train does not reply; or one by client id, and 0 for "
+        "the others. Under secure aggregation a client may fall silent before any of the protocol's messages.",
+    )
+    speed: SpeedConfig | None = Field(
+        default=None,
+        description="Speeds of the clients, so that federation.deadline and federation.over_select have an effect; "
+        "left out: nobody is late.",
+    )
+    faults: FaultsConfig | None = Field(default=None, description="Clients with bad replies; left out: none.")
+    validation: bool = Field(
+        default=True,
+        description="Validate replies as in a deployment: form, finite numbers, federation.max_norm_ratio. false: "
+        "every reply counts, to study aggregation rules by themselves.",
+    )
+
+    def conditions(self, seed: int) -> Conditions:
+        """Return the conditions for the transport.
+
+        Args:
+            seed: Seed of the run.
+        """
+        speed, faults = self.speed, self.faults
+        return Conditions(
+            seed=seed,
+            dropout=self.dropout,
+            speed=None if speed is None else Speed(**speed.model_dump()),
+            faults=None if faults is None else Faults(faults.share, faults.kind, faults.factor),
+        )

@@ -1,0 +1,153 @@
+"""Conditions of a simulated federation: dropouts, client speeds on a simulated clock, faulty replies.
+
+Every draw is keyed by the run's seed and by what it is for, so that it depends on no other draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import generator
+from fedspan.core.values import Message
+
+__all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "Speed", "corrupt"]
+
+FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
+
+PHASES = ("keys", "shares", "train", "unmask")
+"""Exchanges of a round under secure aggregation, in their order; a round in plaintext has the third alone."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Distribution of client speeds.
+
+    Args:
+        distribution: ``lognormal``, ``uniform`` or ``constant``.
+        median: Median speed, in training examples a second.
+        spread: Factor between slow and median clients.
+    """
+
+    distribution: Literal["lognormal", "uniform", "constant"]
+    median: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Faulty clients.
+
+    Args:
+        share: Share of the clients.
+        kind: Kind of fault.
+        factor: Factor on the change, or relative standard deviation of the noise; None: the kind's default.
+    """
+
+    share: float
+    kind: FaultKind
+    factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions of a simulated federation.
+
+    Args:
+        seed: Seed of every draw.
+        dropout: Probability that a client does not reply to an order to train, for all clients or by id.
+        speed: Distribution of the clients' speeds; None: every reply comes at once.
+        faults: Faulty clients; None: none.
+    """
+
+    seed: int
+    dropout: float | Mapping[str, float] = 0.0
+    speed: Speed | None = None
+    faults: Faults | None = None
+
+    def silent_from(self, client: str, round: int, attempt: int, phases: Sequence[str]) -> str | None:
+        """Draw the exchange from which on a client is silent in an attempt of a round; None: it answers them all.
+
+        Args:
+            client: Id of the client.
+            round: Number of the round, from 0.
+            attempt: Number of the attempt, from 0.
+            phases: Exchanges of an attempt, in their order.
+        """
+        rate = self.dropout if isinstance(self.dropout, float | int) else self.dropout.get(client, 0.0)
+        rng = generator(self.seed, "dropout", round, attempt, client)
+        if not float(torch.rand((), generator=rng, dtype=torch.float64)) < rate:
+            return None
+        return phases[int(torch.randint(len(phases), (), generator=rng))]
+
+    def seconds(self, client: str, examples: int) -> float:
+        """Return the time that a client takes to train, in simulated seconds.
+
+        Args:
+            client: Id of the client.
+            examples: Number of examples that it trains on, each as often as it is used.
+        """
+        speed = self.speed
+        if speed is None:
+            return 0.0
+        rng = generator(self.seed, "speed", client)
+        if speed.distribution == "lognormal":
+            factor = speed.spread ** float(torch.randn((), generator=rng, dtype=torch.float64))
+        elif speed.distribution == "uniform":
+            low, high = 1 / speed.spread, speed.spread
+            factor = low + (high - low) * float(torch.rand((), generator=rng, dtype=torch.float64))
+        else:
+            factor = 1.0
+        return examples / (speed.median * factor)
+
+    def faulty(self, ids: Sequence[str]) -> frozenset[str]:
+        """Draw the faulty clients.
+
+        Args:
+            ids: Ids of all clients, sorted.
+        """
+        if self.faults is None:
+            return frozenset()
+        count = round(self.faults.share * len(ids))
+        order: list[int] = torch.randperm(len(ids), generator=generator(self.seed, "faults")).tolist()
+        return frozenset(ids[at] for at in order[:count])
+
+
+def corrupt(faults: Faults, reply: Message, honest_start: Message, *key: int | str) -> Message:
+    """Return the reply of a faulty client.
+
+    Args:
+        faults: Kind of fault.
+        reply: The client's honest reply.
+        honest_start: Reply of the same client if training had moved nothing; changes are measured from it.
+        key: Seed and label of the noise's draw.
+    """
+    if faults.kind == "label-flip":
+        return reply
+    factor = faults.factor or (10.0 if faults.kind == "scale" else 1.0)
+    tensors: dict[str, Tensor] = {}
+    for name, value in reply.tensors.items():
+        if not value.is_floating_point():
+            tensors[name] = value
+            continue
+        start = honest_start.tensors.get(name)
+        if start is None or start.shape != value.shape:
+            start = torch.zeros_like(value)
+        if faults.kind == "nan":
+            tensors[name] = torch.full_like(value, math.nan)
+            continue
+        change = value.double() - start.double().nan_to_num(0.0, 0.0, 0.0)
+        if faults.kind == "noise":
+            seed, *label = key
+            rng = generator(int(seed), "noise", *label, name)
+            scale = factor * float(change.square().mean().sqrt())
+            change = scale * torch.randn(change.shape, generator=rng, dtype=torch.float64)
+        else:
+            change = change * (-factor if faults.kind == "sign-flip" else factor)
+        tensors[name] = (start.double() + change).to(value.dtype)
+    return replace(reply, tensors=tensors)

@@ -1,0 +1,242 @@
+"""Simulated conditions: dropouts, deadlines, over-selection, faulty replies, and secure sums in the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedspan
+import tiny
+from fedspan.config import parse_config
+from fedspan.core.values import Message
+from fedspan.errors import FedspanError
+from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, corrupt
+from fedspan.federation.progress import Progress, RoundResult
+from fedspan.runs.setup import Prepared, prepare
+
+IDS = tuple(sorted(tiny.SITES))
+
+
+def built(folder: Path, **changes: Mapping[str, Any]) -> Prepared:
+    changes["federation"] = {"clients_per_round": None, **changes.get("federation", {})}
+    return prepare(tiny.config(folder, **changes))
+
+
+def rounds(prepared: Prepared, count: int) -> list[RoundResult]:
+    progress, results = prepared.federation.begin(), list[RoundResult]()
+    for _ in range(count):
+        results.append(prepared.federation.run_round(progress))
+        progress = results[-1].progress
+    return results
+
+
+def differences(one: Progress, other: Progress) -> list[str]:
+    tensors, others = one.state.tensors, other.state.tensors
+    return [name for name in tensors if not torch.equal(tensors[name], others[name])]
+
+
+def test_conditions_are_drawn_from_the_seed_alone() -> None:
+    conditions = Conditions(3, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    ids = [f"client-{number:02}" for number in range(40)]
+    again = Conditions(3, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    other = Conditions(4, 0.5, Speed("lognormal", 100.0, 2.0), Faults(0.3, "nan"))
+    silent = {id: conditions.silent_from(id, 0, 0, PHASES) for id in ids}
+    assert silent == {id: again.silent_from(id, 0, 0, PHASES) for id in reversed(ids)}
+    assert silent != {id: other.silent_from(id, 0, 0, PHASES) for id in ids}
+    assert silent != {id: conditions.silent_from(id, 1, 0, PHASES) for id in ids}
+    assert silent != {id: conditions.silent_from(id, 0, 1, PHASES) for id in ids}
+    assert set(silent.values()) == {None, *PHASES}
+    assert 10 <= sum(since is None for since in silent.values()) <= 30
+    assert len(conditions.faulty(ids)) == 12
+    assert conditions.faulty(ids) == again.faulty(ids) != other.faulty(ids)
+
+
+@pytest.mark.parametrize("distribution", ["lognormal", "uniform", "constant"])
+def test_speeds_have_their_median_and_spread(distribution: Any) -> None:
+    conditions = Conditions(0, speed=Speed(distribution, 50.0, 3.0))
+    seconds = torch.tensor([conditions.seconds(f"c{number}", 100) for number in range(2000)], dtype=torch.float64)
+    assert conditions.seconds("c7", 200) == pytest.approx(2 * float(seconds[7]))
+    if distribution == "constant":
+        assert bool((seconds == 2.0).all())
+    elif distribution == "lognormal":
+        assert float(seconds.median()) == pytest.approx(2.0, rel=0.1)
+        assert float(seconds.log().std()) == pytest.approx(math.log(3), rel=0.1)
+    else:
+        assert 100 / (50 * 3) <= float(seconds.min()) < float(seconds.max()) <= 3 * 100 / 50
+    assert Conditions(0).seconds("c7", 200) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "expected"), [("sign-flip", None, -1.0), ("scale", None, 10.0), ("scale", 3.0, 3.0)]
+)
+def test_a_corrupted_change_is_a_multiple_of_the_honest_one(kind: Any, factor: float | None, expected: float) -> None:
+    start = {"l/A": torch.randn(3, 5), "l/n": torch.tensor([4])}
+    reply = {"l/A": start["l/A"] + torch.randn(3, 5), "l/n": torch.tensor([7])}
+    found = corrupt(Faults(0.1, kind, factor), Message(reply), Message(start), 0, 1, "a").tensors
+    assert torch.allclose(found["l/A"] - start["l/A"], expected * (reply["l/A"] - start["l/A"]), atol=1e-5)
+    assert torch.equal(found["l/n"], reply["l/n"])
+
+
+def test_noise_replaces_a_change_and_nan_a_reply() -> None:
+    start: dict[str, Tensor] = {"l/A": torch.zeros(50, 40)}
+    reply = Message({"l/A": torch.full((50, 40), 0.2)})
+    noisy = corrupt(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"]
+    assert abs(float(noisy.mean())) < 0.05
+    assert float(noisy.std()) == pytest.approx(0.4, rel=0.1)
+    assert torch.equal(noisy, corrupt(Faults(0.1, "noise", 2.0), reply, Message(start), 0, 1, "a").tensors["l/A"])
+    nan = corrupt(Faults(0.1, "nan"), reply, Message(start), 0, 1, "a").tensors["l/A"]
+    assert bool(nan.isnan().all())
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_a_client_that_drops_out_leaves_no_trace_but_its_failure(engine: str, tiny_folder: Path) -> None:
+    gone, left = IDS[0], IDS[1:]
+    prepared = built(tiny_folder, engine={"name": engine}, simulation={"dropout": {gone: 1.0}})
+    (result,) = rounds(prepared, 1)
+    assert [(failure.client, failure.attempt) for failure in result.failures] == [(gone, 0)]
+    assert "dropped out" in result.failures[0].reason
+    assert set(result.progress.held) == set(left)
+    assert {one.client for one in result.transfers if one.direction == "up"} == set(left)
+    assert {one.client for one in result.transfers if one.direction == "down"} == set(IDS)
+    plain = built(tiny_folder, engine={"name": engine})
+    members = plain.federation.members
+    tiny.use_members(plain.federation, {id: members[id] for id in left})
+    assert not differences(result.progress, rounds(plain, 1)[0].progress)
+
+
+def test_too_few_clients_are_asked_again_and_then_the_run_stops(tiny_folder: Path) -> None:
+    prepared = built(tiny_folder, simulation={"dropout": 1.0}, federation={"retries": 1})
+    with pytest.raises(FedspanError, match=r"at least 3 of 4 clients in round 1 \(.*dropped out"):
+        rounds(prepared, 1)
+    prepared = built(tiny_folder, simulation={"dropout": 0.4}, federation={"min_replies": 4, "retries": 50})
+    (result,) = rounds(prepared, 1)
+    attempts = {failure.attempt for failure in result.failures}
+    assert attempts == set(range(max(attempts) + 1))
+    assert set(result.progress.held) == set(IDS)
+
+
+def test_a_deadline_leaves_slow_clients_out_on_the_simulated_clock(tiny_folder: Path) -> None:
+    speed = {"distribution": "lognormal", "median": 10.0, "spread": 4.0}
+    prepared = built(tiny_folder, simulation={"speed": speed})
+    (everybody,) = rounds(prepared, 1)
+    conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
+    times = {id: conditions.seconds(id, host.workload(id)) for id in IDS}
+    assert everybody.simulated_seconds == max(times.values())
+    assert not everybody.failures
+    slowest, before = sorted(times.values(), reverse=True)[:2]
+    deadline = (slowest + before) / 2
+    (result,) = rounds(built(tiny_folder, simulation={"speed": speed}, federation={"deadline": deadline}), 1)
+    (failure,) = result.failures
+    assert times[failure.client] == slowest
+    assert result.simulated_seconds == deadline
+
+
+def test_over_selection_goes_on_with_the_first_that_reply(tiny_folder: Path) -> None:
+    speed = {"distribution": "lognormal", "median": 10.0, "spread": 4.0}
+    federation = {"clients_per_round": 2, "over_select": 2}
+    prepared = prepare(tiny.config(tiny_folder, simulation={"speed": speed}, federation=federation))
+    (result,) = rounds(prepared, 1)
+    assert len(result.cohort) == 4
+    assert len(result.progress.held) == 2
+    assert set(result.late) == set(result.cohort) - set(result.progress.held)
+    conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
+    times = {id: conditions.seconds(id, host.workload(id)) for id in result.cohort}
+    assert set(result.progress.held) == set(sorted(times, key=times.__getitem__)[:2])
+    assert result.simulated_seconds == sorted(times.values())[1]
+    assert set(result.progress.memories) <= set(result.progress.held)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("nan", "not finite"), ("scale", "median is"), ("noise", None), ("sign-flip", None)]
+)
+def test_validation_finds_some_faults(kind: str, reason: str | None, tiny_folder: Path) -> None:
+    faults = {"share": 0.25, "kind": kind, "factor": 1000.0 if kind == "scale" else None}
+    prepared = built(tiny_folder, simulation={"faults": faults})
+    (bad,) = prepared.config.simulation.conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+    (result,) = rounds(prepared, 1)
+    if reason is None:
+        assert not result.failures
+        assert differences(result.progress, rounds(built(tiny_folder), 1)[0].progress)
+        return
+    (failure,) = result.failures
+    assert failure.client == bad
+    assert reason in failure.reason
+
+
+def test_without_validation_every_reply_counts(tiny_folder: Path) -> None:
+    simulation = {"faults": {"share": 0.25, "kind": "nan"}, "validation": False}
+    (result,) = rounds(built(tiny_folder, simulation=simulation), 1)
+    assert not result.failures
+    assert any(bool(value.isnan().any()) for value in result.progress.state.tensors.values())
+
+
+def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
+    plain = built(tiny_folder)
+    prepared = built(tiny_folder, simulation={"faults": {"share": 0.5, "kind": "label-flip"}})
+    bad = prepared.config.simulation.conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+    flipped: Any = prepared.federation.examples
+    honest: Any = plain.train
+    last = len(prepared.labels) - 1
+    for id, member in prepared.federation.members.items():
+        own = member.train
+        wanted = last - honest.labels[own] if id in bad else honest.labels[own]
+        assert (flipped.labels[own] == wanted).all()
+        for part in (member.validation, member.test):
+            assert (flipped.labels[part] == honest.labels[part]).all()
+    assert differences(rounds(prepared, 1)[0].progress, rounds(plain, 1)[0].progress)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_secure_sums_in_the_simulator_are_the_plain_means(engine: str, tiny_folder: Path) -> None:
+    pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+    pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+    secure = built(tiny_folder, engine={"name": engine}, federation={"secure": {"bits": 64}})
+    plain = built(tiny_folder, engine={"name": engine})
+    for hidden, known in zip(rounds(secure, 2), rounds(plain, 2), strict=True):
+        assert not hidden.failures
+        for name, value in known.progress.state.tensors.items():
+            assert torch.allclose(hidden.progress.state.tensors[name], value, atol=1e-5), name
+        assert hidden.loss == pytest.approx(known.loss, rel=1e-4)
+    assert sum(one.bytes for one in hidden.transfers) > sum(one.bytes for one in known.transfers)
+
+
+def test_secure_sums_survive_dropouts_between_all_exchanges(tiny_folder: Path) -> None:
+    pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+    pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+    simulation, federation = {"dropout": 0.3}, {"secure": {}, "retries": 30, "rounds": 6}
+    results = rounds(built(tiny_folder, simulation=simulation, federation=federation), 6)
+    assert any(result.failures for result in results)
+    assert all(len(result.progress.held) >= 3 for result in results)
+
+
+def test_a_run_with_conditions_is_reported_and_resumed(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(
+        tiny_folder,
+        simulation={"dropout": 0.3, "speed": {"median": 10.0}, "faults": {"share": 0.25, "kind": "nan"}},
+        federation={"rounds": 3, "clients_per_round": None, "retries": 20},
+    )
+    fedspan.run(values, tmp_path / "whole")
+    report = fedspan.read_report(tmp_path / "whole")
+    assert report.failures
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    assert all('"simulated_seconds"' in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"simulation": {"dropout": 0.1}, "engine": {"name": "flower-sim"}}, "simulation"),
+        ({"simulation": {"faults": {"share": 2.0, "kind": "nan"}}}, "simulation.faults.share"),
+        ({"simulation": {"dropout": 1.5}}, "simulation.dropout"),
+    ],
+)
+def test_conditions_that_fit_nothing_are_refused(values: dict[str, Any], field: str, tiny_folder: Path) -> None:
+    with pytest.raises(FedspanError) as refused:
+        parse_config({**tiny.settings(tiny_folder), **values})
+    assert refused.value.field.startswith(field)
