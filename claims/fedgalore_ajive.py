@@ -1,7 +1,7 @@
 """FedGaLore's Figure 5: the second moment that clients share, by averaging, by average and SVD, and by AJIVE.
 
 ``python claims/fedgalore_ajive.py`` takes some minutes. The data are
-``fedspan.diagnostics.ajive.second_moments``, AJIVE is ``fedspan.core.alignment.ajive``.
+``planted_views.second_moments``, AJIVE is ``fedspan.core.alignment.ajive``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import report
 import torch
 from matplotlib.figure import Figure
+from planted_views import second_moments
 from torch import Tensor
 
 from fedspan.core.alignment import ajive
-from fedspan.diagnostics.ajive import second_moments
 from fedspan.experiments.verdict import Within, paired
 
 RANK, SQUARED = 5, 15  # of G*, and of its square: 5 * 6 / 2

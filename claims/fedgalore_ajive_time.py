@@ -14,10 +14,10 @@ from pathlib import Path
 import report
 import torch
 from matplotlib.figure import Figure
+from planted_views import planted, shortest
 from torch import Tensor
 
 from fedspan.core.alignment import Ajive, ajive
-from fedspan.diagnostics.ajive import planted, shortest
 from fedspan.experiments.verdict import near, paired, standard_error
 
 PAPER = (

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import report
 import torch
+from curvature import curvature, products
 from matplotlib.figure import Figure
 from rolora_mnist import Images, read_images
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.core.tensors import generator
-from fedspan.diagnostics.curvature import curvature, products
 from fedspan.experiments.verdict import paired
 from fedspan.models.resnet import ResNetForSmallImages, SmallResNetConfig
 
@@ -120,7 +120,7 @@ momentum 0.9, learning rate {args.lr}, batches of {args.batch}; the paper names 
 
 The stable rank is the definition's, ||H||_F^2 / ||H||_2^2, of the mean cross-entropy over the training images, running
 statistics held: Hutchinson's mean over {args.probes} vectors, and {args.iterations} steps of Lanczos
-(`fedspan.diagnostics.curvature`, tested against the whole Hessian of a small network). The paper's equation (89)
+(`claims/curvature.py`, tested against the whole Hessian of a small network). The paper's equation (89)
 weights each eigenvalue that pyHessian's density shows, the largest too, by its density, which is not the stable rank's
 sum.
 

@@ -1,6 +1,6 @@
 """RoLoRA's theory on rank-1 linear regression: what its lemmas say, measured.
 
-``python claims/rolora_linear.py`` takes a minute or two. The model is ``fedspan.diagnostics.linear``.
+``python claims/rolora_linear.py`` takes a minute or two. The model is ``claims/linear_model.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from pathlib import Path
 
 import report
 import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from fedspan.core.tensors import generator
-from fedspan.diagnostics.linear import (
+from linear_model import (
     LinearFederation,
     angle_distance,
     fedit_round,
@@ -31,6 +27,10 @@ from fedspan.diagnostics.linear import (
     population,
     rolora_round,
 )
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from fedspan.core.tensors import generator
 from fedspan.experiments.verdict import Verdict
 
 D, CLIENTS, DELTA = 20, 5, 0.9

@@ -21,7 +21,6 @@ __all__ = [
     "extra_name",
     "generator",
     "is_extra",
-    "layer_of",
     "map_tensors",
     "norm",
     "scale",
@@ -45,11 +44,6 @@ def tensor_name(layer: str, slot: str) -> str:
 def extra_name(parameter: str) -> str:
     """Return ``extras/parameter``."""
     return f"{EXTRAS}/{parameter}"
-
-
-def layer_of(name: str) -> str:
-    """Return the module path in a tensor's name (``extras`` for the extras)."""
-    return name.partition("/")[0]
 
 
 def is_extra(name: str) -> bool:

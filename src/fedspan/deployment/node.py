@@ -50,7 +50,7 @@ class NodeService:
         self._loaded: tuple[str, Host, str] | None = None
 
     def load(self, envelope: Envelope) -> None:
-        """Load the model of the run that an envelope belongs to, if possible; otherwise ``answer`` reports the reason."""
+        """Load the model of the run that an envelope belongs to, if possible; if not, ``answer`` reports the reason."""
         with suppress(Exception):
             self._host(decode_request(envelope).run)
 

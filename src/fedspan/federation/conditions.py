@@ -1,6 +1,6 @@
 """Conditions of a simulated federation: dropouts, client speeds on a simulated clock, faulty replies.
 
-Every draw is keyed by the run's seed and by what it is for, so that it depends on no other draw.
+Every draw is keyed by the run's seed and its purpose, so that it does not depend on any other draw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["PHASES", "Conditions", "FaultKind", "Faults", "Speed", "corrupt"]
 FaultKind = Literal["nan", "noise", "sign-flip", "scale", "label-flip"]
 
 PHASES = ("keys", "shares", "train", "unmask")
-"""Exchanges of a round under secure aggregation, in their order; a round in plaintext has the third alone."""
+"""Exchanges of a round under secure aggregation, in order; a round in plaintext has only the third."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Speed:
 
     Args:
         distribution: ``lognormal``, ``uniform`` or ``constant``.
-        median: Median speed, in training examples a second.
+        median: Median speed, in training examples per second.
         spread: Factor between slow and median clients.
     """
 
@@ -59,9 +59,9 @@ class Conditions:
     """Conditions of a simulated federation.
 
     Args:
-        seed: Seed of every draw.
+        seed: Seed of every random draw.
         dropout: Probability that a client does not reply to an order to train, for all clients or by id.
-        speed: Distribution of the clients' speeds; None: every reply comes at once.
+        speed: Distribution of the clients' speeds; None: every reply arrives at once.
         faults: Faulty clients; None: none.
     """
 
@@ -71,7 +71,7 @@ class Conditions:
     faults: Faults | None = None
 
     def silent_from(self, client: str, round: int, attempt: int, phases: Sequence[str]) -> str | None:
-        """Draw the exchange from which on a client is silent in an attempt of a round; None: it answers them all.
+        """Draw the exchange at which a client stops replying in an attempt of a round; None: it replies to all of them.
 
         Args:
             client: Id of the client.
@@ -124,7 +124,7 @@ def corrupt(faults: Faults, reply: Message, honest_start: Message, *key: int | s
     Args:
         faults: Kind of fault.
         reply: The client's honest reply.
-        honest_start: Reply of the same client if training had moved nothing; changes are measured from it.
+        honest_start: Reply of the same client if training had changed nothing; changes are measured from it.
         key: Seed and label of the noise's draw.
     """
     if faults.kind == "label-flip":

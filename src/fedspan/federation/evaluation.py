@@ -74,8 +74,8 @@ class Evaluator:
     Args:
         federation: The federation to evaluate.
         batch_size: Batch size of the forward passes.
-        clients: Number of clients to evaluate, drawn from the federation's seed alone so that rounds are comparable;
-            None: all.
+        clients: Number of clients to evaluate, drawn from the federation's seed alone, for comparable rounds; None:
+            all.
     """
 
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:

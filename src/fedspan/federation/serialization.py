@@ -269,7 +269,7 @@ def encode_state(state: ServerState) -> bytes:
     """Encode a server state; dicts preserve their order.
 
     Raises:
-        ValueError: As in ``encode``.
+        ValueError: If a tensor or scalar cannot be stored, as in ``encode``.
     """
     writer = Writer(canonical=False)
     structure = {
@@ -287,7 +287,7 @@ def decode_state(data: bytes) -> ServerState:
     """Decode a payload of ``encode_state``.
 
     Raises:
-        ValueError: As in ``decode``.
+        ValueError: If the bytes are not such a payload, as in ``decode``.
     """
     reader = Reader(data, "state")
     return ServerState(

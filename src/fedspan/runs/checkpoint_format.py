@@ -2,7 +2,7 @@
 
 ``state.safetensors`` holds the server state. ``clients.json`` holds, for every client, the round of the state that it
 holds and of the stored files that it needs (``clients.store``). ``checkpoint.json`` holds the rest, with the SHA-256 of
-the other two and of itself. In the first format ``clients.safetensors`` held the stored state of all clients.
+the other two and of itself.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, cast
 
-from fedspan.clients.store import MEMORY, MOMENTS, Kind, Stored, Version, read_moments
+from fedspan.clients.store import MEMORY, MOMENTS, Kind, Stored, Version
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import OptimizerState, Scalar, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
-from fedspan.federation.serialization import Reader, decode_state, encode_state, expect
+from fedspan.federation.serialization import decode_state, encode_state, expect
 from fedspan.files import DamagedFileError, from_json, read_whole
 from fedspan.runs.folder import RunFolder
 
 __all__ = ["Checkpoint", "DamagedFileError", "load", "pack", "read_index", "read_versions"]
 
 FORMAT = 2
-"""Version of checkpoint.json; a reader accepts this version and the first."""
+"""Version of checkpoint.json."""
 
 _STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
-_FIRST = "clients.safetensors"
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,6 @@ def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], 
         Stored(kind, clients, expect(table, kind.name, dict)) for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
     )
     return expect(table, "held", dict), memories, moments
-
-
-def _decode_first(data: bytes) -> tuple[dict[str, Tensors], dict[str, tuple[OptimizerState, int]]]:
-    reader = Reader(data, "clients")
-    memories = expect(reader.structure, "memories", dict)
-    optimizers = expect(reader.structure, "optimizers", dict)
-    return (
-        {client: reader.tensors(expect(memories, client, dict)) for client in memories},
-        {client: read_moments(reader, kept) for client, kept in optimizers.items()},
-    )
 
 
 def _digest(data: bytes) -> str:
@@ -139,8 +128,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     body = {name: value for name, value in index.items() if name != "sha256"}
     if _sealed(body) != data:  # the whole text, so that no byte goes unchecked
         raise DamagedFileError(path, f"does not have the SHA-256 {digest}")
-    if body.get("format") not in (1, FORMAT):
-        expected = f"this version of fedspan reads formats 1 and {FORMAT}"
+    if body.get("format") != FORMAT:
+        expected = f"this version of fedspan reads format {FORMAT}"
         raise FedspanError(str(path), f"format {body.get('format')}", expected)
     return body
 
@@ -160,14 +149,10 @@ def load(folder: Path) -> Checkpoint:
     clients = RunFolder(folder.parent if folder.name == "best" else folder.parent.parent).clients
     try:
         state = decode_state(data[_STATE])
-        if _FIRST in data:
-            held = index["held"]
-            memories, optimizer_states = _decode_first(data[_FIRST])
-        else:
-            held, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
-            for name, key, round in memories.versions() | optimizer_states.versions():
-                if round == state.round:
-                    (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
+        held, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
+        for name, key, round in memories.versions() | optimizer_states.versions():
+            if round == state.round:
+                (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
         best = expect(index, "best", list, NoneType)
     except ValueError as error:  # the files are intact, so another version wrote them
         raise FedspanError(str(folder), str(error), "this version of fedspan cannot read it") from error
@@ -199,7 +184,5 @@ def read_versions(folder: Path) -> set[Version]:
         FedspanError: If the files are damaged or of another version, as in ``load``; the server state is not read.
     """
     data = _contents(folder, read_index(folder), (_CLIENTS,))
-    if _CLIENTS not in data:
-        return set()
     _, memories, moments = _decode_clients(data[_CLIENTS], folder)
     return memories.versions() | moments.versions()

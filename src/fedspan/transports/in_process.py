@@ -30,7 +30,7 @@ __all__ = ["InProcess", "ProgressStore", "simulate"]
 
 
 class ProgressStore:
-    """The client store of a simulation: a progress, and on top of it what the round's accepted replies change.
+    """The client store of a simulation: a progress, overlaid with the changes of the round's accepted replies.
 
     Args:
         progress: The progress before the round, which is not modified.
@@ -45,14 +45,14 @@ class ProgressStore:
         return ClientState(self.progress.memories.get(client, {}), _Phases(self.progress.optimizers, client))
 
     def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
-        """``ClientStore.store``; the version becomes the client's when its reply is accepted."""
+        """``ClientStore.store``; the version takes effect when the client's reply is accepted."""
         self._pending[client] = kept
 
     def accept(self, ids: Collection[str]) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
-        """Return the memories and moments of all clients, with what the given clients stored in this round.
+        """Return the memories and moments of all clients, including what the given clients stored in this round.
 
         Args:
-            ids: Ids of the clients whose replies count.
+            ids: Ids of the clients whose replies were accepted.
         """
         memories, optimizers = overlay(self.progress.memories), overlay(self.progress.optimizers)
         for id in ids:
@@ -81,7 +81,7 @@ class _Phases(Mapping[str, tuple[OptimizerState, int]]):
 
 
 class _LazyOrders(Mapping[str, Order]):
-    """Orders to train, decoded as they are taken.
+    """Training orders, decoded on access.
 
     Args:
         orders: The orders of the exchange.
@@ -141,7 +141,7 @@ class InProcess(Transport):
         """``Transport.exchange``."""
         present, silent = self._present(orders)
         for id in silent:
-            envelope = orders[id]  # it was sent, and counts
+            envelope = orders[id]  # creates the order, because the ledger counts it
             del envelope
             on_reply(id, "it dropped out (simulated)")
         if orders.task == "train":
@@ -157,7 +157,7 @@ class InProcess(Transport):
                 return
 
     def _present(self, orders: Orders) -> tuple[list[str], list[str]]:
-        """Clients that answer an exchange, and clients that are silent."""
+        """Return the clients that reply in an exchange and the clients that do not."""
         if self.conditions is None or orders.task not in PHASES:
             return list(orders), []
         phases = ("train",) if self.host.secure is None else PHASES
@@ -171,14 +171,14 @@ class InProcess(Transport):
         return [id for id in orders if id not in gone], silent
 
     def _train(self, orders: Orders, present: Sequence[str], on_reply: OnReply, seconds: float, waits: bool) -> None:
-        """Train the clients that are present, and pass on their replies in the order of the simulated clock.
+        """Train the present clients and pass on their replies in the order of the simulated clock.
 
         Args:
             orders: Orders to train.
             present: Ids of the clients that reply.
             on_reply: Called with each reply.
             seconds: Deadline, in simulated seconds.
-            waits: Whether clients are silent, for which the server waits until the deadline.
+            waits: Whether the server waits until the deadline, for clients that do not reply.
         """
         enough, replies = False, dict[str, Reply]()
         conditions = self.conditions
@@ -208,7 +208,7 @@ class InProcess(Transport):
         self._clock += max(times.values(), default=0.0) if everybody else seconds
 
     def _tamper(self, order: Order, sent: Message, reply: Message) -> Message:
-        """The reply of a client, corrupted if the client is faulty."""
+        """Return a client's reply, corrupted if the client is faulty."""
         if order.to not in self._faulty:
             return reply
         assert order.client is not None
@@ -235,7 +235,7 @@ def simulate(
         method: The method, with its wrappers.
         engine: The engine, with the model; it trains the clients.
         members: The clients in any order, or by sorted id (``LazyMapping``).
-        examples: The data set that the clients' indices point into.
+        examples: The data set that the clients' indices refer to.
         settings: Rounds, cohort, reduction, privacy, seed.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
         aggregating: Creates the aggregation of a round.

@@ -75,7 +75,7 @@ class PlaintextAggregation:
         return len(self._held) - len(self._outliers()) >= context.wanted
 
     def _untrained(self, client: Client) -> Message:
-        """The reply of a client of this rank whose training moved nothing."""
+        """Return the reply of a client of this rank whose training changes nothing."""
         context, key = self.context, (client.rank, client.scaling)
         if key not in self._expected:
             fresh = replace(client, held=None)

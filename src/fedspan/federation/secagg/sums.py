@@ -22,8 +22,7 @@ __all__ = ["flatten", "initial_values", "layout_of", "unflatten"]
 
 
 def initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
-    """Return the origin of a contribution in its shapes and dtypes (float64 for integers, whose means are not
-    integers).
+    """Return the origin of a contribution in its shapes and dtypes (float64 for integers, because means are not).
 
     Args:
         contributed: Tensors that are summed.

@@ -20,7 +20,7 @@ class Masked:
 
     Args:
         context: Text that identifies the run and the session.
-        present: For every client that was ordered to train: itself and its masking partners.
+        present: The masking partners of every client that was ordered to train, including itself.
         needed: Number of shares that reconstruct a client's secret, by client.
         keys: Public keys of all clients.
         survivors: Clients whose vectors are in the sum.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
+from curvature import curvature, largest_magnitude, products
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-
-from fedspan.diagnostics.curvature import curvature, largest_magnitude, products
 
 
 def network() -> tuple[nn.Module, torch.Tensor]:

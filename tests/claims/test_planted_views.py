@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from fedspan.diagnostics.ajive import planted, second_moments, shortest
+from planted_views import planted, second_moments, shortest
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-from fedspan.diagnostics.linear import (
+from linear_model import (
     LinearFederation,
     angle_distance,
     fedit_round,
@@ -23,6 +21,7 @@ from fedspan.diagnostics.linear import (
     population,
     rolora_round,
 )
+from torch import Tensor
 
 N, M, D, P, ETA = 3, 9, 5, 4, 0.1
 
