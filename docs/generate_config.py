@@ -15,7 +15,7 @@ PAGE = Path(__file__).parent / "config.md"
 NODE_PAGE = Path(__file__).parent / "node.md"
 NODE_INTRO = """# A node's file
 
-What a data holder writes for `fedspan join` ([deployment.md](deployment.md)): who it is, where its data are, and what
+What a data owner writes for `fedspan join` ([deployment.md](deployment.md)): who it is, where its data are, and what
 it allows. Paths are as seen from the file's folder. A server never sees this file; what it asks for beyond the
 limits is refused. Written by `python docs/generate_config.py` from the descriptions in `fedspan.config.node`.
 """

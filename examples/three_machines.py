@@ -1,9 +1,9 @@
-"""A server and three data holders, each a process of its own, with TLS and keys: docs/deployment.md, step by step.
+"""A server and three data owners, each a process of its own, with TLS and keys: docs/deployment.md, step by step.
 
     pip install 'fedspan[flower]'
     python examples/three_machines.py
 
-Every command that the script runs is one that an operator or a data holder types; it prints them all. Here they run on
+Every command that the script runs is one that an operator or a data owner types; it prints them all. Here they run on
 one machine, over the loopback interface; between machines they are the same, with the server's name in place of
 127.0.0.1. In the end all processes are ended, whatever happened. Times: examples/README.md.
 """

@@ -109,7 +109,7 @@ def test_a_round_without_clients_is_said_to_be_one(played: Play) -> None:
     run = played("fedit")
     made = replace(run.prepared, federation=copy.copy(run.prepared.federation))
     made.federation.drawn = lambda round, more=0: []
-    with pytest.raises(FedspanError, match="nobody takes part"):
+    with pytest.raises(FedspanError, match="no client participates"):
         diagnosed(made, run.rounds[-1].before, pairs=0)
 
 
@@ -211,7 +211,7 @@ def test_as_people_read_it_and_as_json(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--round", "7"], "round: 7; best, last, or a round whose checkpoint was kept: 1, 2"),
+        (["--round", "7"], "round: 7; best, last, or a round with a checkpoint: 1, 2"),
         (["--round", "first"], "--round: 'first'; best, last, or a number"),
         (["--pairs", "-1"], "pairs: -1; a whole number from 0"),
         (["--examples", "0"], "examples: 0; a whole number from 1"),

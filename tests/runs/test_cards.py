@@ -32,7 +32,7 @@ def test_the_hub_reads_it_and_it_says_what_the_report_says(run: Path) -> None:
     assert found["accuracy"] == pytest.approx(report["scores"]["test"]["accuracy"], abs=1e-6)
     assert f"- Rounds: 2; this is round {report['best_round']}" in card.text
     assert f"{report['bytes']['down']:,} down" in card.text
-    assert "- Clients: 4, 3 a round; division: natural" in card.text
+    assert "- Clients: 4, 3 a round; partition: natural" in card.text
 
 
 def test_neither_clients_nor_paths_nor_labels_are_in_it(run: Path, tiny_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A data holder's service: what it agrees to, what it refuses, what it remembers."""
+"""A data owner's service: what it agrees to, what it refuses, what it remembers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data holders under secure aggregation: what their limits are worth, and that any process can go on for another."""
+"""Data owners under secure aggregation: what their limits are worth, and that any process can go on for another."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    """Fine-tune a pretrained model across private data holders with low-rank updates; get one PEFT adapter back."""
+    """Fine-tune a pretrained model across private data owners with low-rank updates; get one PEFT adapter back."""
 
 
 app.command(

@@ -228,7 +228,7 @@ def _watched(command: str, folder: Path, quiet: bool, play: Callable[[Watcher], 
 def _stopped(command: str, folder: Path, done: int, runs: int) -> str:
     if not (folder / f"{command}.yaml").is_file():
         return "stopped before the first run began; nothing was written"
-    finished = f"{done} of {runs} runs are finished" if runs else "what was finished is kept"
+    finished = f"{done} of {runs} runs are finished" if runs else "finished runs are kept"
     return f"stopped; {finished}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"
 
 

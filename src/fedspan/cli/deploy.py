@@ -33,7 +33,7 @@ def server(
 ) -> None:
     """Run a federation's server: Flower's SuperLink, with TLS and node keys.
 
-    The first start makes an authority and a certificate. Give ca.crt to every data holder.
+    The first start makes an authority and a certificate. Give ca.crt to every data owner.
     """
     from fedspan.transports.flower import require
 
@@ -50,8 +50,9 @@ def server(
         known = (names or ["THIS-MACHINE"])[0]
         typer.echo(f"listening on {host}:{port}; log: {folder / 'superlink.log'}")
         if not insecure:
-            typer.echo(f"give to every data holder: {folder / 'ca.crt'}")
-        typer.echo("a data holder, on its machine:\n  fedspan join --new-key node.key     # sends you node.key.pub")
+            typer.echo(f"give to every data owner: {folder / 'ca.crt'}")
+        typer.echo("each data owner, on its own machine:")
+        typer.echo("  fedspan join --new-key node.key     # sends you node.key.pub")
         if not insecure:
             typer.echo("here:\n  fedspan admit node.key.pub --as NAME" + _server(folder))
         typer.echo(f"then there, with `server: {known}:{port}` in its file:\n  fedspan join node.yaml")
@@ -65,7 +66,7 @@ def admit(
     name: Annotated[str, typer.Option("--as", metavar="NAME", help="The id that the node must have.")] = "",
     folder: Folder = _FOLDER,
 ) -> None:
-    """Let a data holder's node take part (Flower's own command: flwr supernode register)."""
+    """Let a data owner's node take part (Flower's own command: flwr supernode register)."""
     from fedspan.transports.flower import require
 
     require()
@@ -82,7 +83,7 @@ def join(
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and a key.")] = False,
 ) -> None:
-    """Take part in federations as a data holder. Data and paths never leave this machine."""
+    """Take part in federations as a data owner. Data and paths never leave this machine."""
     from fedspan.transports.flower import require
 
     require()
@@ -103,7 +104,7 @@ def join(
 
 def submit(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Where the run is kept.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")] = None,
     overrides: Overrides = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on with an interrupted run.")

@@ -40,7 +40,7 @@ def diagnose(
 
     screen = console()
     screen.quiet = as_json
-    with screen.status("playing a round"):
+    with screen.status("running a round"):
         import fedspan
 
         found = fedspan.diagnose(run, _round(round), pairs=pairs, examples=examples)

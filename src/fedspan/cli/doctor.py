@@ -17,7 +17,7 @@ _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSIN
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Where runs are to be kept.")] = Path(),
+    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder for runs.")] = Path(),
     as_json: Json = False,
 ) -> None:
     """Check the installation: packages and extras, accelerator, memory, disk, port, models. Nothing is changed.

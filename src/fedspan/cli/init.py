@@ -28,7 +28,7 @@ def init(
     from fedspan.cli.formatting import console
 
     screen = console()
-    with screen.status("looking at the data"):
+    with screen.status("inspecting the data"):
         from fedspan.config.init import start
 
         made = start(

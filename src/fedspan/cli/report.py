@@ -14,7 +14,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of series of runs.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = Path("report.html"),
     diagnose: Annotated[
-        bool, typer.Option("--diagnose", help="Play one more round of a run of each kind, and show what it tells.")
+        bool, typer.Option("--diagnose", help="Run one more round of a run of each kind, and show its diagnostics.")
     ] = False,
     data: Annotated[bool, typer.Option(help="Read the data again, to show who holds which labels.")] = True,
 ) -> None:

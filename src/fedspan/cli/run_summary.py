@@ -46,7 +46,7 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
     for line in _failures(report):
         out.print(Text.assemble((f"{'failures':<10}", "dim"), one_line(line, max(40, out.width - 10))))
     if not report.adapters:
-        out.print(Text("every client's own adapter is with its data holder", "dim"))
+        out.print(Text("every client's own adapter is on its data owner's node", "dim"))
         return
     id, where = next(iter(report.adapters.items()))
     adapter, own = folder / where, id != "global"

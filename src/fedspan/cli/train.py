@@ -21,7 +21,7 @@ def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Where the run is kept; left out: runs/ and the config's name."),
+        typer.Option("--out", metavar="FOLDER", help="Folder of the run; left out: runs/ and the config's name."),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -56,7 +56,7 @@ def run(
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Where the run is kept; left out: runs/demo, runs/demo-2, ..."),
+        typer.Option("--out", metavar="FOLDER", help="Folder of the run; left out: runs/demo, runs/demo-2, ..."),
     ] = None,
     overrides: Overrides = None,
     show_config: Annotated[

@@ -207,7 +207,7 @@ def export(
     ] = Form.adapter,
     client: Client = None,
     round: Annotated[
-        str, typer.Option("--round", metavar="N", help="best (by validation), last, or a round that was kept.")
+        str, typer.Option("--round", metavar="N", help="best (by validation), last, or a round with a checkpoint.")
     ] = "best",
     rank: Annotated[
         int | None,

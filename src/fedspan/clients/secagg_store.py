@@ -45,7 +45,7 @@ class DiskSessionStore:
     def store(self, client: str, session: Session) -> None:
         """``SessionStore.store``."""
         path = self._of(client)
-        with disk_errors(self.folder, "free some space; the round can be played again"):
+        with disk_errors(self.folder, "free some space; the round can be run again"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(path, session.model_dump_json().encode(), 0o600)
 

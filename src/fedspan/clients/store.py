@@ -110,7 +110,8 @@ class LostStateError(FedspanError):
     """A client's stored state is missing or damaged."""
 
     def __init__(self, client: str, round: int, why: str) -> None:
-        super().__init__("client memory", client, f"what it kept of round {round + 1} ({why}); it is sent everything")
+        expected = f"its stored state of round {round + 1} ({why}); the next order sends everything"
+        super().__init__("client memory", client, expected)
 
 
 class ClientStore(Protocol):

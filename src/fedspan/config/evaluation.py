@@ -31,9 +31,9 @@ class EvaluationConfig(Section):
     diagnostics: int | None = Field(
         default=None,
         ge=1,
-        description="Rounds between two looks at the clients' updates: what fedspan diagnose finds in every target "
-        "layer, into metrics.jsonl, and so onto the page of fedspan report; left out: never, as a look takes time. Not "
-        "between machines, where no process sees both ends, and not under privacy.",
+        description="Rounds between two diagnoses of the clients' updates: what fedspan diagnose measures in every target "
+        "layer is written to metrics.jsonl and shown by fedspan report; left out: never, because diagnosis takes time. "
+        "Not between machines, where no process sees both ends of an update, and not under privacy.",
     )
     generate: bool = Field(
         default=False,

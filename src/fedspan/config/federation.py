@@ -80,7 +80,7 @@ class SecureConfig(Section):
         description="A client's change of all that it sends is scaled down to this norm, if it has a greater one. "
         "The smaller, the finer the steps: an entry of the mean is off by about clip times clients over 2^bits.",
     )
-    bits: Literal[32, 64] = Field(default=32, description="Of the integers that travel up in place of floats.")
+    bits: Literal[32, 64] = Field(default=32, description="Of the integers that are sent up in place of floats.")
     threshold: float = Field(
         default=2 / 3,
         gt=0.5,
@@ -106,7 +106,7 @@ class FederationConfig(Section):
         description="Ranks of the clients, for methods that allow different ones. By client id: {client-00: 4}. In "
         "turn: [4, 8, 16]. By shares of the clients, who are shuffled: {assign: fractions, of: {4: 0.5, 8: 0.3, 16: "
         "0.2}}. Drawn for every client: {assign: draw, of: [4, 8, 16]}. The last two take a seed; left out: that of "
-        "the division of the data. Whom nothing names has method.r.",
+        "the partition of the data. Whom nothing names has method.r.",
     )
     scaling: Literal["by-rank", "equal"] = Field(
         default="by-rank",

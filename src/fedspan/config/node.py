@@ -34,7 +34,7 @@ class NodeLimits(Section):
         gt=0,
         allow_inf_nan=False,
         description="Seconds that an order may take, beside the loading of the model after a restart; then the process "
-        "that trains is killed and started anew.",
+        "that trains is killed and restarted.",
     )
     epsilon: float | None = Field(
         default=None,

@@ -79,7 +79,7 @@ class PrivacyConfig(Section):
             FedspanError: If they can't, with the reason.
         """
         reasons = {
-            "nothing of it travels": claims.sends == "nothing",
+            "none of it is transmitted": claims.sends == "nothing",
             "what a client chooses to send tells of its data": claims.budgets and self.mechanism != "dp-sgd",
             "its server combines replies one by one": claims.reduction != "sum" and self.mechanism == "central",
             "noise would spoil what it sends beside tensors that all clients start from": claims.sends != "values"

@@ -99,7 +99,7 @@ class ModelConfig(Section):
     def _agree(self) -> Self:
         if self.scratch:
             for option, why in (
-                ("quantization", "weights drawn anew have no use for it"),
+                ("quantization", "newly drawn weights have no use for it"),
                 ("adapter", "an adapter belongs to pretrained weights"),
                 ("modules_to_save", "all that is no target trains anyway"),
             ):
@@ -121,7 +121,7 @@ class TrainingConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Across rounds.")
     warmup_rounds: int = Field(default=0, ge=0, description="Rounds of linear warm-up.")
     min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="What a schedule falls to; at most lr.")
-    cycle_rounds: int | None = Field(default=None, ge=1, description="Rounds after which a schedule starts anew.")
+    cycle_rounds: int | None = Field(default=None, ge=1, description="Rounds after which a schedule restarts.")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Of SGD.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Of AdamW.")
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="Of AdamW.")
@@ -132,7 +132,7 @@ class TrainingConfig(Section):
     local_steps: int | None = Field(default=None, ge=1, description="Optimizer steps a round, not local_epochs.")
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="Clips gradients; 0: never.")
     optimizer_state: Literal["reset", "keep"] = Field(
-        default="reset", description="Whether a client's moments start anew each round or survive on the client."
+        default="reset", description="Whether a client's moments are reset each round or stay on the client."
     )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="On the adapters' input.")
     group_by_length: bool = Field(default=True, description="Batches of texts of similar length: less padding.")

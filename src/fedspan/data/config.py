@@ -281,8 +281,8 @@ class PartitionConfig(BaseModel):
         default=None,
         ge=0,
         lt=2**63,
-        description="Seed of the division and of data.test_fraction and data.max_examples; left out: the run's. Set "
-        "it to keep the same division under several seeds.",
+        description="Seed of the partition and of data.test_fraction and data.max_examples; left out: the run's. Set "
+        "it to keep the same partition under several seeds.",
     )
 
     @model_validator(mode="after")

@@ -138,7 +138,10 @@ def diagnose_round(
     round = progress.state.round
     federation.settings = replace(federation.settings, rounds=max(federation.settings.rounds, round + 1))
     if not federation.cohort(round):
-        expected = f"another checkpoint: in round {round + 1} nobody takes part, as the privacy's sample is empty"
+        expected = (
+            f"another checkpoint: in round {round + 1} no client participates, because the sample drawn for privacy "
+            "is empty"
+        )
         raise FedspanError("round", round, expected)
     result = federation.run_round(progress, on_trained=record)
     began = time.monotonic()

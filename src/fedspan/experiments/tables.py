@@ -140,7 +140,7 @@ def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> li
     divisions = {str(cast(dict[str, Any], place.read_json(place.partition))["fingerprint"]): place for place in places}
     if len(divisions) > 1:
         (_, one), (_, other) = list(divisions.items())[:2]
-        expected = f"the same division of the data as in {one.path.name}; the data have changed between the two"
+        expected = f"the same partition of the data as in {one.path.name}; the data have changed between the two"
         raise FedspanError("partition", str(other.path), expected)
     shown = [f"Command: `{shlex.join(command)}`  "]
     finished = [place.report.stat().st_mtime for place in places if place.report.is_file()]
@@ -148,7 +148,7 @@ def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> li
         shown.append(f"Date: {datetime.fromtimestamp(max(finished), UTC):%Y-%m-%d}.  ")
     for index, environment in enumerate(dict.fromkeys(_environment(each) for each in found)):
         shown.append(f"{'Machine' if index == 0 else 'Also on'}: {environment}.  ")
-    shown += [f"Same division of the data in all runs: {next(iter(divisions))[:16]}."] if divisions else []
+    shown += [f"Same partition of the data in all runs: {next(iter(divisions))[:16]}."] if divisions else []
     return shown
 
 

@@ -33,7 +33,7 @@ def origin_of(method: Method, sent: Message, client: Client, round: int) -> Tens
     """
     contribution = method.contribute(untrained_reply(method, sent, client, round), client)
     if contribution.stack:
-        raise ValueError("replies that are kept apart have no sum")
+        raise ValueError("replies that are stacked have no sum")
     return contribution.sum
 
 
@@ -49,7 +49,7 @@ def change_of(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[
             finite.
     """
     if contribution.stack:
-        raise ValueError("replies that are kept apart have no sum")
+        raise ValueError("replies that are stacked have no sum")
     if more := contribution.sum.keys() - origin.keys():
         raise ValueError(f"tensors that an untrained client does not contribute: {sorted(more)[:3]}")
     made: dict[str, Tensor] = {}

@@ -146,7 +146,7 @@ def open_reply(back: Envelope | str) -> Reply:
         raise ValueError(back)
     answer = decode_reply(back)
     if answer.lost:
-        raise ClientLostState(answer.failed or "it lost what it kept")
+        raise ClientLostState(answer.failed or "its stored state is lost")
     if answer.failed is not None:
         raise ValueError(answer.failed)
     return answer

@@ -159,6 +159,6 @@ def _too_few(
     reasons = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in good)
     expected = (
         f"at least {quorum} of {len(ids)} clients in round {round + 1} ({reasons}); the state before the round is "
-        "kept: put it right and resume"
+        "kept: fix the cause and resume"
     )
     return FedspanError("good replies", len(good), expected)

@@ -63,7 +63,7 @@ def course(groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], t
             hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{group.label}</extra>",
         )
         _lengthen(axes, one, 1)
-    titles = {"rounds": "round", "bytes": "megabytes that travelled, both ways", "time": "seconds of rounds"}
+    titles = {"rounds": "round", "bytes": "megabytes transmitted, both ways", "time": "seconds of rounds"}
     apart = whole_rounds(max((one.rounds[-1] for one in curves if one.rounds), default=1))
     figure.update_xaxes(title=titles["rounds"], dtick=apart)
     figure.update_yaxes(title=title, tickformat=".0%" if percent else None)

@@ -151,7 +151,7 @@ def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tup
         if pair[0] is not None and pair[1] is not None:
             found[cell.name] = (pair[0], pair[1])
     if not found:
-        return unjudged("no cell of it is played, or measured, at this scale, or a row of it failed everywhere")
+        return unjudged("no cell of it is run, or measured, at this scale, or a row of it failed everywhere")
     rule = _rule(claim)
     single = tuple(_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in found.items())
     mean = [_means([pair[side] for pair in found.values()]) for side in (0, 1)]

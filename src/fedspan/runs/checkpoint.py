@@ -61,7 +61,7 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     wanted = max(there) if round in ("best", "last") else round
     if not isinstance(wanted, int) or wanted not in there:
         kept = ", ".join(map(str, there))
-        raise FedspanError("round", round, f"best, last, or a round whose checkpoint was kept: {kept}")
+        raise FedspanError("round", round, f"best, last, or a round with a checkpoint: {kept}")
     return there[wanted]
 
 
@@ -153,7 +153,7 @@ def latest(run: RunFolder) -> Checkpoint | None:
     try:
         return load(rounds[newest])
     except DamagedFileError as error:
-        way_on = "no older checkpoint is intact; start anew in another folder"
+        way_on = "no older checkpoint is intact; start again in another folder"
         for round in older:
             with suppress(FedspanError):
                 load(rounds[round])
@@ -176,7 +176,7 @@ def truncate_logs(run: RunFolder, checkpoint: Checkpoint | None) -> None:
                 raise FedspanError(
                     str(path),
                     f"{found} bytes",
-                    f"at the checkpoint a line of it ended at byte {length}; restore the file or start anew elsewhere",
+                    f"at the checkpoint a line of it ended at byte {length}; restore the file or start again elsewhere",
                 )
             if found > length:
                 with path.open("r+b") as file:

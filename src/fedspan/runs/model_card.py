@@ -109,7 +109,7 @@ def _base(config: RunConfig) -> str:
 def _introduction(config: RunConfig, base: str, adapter: bool) -> str:
     what = "A PEFT adapter" if adapter else "A model"
     return (
-        f"{what} for `{base}`, trained by [fedspan](https://pypi.org/project/fedspan/) across data holders whose data "
+        f"{what} for `{base}`, trained by [fedspan](https://pypi.org/project/fedspan/) across data owners whose data "
         f"never left them: federated fine-tuning by `{config.method.title}`.\n"
     )
 
@@ -124,10 +124,10 @@ def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
     facts = {
         "Task": config.task,
         "Method": f"{config.method.title}, rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}",
-        "Clients": f"{len(sizes)}, {'all' if cohort is None else cohort} a round; division: {divided}",
+        "Clients": f"{len(sizes)}, {'all' if cohort is None else cohort} a round; partition: {divided}",
         "Training examples of a client": f"{min(sizes)} to {max(sizes)}, median {statistics.median(sizes):g}",
         "Rounds": f"{report.rounds}; this is round {report.best_round}",
-        "Bytes that travelled": f"{report.bytes['down']:,} down, {report.bytes['up']:,} up",
+        "Bytes transmitted": f"{report.bytes['down']:,} down, {report.bytes['up']:,} up",
         "Seed": str(config.seed),
     }
     if config.data.dataset is not None:

@@ -57,7 +57,7 @@ class FedPAQ(RegisteredWrapper):
         if claims.reduction == "stack":
             return "is unbiased for sums only, and this method's server computes something else of single replies"
         if claims.sends != "values":
-            return "sends changes of tensors that all clients start from alike, and here something else travels"
+            return "sends changes of tensors that all clients start from alike, and here something else is transmitted"
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

@@ -74,11 +74,11 @@ class Scaffold(RegisteredWrapper):
 
     def refusal(self, claims: Claims) -> str | None:
         if claims.reinitialises:
-            return "remembers gradients of tensors, and this method's tensors start anew in every round"
+            return "remembers gradients of tensors, and this method's tensors are re-initialized in every round"
         if claims.heterogeneous_ranks:
             return "needs one shape of every tensor for all clients, and this method's ranks may differ"
         if claims.sends != "values":
-            return "corrects tensors that all clients start from alike, and here something else travels"
+            return "corrects tensors that all clients start from alike, and here something else is transmitted"
         return None
 
     def training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:

@@ -47,7 +47,7 @@ class ServerOptimizer(RegisteredWrapper):
         if claims.reduction == "stack":
             return "steps along the mean of the replies, and this method's server needs a stack of them"
         if claims.reinitialises:
-            return "needs tensors that last from round to round, and this method's start anew in every one"
+            return "needs tensors that last from round to round, and this method's are re-initialized in every one"
         if claims.moves_base:
             return "changes the average of the factors, and this method moves the base by what the same replies give"
         if claims.sends != "values":

@@ -42,7 +42,7 @@ class RobustReducer(Reducer):
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         if contribution is not None:
             if contribution.stack:
-                raise ValueError("replies that are kept apart have no median")
+                raise ValueError("replies that are stacked have no median")
             self._held.append(contribution)
 
     def result(self) -> Reduced:

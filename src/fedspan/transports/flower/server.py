@@ -52,7 +52,7 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
         files = ", ".join((AUTHORITY, CERTIFICATE, KEY))
         expected = (
             f"one that the certificate in {folder} is good for ({', '.join(certified_hosts(folder))}); for another, "
-            f"remove {files} there, and give the new {AUTHORITY} to every data holder"
+            f"remove {files} there, and give the new {AUTHORITY} to every data owner"
         )
         raise FedspanError("--name", others[0], expected)
     if not (folder / _SECRET).exists():
