@@ -35,9 +35,8 @@ from stage import Deployment, command, environment
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "flower")]
 
-from sites import SITES, run_values, site_files  # noqa: E402
-
 import tiny  # noqa: E402
+from sites import SITES, run_values, site_files  # noqa: E402
 
 NORTH, SOUTH, WEST = SITES
 ROUNDS = 3
