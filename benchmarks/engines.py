@@ -6,7 +6,8 @@ all-MiniLM-L6-v2 on Banking77's 77 intents: LoRA of rank 8 on query and value an
 over identically distributed clients. Each contender is a process that plays one round when it is asked; rounds are
 played in turns (A B C A B C ...), and what is given is the median of the ratios within a repetition. The peers are
 installed into an environment of their own (``--environment``, made on the first call).
-``--sections`` picks some; ``--clients 4 --examples 4 8 --examples 32 32 --repetitions 1`` is a quick try.
+``--sections before --before CHECKOUT`` times the engines of this checkout and of another one, such as a worktree, in
+turns. ``--sections`` picks some; ``--clients 4 --examples 4 8 --examples 32 32 --repetitions 1`` is a quick try.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from engines.environment import PEERS, make_environment
 from engines.page import Limit, gemm_table, limit_table, machine
 from engines.runs import accuracy, memory, overhead, profiled
-from engines.speed import compare, compiled, last_layers
+from engines.speed import compare, compare_checkouts, compiled, last_layers
 
 FULL = {"clients": 50, "threads": 2, "registered": 100_000}
 EXAMPLES = {4: 16, 32: 64}
@@ -37,6 +38,7 @@ def sections(python: Path | None) -> dict[str, Section]:
     for batch in EXAMPLES:
         parts[f"last{batch}"] = partial(last_layers, python=python, batch=batch)
     parts["compiled"] = partial(compiled, python=python, batch=min(EXAMPLES))
+    parts["before"] = partial(compare_checkouts, batch=min(EXAMPLES))
     return {**parts, "profile": profiled, "overhead": overhead, "memory": memory, "accuracy": accuracy}
 
 
@@ -124,7 +126,8 @@ def main() -> None:
     parser.add_argument("--accuracy-rounds", type=int, default=5)
     parser.add_argument("--accuracy-lr", type=float, default=8e-3)
     parser.add_argument("--accuracy-seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sections", nargs="+", choices=list(sections(None)), default=list(sections(None)))
+    parser.add_argument("--sections", nargs="+", choices=list(sections(None)), help="left out: all but before")
+    parser.add_argument("--before", type=Path, help="another checkout, for the section before")
     parser.add_argument("--page", type=Path, help="write the tables to this file")
     args = parser.parse_args()
     args.examples = {**EXAMPLES, **dict(args.examples)}
@@ -133,6 +136,10 @@ def main() -> None:
     for batch, count in args.examples.items():
         if count % batch:
             parser.error(f"--examples {batch} {count}: a client's examples make whole batches")
+    args.sections = args.sections or [name for name in sections(None) if name != "before"]
+    if "before" in args.sections and args.before is None:
+        parser.error("--sections before needs --before, the other checkout")
+    args.before = None if args.before is None else args.before.resolve()
     enough = all(args.examples[batch] >= count for batch, count in EXAMPLES.items())
     args.judged = enough and all(getattr(args, name) == value for name, value in FULL.items())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contenders end, too

@@ -33,10 +33,10 @@ from safetensors.torch import load_file
 from stage import Deployment, command, environment
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "flower")]
+sys.path.insert(0, str(HERE.parent / "tests"))
 
-import tiny  # noqa: E402
-from sites import SITES, run_values, site_files  # noqa: E402
+from helpers import tiny  # noqa: E402
+from helpers.sites import SITES, run_values, site_files  # noqa: E402
 
 NORTH, SOUTH, WEST = SITES
 ROUNDS = 3

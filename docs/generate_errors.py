@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-_TESTS = Path(__file__).parents[1] / "tests"
-sys.path += [str(_TESTS), str(_TESTS / "errors")]
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from mistakes import SECTIONS  # noqa: E402
-from world import Mistake, World  # noqa: E402
+from helpers.mistakes import SECTIONS
+from helpers.mistakes.world import Mistake, World
 
 PAGE = Path(__file__).parent / "errors.md"
 INTRO = """# What fedspan says to mistakes

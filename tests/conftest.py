@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from click.testing import Result
+
     from fedspan.runs.setup import Prepared
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
@@ -32,7 +36,7 @@ def quiet() -> None:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds ``bert``, ``roberta``, ``distilbert``, ``gpt2`` and ``corpus.csv``."""
-    import tiny
+    from helpers import tiny
 
     folder = tmp_path_factory.mktemp("tiny")
     for kind in ("bert", "roberta", "distilbert", "gpt2"):
@@ -44,8 +48,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds a causal language model of each family (``llama-lm`` ...), ``questions.jsonl`` and ``corpus.csv``."""
-    import tiny
-    import tiny_decoders
+    from helpers import tiny, tiny_decoders
 
     folder = tmp_path_factory.mktemp("decoders")
     for family in tiny_decoders.FAMILIES:
@@ -58,7 +61,7 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the image models ``vit`` and ``resnet``, and the folder ``pictures``."""
-    import tiny_images
+    from helpers import tiny_images
 
     folder = tmp_path_factory.mktemp("images")
     for kind in ("vit", "resnet"):
@@ -71,7 +74,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Finished runs, not to be changed: ``vit``, ``resnet``, and ``scratch`` on builtin:resnet-8."""
     import fedspan
-    import tiny_images
+    from helpers import tiny_images
 
     folder = tmp_path_factory.mktemp("image-runs")
     for name, kind in (("vit", "vit"), ("resnet", "resnet"), ("scratch", "builtin:resnet-8")):
@@ -82,7 +85,40 @@ def image_runs(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prepared(tiny_folder: Path) -> Prepared:
     """FedIT on the tiny BERT, whose model tests may share: values of a federation leave nothing behind in it."""
-    import tiny
     from fedspan.runs.setup import prepare
+    from helpers import tiny
 
     return prepare(tiny.config(tiny_folder))
+
+
+@pytest.fixture(scope="session")
+def call() -> Callable[..., Result]:
+    """``fedspan`` with arguments, in 80 columns."""
+    from typer.testing import CliRunner
+
+    from fedspan.cli import app
+
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
+
+    def called(*arguments: object, input: str | None = None) -> Result:
+        return runner.invoke(app, [str(argument) for argument in arguments], input=input)
+
+    return called
+
+
+@pytest.fixture
+def refused(call: Callable[..., Result]) -> Callable[..., str]:
+    """``fedspan`` with arguments that are wrong: the one line that it prints."""
+    from fedspan.cli.hints import hint
+
+    def called(*arguments: object) -> str:
+        result = call(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("error: ")
+        line, *rest = result.stderr.splitlines()
+        assert rest in ([], [f"see docs/{hint(line.removeprefix('error: ').partition(':')[0])}"])
+        assert "Traceback" not in result.output
+        assert isinstance(result.exception, SystemExit)
+        return line.removeprefix("error: ")
+
+    return called

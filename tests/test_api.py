@@ -14,8 +14,8 @@ import yaml
 from safetensors.torch import load_file
 
 import fedspan
-import tiny
 from fedspan import FedspanError, Listener, RunReport
+from helpers import tiny
 
 
 class Stop(BaseException):

@@ -15,7 +15,7 @@ from engines.environment import peer_variables
 from engines.page import Limit, ratios, speed_table
 from engines.work import Work, write_plan
 
-__all__ = ["LAST", "compare", "compiled", "last_layers"]
+__all__ = ["LAST", "compare", "compare_checkouts", "compiled", "last_layers"]
 
 SUBJECT = "fedspan batched, bfloat16"
 PLAIN, SAME = "PEFT loop, float32", "PEFT loop, bfloat16, bucketed"
@@ -25,6 +25,8 @@ ALL_LAYERS, CACHED = "fedspan batched, bfloat16, all layers", "fedspan batched, 
 TARGETS = {4: {PLAIN: 4.0, SAME: 2.0, "Flower": 3.0}, 32: {PLAIN: 4.0, SAME: 1.5}}
 MORE = 2.2
 """Times faster, as asked for, by batch; and of the last layers with the prefix cache against all layers."""
+SLOWER = 0.97
+"""Least speed over that of another checkout."""
 NEAR = 1e-3
 """How far losses of the same training may be apart, relatively."""
 
@@ -47,12 +49,17 @@ class Field:
         write_plan(work, self.folder / name, self.args.repetitions + 1)
         return self.folder / name
 
-    def fedspan(self, name: str, work: Work, dtype: str, engine: Mapping[str, Any]) -> Contender:
-        """fedspan with an engine."""
+    def fedspan(
+        self, name: str, work: Work, dtype: str, engine: Mapping[str, Any], checkout: Path | None = None
+    ) -> Contender:
+        """fedspan with an engine; of another checkout, if one is given, with that one's own script."""
         path = self.folder / f"{name.replace(' ', '-')}.json"
         path.write_text(json.dumps(work.values(dtype, dict(engine))))
-        command = [sys.executable, str(HERE / "fedspan_rounds.py"), str(path)]
-        return Contender(name, command, fedspan_variables(work.threads))
+        here, variables = HERE, fedspan_variables(work.threads)
+        if checkout is not None:
+            here = checkout / "benchmarks" / "engines"
+            variables = {**variables, "PYTHONPATH": str(checkout / "src")}
+        return Contender(name, [sys.executable, str(here / "fedspan_rounds.py"), str(path)], variables)
 
     def peer(self, name: str, script: str, plan: Path, *options: str, threads: int | None = None) -> Contender:
         """A peer."""
@@ -114,6 +121,26 @@ def compare(args: argparse.Namespace, python: Path | None, batch: int) -> tuple[
         "",
         *speed_table(results, SUBJECT),
     ]
+    return lines, limits
+
+
+def compare_checkouts(args: argparse.Namespace, batch: int) -> tuple[list[str], list[Limit]]:
+    """This checkout and ``args.before``, in turns; no engine may be slower than ``SLOWER`` times the other's speed."""
+    field, work = Field(args, None, args.out / "before"), work_of(args, batch)
+    settings = {"loop": {"name": "loop"}, "batched": {"name": "batched", "clients_at_once": args.at_once, "workers": 1}}
+    contenders = [
+        field.fedspan(f"{engine}, {side}", work, "float32", values, checkout)
+        for engine, values in settings.items()
+        for side, checkout in (("before", args.before), ("after", None))
+    ]
+    results = in_turns(contenders, args.repetitions, field.folder)
+    keep(results, field.folder)
+    limits: list[Limit] = []
+    for engine in settings:
+        found = statistics.median(ratios(results[f"{engine}, before"], results[f"{engine}, after"]))
+        what = f"batch {batch}: speed of {engine} over that of the other checkout"
+        limits.append(Limit(what, f"{found:.3f}", f"at least {SLOWER}", found >= SLOWER))
+    lines = [f"## Before and after, batch {batch}", "", *speed_table(results, "batched, after")]
     return lines, limits
 
 

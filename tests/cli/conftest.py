@@ -1,4 +1,4 @@
-"""A run that is finished, one that was stopped, and how the tests call the commands."""
+"""A run that is finished, one that was stopped, and configs for the commands."""
 
 from __future__ import annotations
 
@@ -10,42 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from typer.testing import CliRunner
 
-import tiny
-from fedspan.cli import app
-from fedspan.cli.hints import hint
+from helpers import tiny
 
 Call = Callable[..., Result]
 Write = Callable[..., Path]
-
-
-@pytest.fixture(scope="session")
-def call() -> Call:
-    """``fedspan`` with arguments, in 80 columns."""
-    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
-
-    def called(*arguments: object, input: str | None = None) -> Result:
-        return runner.invoke(app, [str(argument) for argument in arguments], input=input)
-
-    return called
-
-
-@pytest.fixture
-def refused(call: Call) -> Callable[..., str]:
-    """``fedspan`` with arguments that are wrong: the one line that it says."""
-
-    def called(*arguments: object) -> str:
-        result = call(*arguments)
-        assert result.exit_code == 2, result.output
-        assert result.stderr.startswith("error: ")
-        line, *rest = result.stderr.splitlines()
-        assert rest in ([], [f"see docs/{hint(line.removeprefix('error: ').partition(':')[0])}"])
-        assert "Traceback" not in result.output
-        assert isinstance(result.exception, SystemExit)
-        return line.removeprefix("error: ")
-
-    return called
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,12 @@ import yaml
 from click.testing import Result
 
 import fedspan
-import tiny
-import tiny_decoders
-from fedspan.cli.train import fresh_folder
+from fedspan.cli.live_run import fresh_folder
 from fedspan.methods.describe import describe
 from fedspan.methods.registry import METHODS
 from fedspan.wrappers.describe import describe as describe_wrappers
 from fedspan.wrappers.registry import WRAPPERS
+from helpers import tiny, tiny_decoders
 
 Call = Callable[..., Result]
 Write = Callable[..., Path]

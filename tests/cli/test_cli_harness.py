@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fedspan
-import tiny_decoders
 from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.runs.load import load_served
+from helpers import tiny_decoders
 
 pytest.importorskip("lm_eval", reason="the extra fedspan[harness] is not installed")
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from click.testing import Result
 from peft import PeftModel
 
 import fedspan
-import tiny_images
-from conftest import Call
+from helpers import tiny_images
+
+Call = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")

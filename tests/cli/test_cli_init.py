@@ -43,7 +43,7 @@ def test_texts_with_labels_of_several_sites(call: Call, tmp_path: Path) -> None:
     assert "# where the adapters go" in text
 
 
-def test_a_file_for_each_holder(call: Call, tmp_path: Path) -> None:
+def test_a_file_for_each_data_owner(call: Call, tmp_path: Path) -> None:
     for site in ("north", "south"):
         table(tmp_path / f"{site}.csv", {"note": TEXTS * 40, "label": ["a", "b", "c"] * 800})  # more than is looked at
     config, said = written(call, tmp_path / "{clinic}.csv", tmp_path / "c.yaml")

@@ -18,7 +18,7 @@ from fedspan.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, and sends signals")
 
-SCRIPT = Path(__file__).with_name("forked_command.py")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "forked_command.py"
 ROUNDS = 8
 
 

@@ -11,9 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 import fedspan
-import tiny
 from fedspan.cli.app import app
 from fedspan.methods.registry import METHODS
+from helpers import tiny
 
 
 def invoked(*arguments: str) -> Any:

@@ -17,7 +17,6 @@ import yaml
 from click.testing import Result
 
 import fedspan
-import tiny
 from fedspan import FedspanError, Watcher
 from fedspan.config import parse_config
 from fedspan.config.privacy import PrivacyConfig
@@ -25,6 +24,7 @@ from fedspan.experiments.reuse import FinishedRuns
 from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce
 from fedspan.reproduction.presets import list_presets, read_preset
+from helpers import tiny
 
 Call = Callable[..., Result]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import plain
 
 from fedspan.clients.data import overlay
 from fedspan.clients.store import MEMORY, MOMENTS, store
@@ -20,6 +19,7 @@ from fedspan.federation.serialization import Writer, encode_state
 from fedspan.files import DamagedFileError
 from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
+from helpers.plain_data import plain
 
 START = Progress(ServerState())
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from fuzzing import CHANGES, CUTS, HUGE, answered, changed, fuzz, mangled
 from hypothesis import example, given
 from hypothesis import strategies as st
-from world import GOOD, QUESTIONS
 
 from fedspan.config import RunConfig, load_config, override, parse_config
 from fedspan.data.loading import load
 from fedspan.data.partition import partition
 from fedspan.data.templates import template_of
+from helpers.fuzzing import CHANGES, CUTS, HUGE, answered, changed, fuzz, mangled
+from helpers.mistakes.world import GOOD, QUESTIONS
 
 NUMBERS = "text,label\n" + "".join(f"word{n},{n / 4}\n" for n in range(9))
 CONFIGS: list[dict[str, Any]] = [

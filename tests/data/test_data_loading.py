@@ -308,7 +308,7 @@ def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
     assert [np.asarray(image).max() for image in images] == [10, 10, 200, 200]
 
 
-def test_a_holder_that_cannot_be_read_is_not_left_out(
+def test_a_data_owner_that_cannot_be_read_is_not_left_out(
     clinics: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = clinics / "clinic south"

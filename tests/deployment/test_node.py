@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,66 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-import tiny
-from fedspan import __version__
-from fedspan.config.node import NodeConfig, load_node
-from fedspan.deployment.handshake import Introduction, Invitation, base_digest, server_config
+from fedspan.config.node import load_node
+from fedspan.deployment.handshake import server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply, read_header
-from fedspan.runs.remote import connect, prepare_server, server_clients
-from fedspan.runs.setup import Prepared
-from transporting import ReplyingTransport
-
-CLIENT = "clinic"
-
-
-def values(tiny_folder: Path, **changes: Any) -> dict[str, Any]:
-    """A deployment's config."""
-    made = tiny.settings(tiny_folder, **changes)
-    made["data"] = {"labels": list(tiny.LABELS)}
-    made["partition"] = {"partitioner": "iid", "clients": 1, "validation": 0.1, "test": 0.1}
-    made["federation"] = {"rounds": 3}
-    return made
-
-
-def node(tiny_folder: Path, folder: Path, **changes: Any) -> NodeConfig:
-    given = {"id": CLIENT, "server": "localhost:1", "data": {"train": str(tiny_folder / "corpus.csv")}, **changes}
-    return NodeConfig.model_validate({"folder": str(folder), **given})
-
-
-def invitation(config: dict[str, Any], **changes: Any) -> Invitation:
-    return Invitation(**{"run": "run", "version": __version__, "config": json.dumps(config), **changes})
-
-
-def introduced(holder: NodeService, config: dict[str, Any], **changes: Any) -> Introduction:
-    return read_header(Introduction, holder.answer(invitation(config, **changes).envelope()))
-
-
-class Direct(ReplyingTransport):
-    """A transport to one holder."""
-
-    def __init__(self, holder: NodeService) -> None:
-        self.holder = holder
-        self.sent: list[Envelope] = []
-
-    def replies(self, envelopes: Any, seconds: float, *, patient: bool = False) -> Any:
-        for id, envelope in envelopes.items():
-            self.sent.append(envelope)
-            yield id, self.holder.answer(envelope)
-
-
-def served(tiny_folder: Path, holder: NodeService, **changes: Any) -> tuple[Prepared, Direct]:
-    """A server's run with one node."""
-    given = values(tiny_folder, **changes)
-    prepared = prepare_server(server_config(given))
-    told = introduced(holder, given)
-    assert told.refused is None
-    assert told.base == base_digest(prepared.model)
-    transport = Direct(holder)
-    members = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
-    rules = prepared.config.federation.reply_rules()
-    return connect(prepared, transport, rules, members=members, run="run"), transport
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply
+from helpers.node_service import CLIENT, introduced, node, served, values
 
 
 def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, tmp_path: Path) -> None:
@@ -82,7 +27,7 @@ def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, 
     assert set(test.by_client) == {CLIENT}
     (sent,) = run.federation.beside().transfers
     assert (sent.purpose, sent.client, sent.bytes) == ("evaluate", CLIENT, len(transport.sent[-1].body))
-    transport.holder = NodeService(node(tiny_folder, tmp_path))  # whose process was killed
+    transport.service = NodeService(node(tiny_folder, tmp_path))  # whose process was killed
     second = run.federation.run_round(first.progress)
     assert not second.failures
     assert second.progress.held == {CLIENT: 1}
@@ -93,16 +38,16 @@ def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, 
 
 
 def test_what_was_sent_before_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = NodeService(node(tiny_folder, tmp_path))
-    run, transport = served(tiny_folder, holder)
+    service = NodeService(node(tiny_folder, tmp_path))
+    run, transport = served(tiny_folder, service)
     run.federation.run_round(run.federation.begin())
     (envelope,) = transport.sent
-    for one in (holder, NodeService(node(tiny_folder, tmp_path))):
+    for one in (service, NodeService(node(tiny_folder, tmp_path))):
         answer = decode_reply(one.answer(envelope))
         assert answer.failed is not None
         assert "was here before" in answer.failed
     older = replace(decode_order(envelope), serial=decode_order(envelope).serial - 1)
-    assert "was here before" in (decode_reply(holder.answer(older.envelope())).failed or "")
+    assert "was here before" in (decode_reply(service.answer(older.envelope())).failed or "")
 
 
 def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -141,19 +86,19 @@ def test_another_version_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = NodeService(node(tiny_folder, tmp_path, limits={"message_mib": 1}))
-    run, transport = served(tiny_folder, holder)
+    service = NodeService(node(tiny_folder, tmp_path, limits={"message_mib": 1}))
+    run, transport = served(tiny_folder, service)
     run.federation.run_round(run.federation.begin())
     order = replace(decode_order(transport.sent[0]), serial=2**52, body=bytes(2**20 + 1))
-    answer: Reply = decode_reply(holder.answer(order.envelope()))
+    answer: Reply = decode_reply(service.answer(order.envelope()))
     assert "at most 1048576 bytes" in (answer.failed or "")
 
 
-def test_a_parcel_of_no_kind_is_none(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = NodeService(node(tiny_folder, tmp_path))
+def test_an_envelope_of_no_kind_is_none(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node(tiny_folder, tmp_path))
     for header in ("", "{}", "[]", '{"task": "begin"}', "\x00"):
         with pytest.raises(ValueError, match="header"):
-            holder.answer(Envelope(header))
+            service.answer(Envelope(header))
 
 
 def test_a_server_s_config_names_no_data(tiny_folder: Path) -> None:

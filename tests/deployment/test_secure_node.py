@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-import tiny
 from fedspan import __version__
 from fedspan.config.node import NodeConfig
 from fedspan.deployment.handshake import Introduction, Invitation, server_config
@@ -23,7 +22,8 @@ from fedspan.federation.protocol import Envelope, Order, decode_reply, read_head
 from fedspan.federation.secagg.messages import KeysReply, UnmaskReply, decode_request
 from fedspan.runs.remote import connect, prepare_server, server_clients
 from fedspan.runs.setup import Prepared
-from transporting import Replies, ReplyingTransport
+from helpers import tiny
+from helpers.reply_transport import Replies, ReplyingTransport
 
 CLINICS = ("clinic-a", "clinic-b", "clinic-c")
 
@@ -42,7 +42,7 @@ def node(id: str, tiny_folder: Path, folder: Path, **limits: Any) -> NodeConfig:
 
 
 class Direct(ReplyingTransport):
-    """A transport to holders, each a new one for every parcel, as if its process had been killed in between."""
+    """A transport to nodes, each a new one for every envelope, as if its process had been killed in between."""
 
     def __init__(self, make: Callable[[str], NodeService], lost: Callable[[Any], bool]) -> None:
         self.make, self.lost = make, lost
@@ -71,12 +71,12 @@ def served(
     invitation = Invitation(run="run", version=__version__, config=json.dumps(given)).envelope()
     told = {id: read_header(Introduction, make(id).answer(invitation)) for id in CLINICS}
     assert [one.refused for one in told.values()] == [None] * 3
-    members = server_clients(
+    clients = server_clients(
         prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()}
     )
     transport = Direct(make, lost)
     rules = prepared.config.federation.reply_rules()
-    return connect(prepared, transport, rules, members=members, run="run"), transport
+    return connect(prepared, transport, rules, members=clients, run="run"), transport
 
 
 def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, t
     assert set(test.by_client) == set(CLINICS)
 
 
-def test_every_parcel_that_comes_again_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     run, transport = served(tiny_folder, tmp_path)
     run.federation.run_round(run.federation.begin())
     for envelope in transport.sent:
@@ -114,9 +114,9 @@ def test_every_parcel_that_comes_again_is_refused(tiny_folder: Path, tmp_path: P
 
 
 def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_folder: Path, tmp_path: Path) -> None:
-    holder = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
+    service = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
     invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
-    told = read_header(Introduction, holder.answer(invitation.envelope()))
+    told = read_header(Introduction, service.answer(invitation.envelope()))
     assert "limits.secure_only: None; a run with federation.secure" in (told.refused or "")
     assert not list(tmp_path.rglob("invitation.json"))
 

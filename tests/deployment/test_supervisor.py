@@ -1,4 +1,4 @@
-"""A holder in a process of its own: one that hangs, or dies, costs its order and no more."""
+"""A data owner's node in a process of its own: one that hangs, or dies, costs its order and no more."""
 
 from __future__ import annotations
 

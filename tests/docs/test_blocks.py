@@ -17,16 +17,15 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import yaml
-from blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
 from typer.testing import CliRunner
 
 import fedspan
-import tiny
-import tiny_decoders
 from fedspan.cli.app import app
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.models.names import resolve_model
+from helpers import tiny, tiny_decoders
+from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 FRAGMENTS = {Path("docs/adding-a-method.md"): ("methods/ffa_lora.py", "methods/registry.py")}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from world import World
+
+from helpers.mistakes.world import World
 
 
 @pytest.fixture(scope="session")

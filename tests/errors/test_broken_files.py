@@ -13,10 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
 from hypothesis import example, given
 from hypothesis import strategies as st
-from world import GOOD, World
 
 from fedspan.config import parse_config
 from fedspan.data.config import DataConfig
@@ -27,6 +25,8 @@ from fedspan.runs.checkpoint_format import read_index
 from fedspan.runs.notes import facts_of, read_notes
 from fedspan.runs.results import read_report
 from fedspan.runs.setup import prepare
+from helpers.fuzzing import CHANGES, CUTS, answered, as_json, changed, fuzz, mangled
+from helpers.mistakes.world import GOOD, World
 
 TALKS = '{"talk": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import tiny
+from helpers import tiny
 
 _COMMIT = "0" * 40
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mistakes import SECTIONS
 from typer.testing import CliRunner
-from world import Mistake, World
+
+from helpers.mistakes import SECTIONS
+from helpers.mistakes.world import Mistake, World
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [(title, mistake) for title, mistakes in SECTIONS.items() for mistake in mistakes]

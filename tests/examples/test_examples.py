@@ -169,13 +169,13 @@ def processes_of(out: Path) -> list[int]:
 
 def test_three_machines(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
-    out, holders = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
+    out, clinics = tmp_path / "out", ("clinic-a", "clinic-b", "clinic-c")
     printed = played("three_machines", out, *ENCODER, tiny_folder / "bert")
     report = fedspan.read_report(out / "run")
-    assert set(report.by_client) == set(holders)
+    assert set(report.by_client) == set(clinics)
     assert not report.failures
-    for holder in holders:
-        assert f"{holder}: {report.by_client[holder]['accuracy']:.1%} on its own test part" in printed
+    for clinic in clinics:
+        assert f"{clinic}: {report.by_client[clinic]['accuracy']:.1%} on its own test part" in printed
     assert (out / "run" / "adapter" / "adapter_model.safetensors").is_file()
     assert processes_of(out) == []
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 import fedspan
-import tiny
 from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
 from fedspan.runs.results import read_config, read_report
+from helpers import tiny
 
 METHODS = ("fedit", "fedloru")
 SEEDS = (4, 1)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import fedspan
-import tiny
 from fedspan.config import parse_config
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
 from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, corrupt
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
 
 IDS = tuple(sorted(tiny.SITES))
 
@@ -106,7 +106,7 @@ def test_a_client_that_drops_out_leaves_no_trace_but_its_failure(engine: str, ti
     assert {one.client for one in result.transfers if one.direction == "down"} == set(IDS)
     plain = built(tiny_folder, engine={"name": engine})
     members = plain.federation.members
-    tiny.use_members(plain.federation, {id: members[id] for id in left})
+    tiny.use_clients(plain.federation, {id: members[id] for id in left})
     assert not differences(result.progress, rounds(plain, 1)[0].progress)
 
 

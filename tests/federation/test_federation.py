@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Job, Message, OptimizerSpec, ServerState, Trained
 from fedspan.federation import serialization
@@ -23,6 +22,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.training.settings import TrainingSettings
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
+from helpers import tiny
 
 
 def with_rounds(prepared: Prepared, rounds: int, cohort: int | None, seed: int = 0) -> Federation:
@@ -56,7 +56,7 @@ def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
         assert with_rounds(prepared, 2, size).cohort(1) == tuple(sorted(tiny.SITES))
 
 
-def test_the_order_of_members_does_not_matter(prepared: Prepared) -> None:
+def test_the_order_of_clients_does_not_matter(prepared: Prepared) -> None:
     old = prepared.federation
     backwards = list(old.members.values())[::-1]
     again = simulate(old.method, old.engine, backwards, old.examples, old.settings)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny
 from fedspan.clients.host import Host, describe_error, refuse
 from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Message
@@ -26,7 +25,8 @@ from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, de
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.loop import LoopEngine
-from transporting import Replies, ReplyingTransport
+from helpers import tiny
+from helpers.reply_transport import Replies, ReplyingTransport
 
 Spoil = Callable[[Order, Reply], Envelope | str]
 BAD = "south"
@@ -131,16 +131,16 @@ def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, bui
     assert reason in failure.reason
     assert "patient" not in failure.reason
     assert BAD not in result.progress.held
-    others = [member for id, member in built.federation.members.items() if id != BAD]
-    without = replace_members(built, others, tmp_path / "without").run_round(begin)
+    others = [one for id, one in built.federation.members.items() if id != BAD]
+    without = replace_clients(built, others, tmp_path / "without").run_round(begin)
     for name, value in without.progress.state.tensors.items():
         assert torch.equal(value, result.progress.state.tensors[name])
     assert result.loss == without.loss
 
 
-def replace_members(built: Prepared, members: Any, folder: Path) -> Federation:
+def replace_clients(built: Prepared, clients: Any, folder: Path) -> Federation:
     made = federation(built, folder, good)
-    made.members = {member.client.id: member for member in members}
+    made.members = {one.client.id: one for one in clients}
     return made
 
 
@@ -193,8 +193,8 @@ def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first
     assert result.late == (asked[2],)
     assert not result.failures
     assert set(result.progress.held) == set(asked[:2])
-    counted = [member for id, member in built.federation.members.items() if id in asked[:2]]
-    alone = replace_members(built, counted, tmp_path / "alone").run_round(begin)
+    counted = [one for id, one in built.federation.members.items() if id in asked[:2]]
+    alone = replace_clients(built, counted, tmp_path / "alone").run_round(begin)
     assert serialization.encode_state(alone.progress.state) == serialization.encode_state(result.progress.state)
     assert set(found.drawn(0)) <= set(asked)  # who would be asked otherwise is among them
 
@@ -227,9 +227,9 @@ def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_pat
         assert result.late == (("west", "east", "west")[number],)
         assert not result.failures
         # The same rounds without the late one, which then has trained nothing in them.
-        without = replace_members(built, [], tmp_path / "unused")
+        without = replace_clients(built, [], tmp_path / "unused")
         without.transport = alone.transport
-        without.members = {id: member for id, member in built.federation.members.items() if id not in result.late}
+        without.members = {id: one for id, one in built.federation.members.items() if id not in result.late}
         other = without.run_round(other).progress
         assert serialization.encode_state(other.state) == serialization.encode_state(progress.state)
         assert other.held == progress.held

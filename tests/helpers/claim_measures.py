@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from torch import Tensor
-from watching import Played, Round
 
 from fedspan.federation.serialization import encode
+from helpers.watched_rounds import Played, Round
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

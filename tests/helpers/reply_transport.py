@@ -27,7 +27,7 @@ class ReplyingTransport(Transport):
 def exchanged(
     transport: Transport, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False, enough: int = -1
 ) -> dict[str, Envelope | str]:
-    """Send parcels and collect the replies, or the first ``enough`` of them."""
+    """Send envelopes and collect the replies, or the first ``enough`` of them."""
     back: dict[str, Envelope | str] = {}
 
     def replied(id: str, reply: Envelope | str) -> bool:

@@ -28,7 +28,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
-from transporting import Replies, ReplyingTransport
+from helpers.reply_transport import Replies, ReplyingTransport
 
 Lose = Callable[[Order | Phase], bool]
 Spoil = Callable[[Order | Phase, Envelope], Envelope | str]
@@ -54,7 +54,7 @@ def gone_at(phase: str, *ids: str, attempts: int = 99) -> Lose:
 
 
 class Stage(ReplyingTransport):
-    """A transport to hosts, each created again from its disk for every parcel, as after a restart.
+    """A transport to hosts, each created again from its disk for every envelope, as after a restart.
 
     Args:
         make: a host of one client by its id.
@@ -144,8 +144,8 @@ def secured(
 
 def among(federation: Federation, *ids: str) -> Federation:
     """The federation in one process, of some clients alone."""
-    members = [federation.members[id] for id in ids]
-    return simulate(federation.method, federation.engine, members, federation.examples, federation.settings)
+    clients = [federation.members[id] for id in ids]
+    return simulate(federation.method, federation.engine, clients, federation.examples, federation.settings)
 
 
 def bound(federation: Federation, asked: Collection[str], survivors: Collection[str]) -> float:

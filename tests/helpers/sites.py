@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tiny
+from helpers import tiny
 
 SITES = ("north", "south", "west")
 

@@ -197,6 +197,6 @@ def use_engine(federation: Federation, engine: Engine) -> None:
     federation.engine = host_of(federation).engine = engine
 
 
-def use_members(federation: Federation, members: Mapping[str, ClientData]) -> None:
+def use_clients(federation: Federation, clients: Mapping[str, ClientData]) -> None:
     """Give a simulation other clients."""
-    federation.members = host_of(federation).members = members
+    federation.members = host_of(federation).members = clients

@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-import tiny
+from helpers import tiny
 
 FAMILIES = ("llama", "qwen", "gpt2", "opt", "gemma")
 TARGETS: Mapping[str, list[str]] = {

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tiny
 from fedspan.config import RunConfig
 from fedspan.core.base import BaseUpdate, Increment, materialise
 from fedspan.core.lowrank import LowRank
@@ -34,6 +33,7 @@ from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.wrapper import Wrapper
+from helpers import tiny
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "fedgalore": {"adaptive_refreshes": 2},

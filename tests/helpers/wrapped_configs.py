@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from watching import Played, method_config
-
 from fedspan.config import RunConfig
+from helpers.watched_rounds import Played, method_config
 
 TRAINING: Mapping[str, Mapping[str, Any]] = {"scaffold": {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}}
 """What a wrapper needs of local training."""

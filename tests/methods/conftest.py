@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import Play, Played, method_config, play
 
 from fedspan.runs.setup import Prepared
+from helpers.watched_rounds import Play, Played, method_config, play
 
 
 @pytest.fixture(scope="session")

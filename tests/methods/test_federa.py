@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
-from watching import Play
 
 from fedspan.methods.federa import FeDeRA
+from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
+from helpers.watched_rounds import Play
 from toys.problem import LAYERS, Problem
 from toys.rounds import close
 

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import (
+
+from fedspan.core.lowrank import LowRank
+from fedspan.methods.fedex_lora import FedExLoRA
+from helpers.dense_rounds import (
     COHORTS,
     EVERYBODY,
     Pairs,
@@ -18,10 +21,7 @@ from dense_rounds import (
     given,
     product_mean,
 )
-from watching import Play
-
-from fedspan.core.lowrank import LowRank
-from fedspan.methods.fedex_lora import FedExLoRA
+from helpers.watched_rounds import Play
 from toys.problem import LAYERS, Problem
 
 

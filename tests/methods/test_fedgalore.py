@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from watching import Play, differences
 
 from fedspan.core import alignment
 from fedspan.core.tensors import slots_of, tensor_name
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedgalore import FedGaLore
+from helpers.watched_rounds import Play, differences
 from toys.oracle import Adam, average
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, adamw, close, with_extras
@@ -355,7 +355,7 @@ def test_estimated_joint_ranks_and_the_check_of_identifiability_are_passed_on(mo
         seen.append((joint, view_rank, options["identifiable"]))
         return original(views, joint, view_rank, **options)
 
-    monkeypatch.setattr("fedspan.methods.fedgalore.ajive", watched)
+    monkeypatch.setattr("fedspan.core.second_moments.ajive", watched)
     for options in ({}, {"estimate_joint_rank": True, "identifiable": True}, {"joint_rank": 1, "view_rank": 1}):
         federation = Federation(with_extras(made(problem, **options)), problem, adamw(LR))
         federation.round()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import ALPHA, COHORTS, EVERYBODY, RANKS, Pairs, Weights, federation, follow, product_mean, scaling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,18 @@ from fedspan.core.factors import initial_A
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.fedmomentum import FedMomentum
+from helpers.dense_rounds import (
+    ALPHA,
+    COHORTS,
+    EVERYBODY,
+    RANKS,
+    Pairs,
+    Weights,
+    federation,
+    follow,
+    product_mean,
+    scaling,
+)
 from toys.oracle import average
 from toys.problem import LAYERS, Problem
 

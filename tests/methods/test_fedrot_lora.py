@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
 from torch import Tensor
-from watching import Play, differences
 
 from fedspan.core.tensors import tensor_name
 from fedspan.methods.fedrot_lora import FedRotLoRA
+from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
+from helpers.watched_rounds import Play, differences
 from toys.problem import LAYERS, Problem
 from toys.rounds import close
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import COHORTS, LR, STEPS, Pairs, Weights, factor_mean, federation, follow, given
 
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Reduced, ServerState
 from fedspan.methods.fedsvd import FedSVD
+from helpers.dense_rounds import COHORTS, LR, STEPS, Pairs, Weights, factor_mean, federation, follow, given
 from toys.oracle import average, descend
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import close

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import ALPHA, EVERYBODY, RANKS, Pairs, Weights, federation, follow, product_mean, scaling
 
 from fedspan.core.factors import initial_A
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.methods.flexlora import FlexLoRA
+from helpers.dense_rounds import ALPHA, EVERYBODY, RANKS, Pairs, Weights, federation, follow, product_mean, scaling
 from toys.problem import LAYERS, Problem
 
 

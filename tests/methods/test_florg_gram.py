@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import test_method_claims as claims
 import test_method_messages as messages
-from watching import Play, Played
+
+from helpers.watched_rounds import Play, Played
 
 KEY = "florg"
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
-from watching import Play
 
 from fedspan.core.lowrank import LowRank
 from fedspan.methods.fr_lora import FRLoRA
+from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given
+from helpers.watched_rounds import Play
 from toys.problem import LAYERS, Problem
 from toys.rounds import close
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
 from torch import Tensor
 
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Client, LayerSpec, Reduced, ServerState, Spec, StackItem
 from fedspan.methods.lora_fair import LoRAFAIR
+from helpers.dense_rounds import Pairs, Weights, factor_mean, federation, follow, given, product_mean
 from toys.problem import LAYERS, Problem
 from toys.rounds import close
 

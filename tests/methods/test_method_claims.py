@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from measuring import errors, relative
-from watching import Play, Played, Round, differences, method_config
 
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, is_extra, slots_of, split_extras, tensor_name
@@ -16,6 +14,8 @@ from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
+from helpers.claim_measures import errors, relative
+from helpers.watched_rounds import Play, Played, Round, differences, method_config
 
 GLOBAL = [key for key, cls in METHODS.items() if not cls.claims.personal]
 PERSONAL = [key for key, cls in METHODS.items() if cls.claims.personal]

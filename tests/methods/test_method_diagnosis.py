@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from measuring import errors
 from torch import Tensor
 from typer.testing import CliRunner
-from watching import Play, Played, Round, differences, snapshot
 
 import fedspan
-import tiny
 from fedspan import FedspanError
 from fedspan.cli.app import app
 from fedspan.config import parse_config
@@ -30,6 +27,9 @@ from fedspan.reproduction.measurement import measure
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
+from helpers import tiny
+from helpers.claim_measures import errors
+from helpers.watched_rounds import Play, Played, Round, differences, snapshot
 
 
 def diagnosed(prepared: Prepared, before: Progress, *, pairs: int, examples: int = 500) -> Diagnosis:

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from watching import method_config
 
-import tiny
 from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
@@ -25,6 +23,8 @@ from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from fedspan.training.settings import PrefixSettings
+from helpers import tiny
+from helpers.watched_rounds import method_config
 
 AT_ONCE = (1, 3, 8)
 ADAMW = {"fedgalore"}  # whatever the run's optimizer

@@ -12,14 +12,14 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
-from watching import method_config
 
-import tiny
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
+from helpers import tiny
+from helpers.watched_rounds import method_config
 
 MODELS: Mapping[str, Mapping[str, object]] = {
     "bert": {},

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from watching import method_config, play
 
 from fedspan.core.base import as_dense
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
+from helpers.watched_rounds import method_config, play
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16"])

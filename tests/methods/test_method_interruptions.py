@@ -11,9 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
-from watching import Play, differences, flat, method_config, snapshot
 
-import tiny
 from fedspan.config import RunConfig, parse_config
 from fedspan.data.partition import Partition
 from fedspan.federation.federation import Federation
@@ -23,6 +21,8 @@ from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
+from helpers.watched_rounds import Play, differences, flat, method_config, snapshot
 
 
 def interrupted_config(folder: Path, key: str) -> RunConfig:

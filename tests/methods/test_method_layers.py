@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from measuring import errors, require_declared_traffic
 from peft import PeftModel
 from torch import Tensor, nn
-from watching import Play, Played, differences, method_config, play
 
-import tiny
-import tiny_convolutions
 from fedspan.config import RunConfig, parse_config
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
@@ -25,6 +21,9 @@ from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
+from helpers import tiny, tiny_convolutions
+from helpers.claim_measures import errors, require_declared_traffic
+from helpers.watched_rounds import Play, Played, differences, method_config, play
 
 KINDS = ("convolution", "embedding")
 SHAPES = {

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from measuring import require_declared_traffic
 from torch import Tensor
-from watching import Play, Played, method_config
 
-import tiny
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory
 from fedspan.core.tensors import Tensors, extra_name, split_extras
@@ -19,6 +16,9 @@ from fedspan.core.values import Job
 from fedspan.federation.serialization import decode, encode
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
+from helpers import tiny
+from helpers.claim_measures import require_declared_traffic
+from helpers.watched_rounds import Play, Played, method_config
 
 POLICIES = ("average", "local", "frozen")
 HETEROGENEOUS = [key for key, cls in METHODS.items() if cls.claims.heterogeneous_ranks]

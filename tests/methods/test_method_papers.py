@@ -10,9 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from watching import Play, Played, Round, differences, method_config
 
-import tiny
 from fedspan.core.base import as_dense
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import split_extras, tensor_name
@@ -21,6 +19,8 @@ from fedspan.federation.settings import RoundSettings
 from fedspan.runs.setup import Prepared
 from fedspan.training.batching import training_batches
 from fedspan.transports.in_process import simulate
+from helpers import tiny
+from helpers.watched_rounds import Play, Played, Round, differences, method_config
 
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from watching import method_config
+
+from helpers.watched_rounds import method_config
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 from test_method_remote import remote
 
-import tiny
 from fedspan.core.values import Trained
 from fedspan.errors import FedspanError
 from fedspan.federation.privacy import client_noise, order_charges, sampling_rate
@@ -27,6 +27,7 @@ from fedspan.training.autotuning import StackingRequest
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
+from helpers import tiny
 
 GRADIENTS = {"fed-sb", "fedgalore"}
 """Methods whose clients use raw gradients beside their steps."""

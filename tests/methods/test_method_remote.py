@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import method_config
 
-import tiny
 from fedspan.clients.host import Host, refuse
 from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
@@ -21,7 +19,9 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.training.loop import LoopEngine
-from transporting import Replies, ReplyingTransport
+from helpers import tiny
+from helpers.reply_transport import Replies, ReplyingTransport
+from helpers.watched_rounds import method_config
 
 
 class LocalTraining(ReplyingTransport):

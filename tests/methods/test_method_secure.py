@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import method_config
+
+from helpers.watched_rounds import method_config
 
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-import securing
-import tiny
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
+from helpers import secure_rounds, tiny
 
 SUMS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "sum" and cls.claims.sends != "nothing")
 STACKS = sorted(key for key, cls in METHODS.items() if cls.claims.reduction == "stack")
@@ -39,16 +39,16 @@ WRAPPED: Mapping[str, tuple[dict[str, Any], Mapping[str, Any]]] = {
 
 def played(
     kind: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path, **changes: Any
-) -> tuple[Prepared, securing.Federation, securing.Stage]:
+) -> tuple[Prepared, secure_rounds.Federation, secure_rounds.Stage]:
     method, training = WRAPPED[kind]
     name = method["name"]
     rest = {key: value for key, value in method.items() if key != "name"}
     federation = {"clients_per_round": 3, "rounds": 3, **changes.pop("federation", {})}
     config = method_config(tiny_folder, name, method=rest, training=training, federation=federation)
-    here = tiny.variant(prepared, config, watch=lambda one: securing.Noted(inner=one))
+    here = tiny.variant(prepared, config, watch=lambda one: secure_rounds.Noted(inner=one))
     # In 64 bits with a wide clip: that of a method's first change from nothing may be long.
     settings = SecureSettings(clip=1e4, bits=64)
-    there, stage = securing.secured(here, tmp_path, settings=settings, **changes)
+    there, stage = secure_rounds.secured(here, tmp_path, settings=settings, **changes)
     return here, there, stage
 
 
@@ -57,7 +57,7 @@ def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_fol
     """Round after round from the same progress, cohorts of three of four: what clients hold and keep differs."""
     here, there, _ = played(kind, prepared, tiny_folder, tmp_path)
     notes = here.federation.method
-    assert isinstance(notes, securing.Noted)
+    assert isinstance(notes, secure_rounds.Noted)
     progress = here.federation.begin()
     for _ in range(here.federation.settings.rounds):
         result = there.run_round(replace(progress, memories={}, optimizers={}))
@@ -70,7 +70,9 @@ def test_a_secure_round_is_the_plain_one(kind: str, prepared: Prepared, tiny_fol
         open_mean = notes.reduced[-1]
         assert hidden.count == open_mean.count
         assert not open_mean.stack
-        securing.require_close(hidden.mean, open_mean.mean, securing.bound(there, result.cohort, result.cohort))
+        secure_rounds.require_close(
+            hidden.mean, open_mean.mean, secure_rounds.bound(there, result.cohort, result.cohort)
+        )
         elements = sum(value.numel() for value in hidden.mean.values())
         assert {one.payload for one in result.transfers if one.direction == "up"} == {0, 8 * elements}
         progress = plain.progress
@@ -82,18 +84,18 @@ def test_a_round_without_one_client_is_that_of_the_others(
     kind: str, phase: str, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     all = tuple(sorted(tiny.SITES))
-    lose = securing.gone_at(phase, "south")
+    lose = secure_rounds.gone_at(phase, "south")
     federation = {"clients_per_round": None, "rounds": 1}
     here, there, _ = played(kind, prepared, tiny_folder, tmp_path, federation=federation, lose=lose)
     notes = here.federation.method
-    assert isinstance(notes, securing.Noted)
+    assert isinstance(notes, secure_rounds.Noted)
     begin = there.begin()
     result = there.run_round(begin)
     hidden = notes.reduced[-1]
     left = all if phase == "unmask" else tuple(id for id in all if id != "south")
-    plain = securing.among(here.federation, *left).run_round(begin)
-    securing.require_same_round(result, plain)
-    securing.require_close(hidden.mean, notes.reduced[-1].mean, securing.bound(there, all, left))
+    plain = secure_rounds.among(here.federation, *left).run_round(begin)
+    secure_rounds.require_same_round(result, plain)
+    secure_rounds.require_close(hidden.mean, notes.reduced[-1].mean, secure_rounds.bound(there, all, left))
 
 
 @pytest.mark.parametrize("key", STACKS)

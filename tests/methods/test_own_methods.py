@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file
 
 import fedspan
-import tiny
 from fedspan import FedspanError
 from fedspan.config import parse_config
 from fedspan.core.method import Claims, RegisteredMethod
 from fedspan.methods import registry
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.registry import METHODS, method_class, register
+from helpers import tiny
 
 PACKAGE = """
 from dataclasses import dataclass

@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import tiny
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Dense, Factorised, LoRA, Parametrization
@@ -19,6 +18,7 @@ from fedspan.core.tensors import extra_name, tensor_name
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.targets import find_extras
+from helpers import tiny
 
 TARGETS = {"bert": tiny.BERT, "gpt2": tiny.GPT2}
 BATCH = {

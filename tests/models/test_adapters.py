@@ -12,7 +12,6 @@ from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import tiny
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.tensors import count
@@ -21,6 +20,7 @@ from fedspan.models.export import layer_updates, read_adapter
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
+from helpers import tiny
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"r": 3, "lora_alpha": 5}),

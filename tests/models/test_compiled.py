@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import RoundResult
 from fedspan.models.layout import TokenLayout
 from fedspan.runs.setup import prepare
 from fedspan.training.batched import BatchedEngine
+from helpers import tiny
 
 
 def rounds(folder: Path, kind: str, **engine: Any) -> list[RoundResult]:

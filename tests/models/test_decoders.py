@@ -13,12 +13,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import fedspan
-import tiny_decoders
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
+from helpers import tiny_decoders
 
 families = pytest.mark.parametrize("family", tiny_decoders.FAMILIES)
 

@@ -13,7 +13,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
 import fedspan
-import tiny_decoders
+from helpers import tiny_decoders
 
 
 @pytest.fixture(scope="module", params=["fedit", "flora", "fedex-lora", "flexlora", "fedloru", "rolora"])

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import tiny
 from fedspan.errors import FedspanError
 from fedspan.models import names
 from fedspan.models.loading import load_pretrained
@@ -21,6 +20,7 @@ from fedspan.models.names import published_name, resolve_model
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.ragged import Ragged
+from helpers import tiny
 
 KINDS = ("bert", "roberta", "distilbert", "gpt2")
 HEADS = {

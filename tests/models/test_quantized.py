@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import fedspan
-import tiny_decoders
 from fedspan.config import parse_config
 from fedspan.core.base import as_dense
 from fedspan.errors import FedspanError
 from fedspan.models import quantized
 from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny_decoders
 
 pytest.importorskip("bitsandbytes", reason="the extra fedspan[quantization] is not installed")
 kinds = pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -108,7 +108,7 @@ def test_a_run_and_its_export(kind: str, decoders: Path, tmp_path: Path) -> None
 
 @kinds
 def test_a_classifier_s_head_is_not_quantised(kind: str, tiny_folder: Path) -> None:
-    import tiny
+    from helpers import tiny
 
     made = prepare(tiny.config(tiny_folder, model={"quantization": kind, "modules_to_save": ["pooler"]}))
     adapted = made.engine.adapted

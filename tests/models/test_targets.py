@@ -9,12 +9,12 @@ import pytest
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-import tiny
 from fedspan.errors import FedspanError
 from fedspan.models.targets import find_extras, find_targets, make_spec
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
+from helpers import tiny
 
 HEADS = ["classifier", "score"]  # what PEFT takes out of a sequence classifier without being asked
 CASES: list[tuple[str, dict[str, Any], int]] = [

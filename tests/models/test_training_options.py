@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny
 from fedspan.core.base import as_dense
 from fedspan.core.parametrization import Effective, LoRA, Slots
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
 
 
 def first_job(prepared: Prepared) -> Job:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import fedspan
-import tiny
 from fedspan import FedspanError
 from fedspan.planning.accelerators import ACCELERATORS, UTILISATION, Speed, accelerator_speed
 from fedspan.planning.compute import Compute
 from fedspan.runs.model_setup import empty_model
+from helpers import tiny
 
 
 def compute(**changes: Any) -> Compute:

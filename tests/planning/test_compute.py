@@ -10,12 +10,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fedspan
-import tiny
 from fedspan import FedspanError
 from fedspan.core.values import Client, Job
 from fedspan.methods.registry import METHODS
 from fedspan.planning.plan import PlannedModel, plan_run, planned_model
 from fedspan.runs.setup import Prepared
+from helpers import tiny
 
 RANK, BATCH, LENGTH = 3, 8, 11
 LLAMA = {

@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 
 import fedspan
-import tiny
 from fedspan import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.planning.plan import PlannedModel, plan_run, planned_model
 from fedspan.runs.ledger import Ledger, Totals
 from fedspan.runs.setup import Prepared
+from helpers import tiny
 
 ROUNDS, RANK = 4, 3
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import fedspan
-import tiny
+from helpers import tiny
 
 TOLERANCE = 0.15
 WORDS = 60  # beyond the greatest length
@@ -69,7 +69,7 @@ def settings(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
 
 def test_memory_of_a_client_is_what_its_process_takes(folder: Path) -> None:
     configs = [settings(folder, changes) for changes in CASES.values()]
-    script = Path(__file__).with_name("measured_client.py")
+    script = Path(__file__).parents[1] / "helpers" / "measured_client.py"
     run = subprocess.run(
         [sys.executable, str(script), json.dumps([settings(folder, {"model": {"name": "small"}}), *configs])],
         capture_output=True,

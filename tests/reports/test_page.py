@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import fedspan
-import tiny
 from fedspan import FedspanError
+from helpers import tiny
 
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 

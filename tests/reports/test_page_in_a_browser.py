@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fedspan
-import tiny
+from helpers import tiny
 
 pytest.importorskip("plotly", reason="the extra fedspan[report] is not installed")
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

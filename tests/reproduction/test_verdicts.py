@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import fedspan
-import tiny
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.statements import Claim
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, difference, judge, verdict_table
 from fedspan.runs.curves import Point, curve_of, reached, target_of
 from fedspan.runs.folder import RunFolder
+from helpers import tiny
 
 CELLS = (Cell("iid", {"split": "IID"}, {}), Cell("skewed", {"split": "skewed"}, {}))
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import fedspan
-import tiny
 from fedspan.config import parse_config
 from fedspan.core.lowrank import LowRank
 from fedspan.federation.progress import Progress
@@ -18,6 +17,7 @@ from fedspan.models.export import layer_updates
 from fedspan.runs.baselines import alone, pooled, train_baseline
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
 
 
 class Told(Listener):

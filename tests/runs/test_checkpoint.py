@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
@@ -20,6 +18,7 @@ from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
+from helpers.plain_data import plain
 
 IDS = st.text(max_size=6) | st.sampled_from(["../../etc/passwd", "a/b", "", "станция 3", "\udc80", "__metadata__"])
 SLOTS = st.dictionaries(
@@ -47,19 +46,6 @@ CHECKPOINTS = st.builds(
     st.dictionaries(st.sampled_from(["metrics.jsonl", "ledger.jsonl"]), st.integers(0, 10**12)),
     SCALARS,
 )
-
-
-def plain(value: object) -> object:
-    """Nested plain data with types, tensors and floats exactly."""
-    if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).tolist()
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(plain(item) for item in value)
-    if hasattr(value, "__dataclass_fields__"):
-        return type(value).__name__, plain(vars(value))
-    return type(value).__name__, value.hex() if isinstance(value, float) else value
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_resuming_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-HOLDER = """
+LOCK_HOLDER = """
 import sys
 from fedspan.runs.folder import RunFolder
 with RunFolder.resume(sys.argv[1]):
@@ -84,7 +84,7 @@ with RunFolder.resume(sys.argv[1]):
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG).close()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    command = [sys.executable, "-c", LOCK_HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "holding\n"
@@ -97,14 +97,14 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"x\ny\n"])
-def test_a_holder_that_left_no_name(tmp_path: Path, content: bytes) -> None:
+def test_a_lock_holder_that_left_no_name(tmp_path: Path, content: bytes) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         run.lock.write_bytes(content)
         with pytest.raises(FedspanError, match="another process works on this run"):
             RunFolder.resume(tmp_path)
 
 
-def test_a_holder_on_another_machine(tmp_path: Path) -> None:
+def test_a_lock_holder_on_another_machine(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, CONFIG) as run:
         run.lock.write_text("12\nhospital-3\n")
         with pytest.raises(FedspanError, match="process 12 on hospital-3"):

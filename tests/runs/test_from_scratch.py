@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageClassification
 
-import tiny_convolutions
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import materialise
 from fedspan.core.parametrization import dense_change
@@ -20,6 +19,7 @@ from fedspan.federation.progress import Progress
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.runs.trained_models import write_adapters
+from helpers import tiny_convolutions
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedspan
-import tiny
-import tiny_decoders
-import tiny_images
 from fedspan.config import RunConfig, parse_config
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.parametrization import Factorised
@@ -29,6 +26,7 @@ from fedspan.models.merging import export_merged, needs_merging
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import write_adapters
 from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny, tiny_decoders, tiny_images
 
 Load = Callable[[Path], nn.Module]
 

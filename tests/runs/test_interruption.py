@@ -23,7 +23,7 @@ from fedspan.runs.checkpoint import latest, load, resume, truncate_logs
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines, read_totals
 
-SCRIPT = Path(__file__).with_name("interrupted_run.py")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "interrupted_run.py"
 _script = runpy.run_path(str(SCRIPT))
 begin, go_on, state_of, memory_of = (_script[name] for name in ("begin", "go_on", "state_of", "memory_of"))
 

@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 import fedspan
-import tiny
 from fedspan.runs.model_card import CARD, _command
+from helpers import tiny
 
 
 @pytest.fixture(scope="module")

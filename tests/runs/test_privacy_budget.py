@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_holder import CLIENT, introduced, node, served, values
+
+from helpers.node_service import CLIENT, introduced, node, served, values
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
 import fedspan
-import tiny
 from fedspan.config import parse_config
 from fedspan.deployment.handshake import server_config
 from fedspan.deployment.node import NodeService
@@ -23,6 +23,7 @@ from fedspan.federation.protocol import decode_order, decode_reply
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.privacy_budget import Book
 from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, epsilon_of
+from helpers import tiny
 
 DP_SGD = {"mechanism": "dp-sgd", "epsilon": 3.0}
 
@@ -155,7 +156,7 @@ def test_a_node_makes_its_own_noise_and_says_nothing_of_its_loss(tiny_folder: Pa
     assert result.loss != result.loss  # NaN: not told
     book = json.loads((tmp_path / "privacy.json").read_text())
     assert book == {"": [[charge.mechanism.rate, charge.mechanism.noise, charge.count]]}
-    transport.holder = NodeService(node(tiny_folder, tmp_path))
+    transport.service = NodeService(node(tiny_folder, tmp_path))
     assert not run.federation.run_round(result.progress).failures
     assert json.loads((tmp_path / "privacy.json").read_text())[""][0][2] == 2 * charge.count
 
@@ -168,7 +169,7 @@ def test_a_node_counts_its_own_examples(tiny_folder: Path, tmp_path: Path) -> No
     order = decode_order(transport.sent[0])
     assert order.client is not None
     lie = replace(order, client=replace(order.client, examples=10**6), serial=order.serial + 10**9)
-    assert decode_reply(transport.holder.answer(lie.envelope())).failed is None
+    assert decode_reply(transport.service.answer(lie.envelope())).failed is None
     ((_, noise, _),) = json.loads((tmp_path / "privacy.json").read_text())[""]
     assert noise == honest
 
@@ -181,7 +182,7 @@ def test_a_round_that_is_played_again_tells_nothing_new(mechanism: str, tiny_fol
     before = run.federation.begin()
     first = run.federation.run_round(before)
     assert not first.failures
-    transport.holder = NodeService(node(tiny_folder, tmp_path))
+    transport.service = NodeService(node(tiny_folder, tmp_path))
     again = run.federation.run_round(before)
     assert not again.failures
     for name, tensor in first.progress.state.tensors.items():
@@ -251,7 +252,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], field: str, words:
 
 
 def test_running_statistics_can_t_be_made_private(images: Path, tmp_path: Path) -> None:
-    import tiny_images
+    from helpers import tiny_images
 
     given = tiny_images.settings(images, "builtin:resnet-8")
     given["federation"] = {**given["federation"], "weights": "uniform"}

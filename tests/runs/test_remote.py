@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
@@ -19,7 +18,8 @@ from fedspan.runs.ledger import read_lines, read_totals
 from fedspan.runs.remote import connect, nodes_folder, reply_as
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared
-from transporting import Replies, ReplyingTransport
+from helpers import tiny
+from helpers.reply_transport import Replies, ReplyingTransport
 
 BAD = "south"
 

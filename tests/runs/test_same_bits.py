@@ -20,10 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedspan
-import tiny
-import tiny_decoders
 from fedspan.methods.registry import METHODS
 from fedspan.runs.model_card import CARD
+from helpers import tiny, tiny_decoders
 
 _TIMED = {"seconds"}  # the only field that may differ
 

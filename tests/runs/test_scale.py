@@ -11,10 +11,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from test_checkpoint import plain
 
 import fedspan
-import tiny
 from fedspan.clients.data import LazyMapping
 from fedspan.clients.store import store
 from fedspan.core.values import Client
@@ -28,6 +26,8 @@ from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
+from helpers import tiny
+from helpers.plain_data import plain
 
 CLIENTS = 100_000
 COHORT = 4

@@ -12,10 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 import fedspan
-import tiny
 from fedspan import FedspanError, Listener
 from fedspan.cli.app import app
 from fedspan.runs.tracking import numbers
+from helpers import tiny
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-import tiny_decoders
 from fedspan.errors import FedspanError
 from fedspan.tasks.answers import same_answer
 from fedspan.tasks.causal import CausalLM, EncodedPrompts, Generation, sees_across
 from fedspan.tasks.prompts import cut
+from helpers import tiny_decoders
 
 CPU = torch.device("cpu")
 ROWS = {

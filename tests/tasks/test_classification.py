@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tiny
 from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
+from helpers import tiny
 
 CPU = torch.device("cpu")
 TEXTS = ["lab1 word2", "billing3 word1 unheard word5 word6", "symptom2"]

@@ -16,12 +16,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tiny_images
 from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained, load_scratch
 from fedspan.runs.setup import prepare
 from fedspan.tasks.images import ImageClassification
 from fedspan.tasks.labelling import Labelling
+from helpers import tiny_images
 
 CPU = torch.device("cpu")
 LABELS = ("cat", "dog", "owl")

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import fedspan
-import tiny
 from fedspan.config import parse_config
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import partition
 from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.regression import Regression
+from helpers import tiny
 
 CPU = torch.device("cpu")
 

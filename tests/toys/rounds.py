@@ -1,6 +1,6 @@
 """The rounds, as plainly as they can be written; what the toys run on.
 
-Everything that crosses the network goes through bytes (``engines.wire``), the server's state goes through bytes after
+Everything that crosses the network goes through bytes (``federation.serialization``), the server's state goes through bytes after
 every round, clients hold their own base and memory, and a reply that is lost advances neither.
 """
 

@@ -15,9 +15,6 @@ import transformers
 from torch import Tensor
 
 import fedspan
-import tiny
-import tiny_decoders
-import tiny_images
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
 from fedspan.runs.engine_setup import load_stacking_plan
@@ -28,6 +25,7 @@ from fedspan.training import autotuning, worker
 from fedspan.training.autotuning import DEFAULT, StackingPlan, StackingRequest
 from fedspan.training.batched import BatchedEngine, balance, run_parallel
 from fedspan.training.worker import Worker
+from helpers import tiny, tiny_decoders, tiny_images
 
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
 EVERYBODY: Mapping[str, Any] = {"rounds": 2, "clients_per_round": None}
@@ -150,7 +148,7 @@ def test_a_client_without_examples_does_not_disturb_the_measuring(
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
     federation = prepared.federation
     empty = {id: replace(one, train=one.train[:0]) for id, one in federation.members.items() if id != "west"}
-    tiny.use_members(federation, {**federation.members, **empty})
+    tiny.use_clients(federation, {**federation.members, **empty})
     federation.run_round(federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)
     assert prepared.engine.stacking is not None

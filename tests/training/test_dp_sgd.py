@@ -17,7 +17,6 @@ from torch import Tensor
 
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-import tiny
 from fedspan.core.noise import key_of_seed
 from fedspan.core.values import Job, OptimizerSpec, Trained
 from fedspan.errors import FedspanError
@@ -30,6 +29,7 @@ from fedspan.training.loop import LoopEngine
 from fedspan.training.noisy_sum import NoisySum
 from fedspan.training.poisson import noise_for, poisson_batches, private_steps, release_of
 from fedspan.training.settings import Privacy, TrainingSettings
+from helpers import tiny
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}
 

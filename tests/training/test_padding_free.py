@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny
-import tiny_decoders
 from fedspan.config import parse_config
 from fedspan.core.values import Job
 from fedspan.models.layout import TokenLayout
@@ -20,6 +18,7 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.autotuning import StackingRequest
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.loop import LoopEngine
+from helpers import tiny, tiny_decoders
 
 TEXTS = ("bert", "roberta", "distilbert", "gpt2")
 KINDS = (*TEXTS, *(f"{family}-lm" for family in tiny_decoders.FAMILIES))

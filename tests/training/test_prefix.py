@@ -14,9 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny
-import tiny_decoders
-import tiny_images
 from fedspan.config import parse_config
 from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
@@ -25,6 +22,7 @@ from fedspan.tasks.task import Examples
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
 from fedspan.training.settings import PrefixSettings
+from helpers import tiny, tiny_decoders, tiny_images
 
 MEMORY = PrefixSettings()
 LAST: Mapping[str, Any] = {"layers_to_transform": [1]}

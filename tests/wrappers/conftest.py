@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "methods"))
-
-from watching import Played, play
-from wrapping import PlayWrapped, wrapped_config
-
 from fedspan.runs.setup import Prepared
+from helpers.watched_rounds import Played, play
+from helpers.wrapped_configs import PlayWrapped, wrapped_config
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny_images
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import extra_name
 from fedspan.core.values import Client, Contribution, Job, Message
@@ -28,6 +27,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
+from helpers import tiny_images
 
 EPOCHS = {"local_steps": None, "local_epochs": 1, "batch_size": 5}
 

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from watching import differences
-from wrapping import PlayWrapped, wrapped_config
 
-import tiny
 from fedspan.config import parse_config
 from fedspan.core.tensors import extra_name, is_extra, split_extras
 from fedspan.data.partition import Partition
@@ -26,6 +23,9 @@ from fedspan.runs.setup import Prepared, prepare
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.registry import WRAPPERS
+from helpers import tiny
+from helpers.watched_rounds import differences
+from helpers.wrapped_configs import PlayWrapped, wrapped_config
 
 INNER = ("fedit", "ffa-lora", "fedavg")
 each = pytest.mark.parametrize(("wrapper", "key"), [(wrapper, key) for wrapper in WRAPPERS for key in INNER])

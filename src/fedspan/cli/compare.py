@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fedspan.cli.methods import Json, Overrides
+from fedspan.cli.commands import Json, Overrides, command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ Seeds = Annotated[str | None, typer.Option("--seeds", metavar="N,N", help="Seeds
 Report = TypeVar("Report")
 
 
+@command(
+    "compare",
+    "fedspan compare my.yaml --methods fedit,rolora,flora --seeds 0,1,2 --out runs/three",
+    "fedspan compare my.yaml --methods fedit,fedloru --set-for fedloru:method.tau=5 --out runs/two",
+    "fedspan compare --resume runs/three --against flora",
+)
 def compare(
     config: Config = None,
     methods: Annotated[
@@ -96,6 +102,12 @@ def _compare(
     )
 
 
+@command(
+    "sweep",
+    "fedspan sweep my.yaml --over training.lr=1e-4,1e-3,1e-2 --over method.r=4,8 --out runs/sweep",
+    "fedspan sweep my.yaml --over training.lr=1e-4..1e-1 --trials 12 --rounds 3 --out runs/search",
+    "fedspan sweep --resume runs/search",
+)
 def sweep(
     config: Config = None,
     over: Annotated[

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedspan.cli.commands import Json, command
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -15,11 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["data"]
 
 
+@command("data", "fedspan data", "fedspan data sst2", "fedspan data --json")
 def data(
     key: Annotated[
         str | None, typer.Argument(metavar="KEY", help="Show all about one, with a config to paste.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the data sets that data.dataset can name: what they are for, their licence, where they are."""
     from fedspan.cli.formatting import console

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.methods import Overrides
-from fedspan.cli.train import fresh_folder, stopped
+from fedspan.cli.commands import MACHINES, Overrides, command
+from fedspan.cli.live_run import fresh_folder, stopped
 from fedspan.errors import FedspanError
 
 __all__ = ["admit", "join", "server", "submit"]
@@ -21,6 +21,7 @@ Folder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The se
 _FOLDER = Path("fedspan-server")
 
 
+@command("server", "fedspan server --name fl.example.org", "fedspan server -h", panel=MACHINES)
 def server(
     folder: Annotated[Path, typer.Option("--folder", help="Certificates, secret, database, log.")] = _FOLDER,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
@@ -61,6 +62,7 @@ def server(
     servers.serve(folder, link, host, stop, ready)
 
 
+@command("admit", "fedspan admit clinic-a.key.pub --as clinic-a", panel=MACHINES)
 def admit(
     key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
     name: Annotated[str, typer.Option("--as", metavar="NAME", help="The id that the node must have.")] = "",
@@ -76,6 +78,7 @@ def admit(
     typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
 
 
+@command("join", "fedspan join --new-key node.key", "fedspan join node.yaml", panel=MACHINES)
 def join(
     node: Annotated[Path | None, typer.Argument(metavar="NODE", help="The node's YAML file.")] = None,
     new_key: Annotated[
@@ -102,6 +105,7 @@ def join(
     taking_part(node, insecure=insecure, stop=_stop())
 
 
+@command("submit", "fedspan submit config.yaml --out runs/first", "fedspan submit --resume runs/first", panel=MACHINES)
 def submit(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Folder of the run.")] = None,

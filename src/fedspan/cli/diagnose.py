@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from fedspan.cli.methods import Json
+from fedspan.cli.commands import Json, command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["diagnose"]
 
 
+@command("diagnose", "fedspan diagnose runs/first", "fedspan diagnose runs/first --round best --pairs 6 --json")
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     round: Annotated[

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.methods import Json
+from fedspan.cli.commands import Json, command
 
 __all__ = ["doctor"]
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING", "red")}
 
 
+@command("doctor", "fedspan doctor", "fedspan doctor --folder /data/runs --json")
 def doctor(
     folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder for runs.")] = Path(),
     as_json: Json = False,

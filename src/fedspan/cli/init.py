@@ -8,9 +8,17 @@ from typing import Annotated
 
 import typer
 
+from fedspan.cli.commands import command
+
 __all__ = ["init"]
 
 
+@command(
+    "init",
+    "fedspan init messages.csv",
+    "fedspan init notes.parquet --text note --label diagnosis --by hospital --out hospitals.yaml",
+    "fedspan init dialogues.jsonl --task causal-lm --model Qwen/Qwen2.5-0.5B",
+)
 def init(
     data: Annotated[str, typer.Argument(metavar="DATA", help="A file, a folder of images, or a hub data set.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The config.")] = Path("fedspan.yaml"),

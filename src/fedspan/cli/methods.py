@@ -1,33 +1,26 @@
-"""``fedspan methods`` and ``fedspan partition``: inspection before a run."""
+"""``fedspan methods``: the methods and wrappers, with their options."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedspan.cli.commands import Json, command
 from fedspan.errors import FedspanError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fedspan.data.partition import ClientRow, Partition
     from fedspan.methods.describe import MethodRow, Option
     from fedspan.wrappers.describe import WrapperRow
 
-__all__ = ["methods", "partition"]
-
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Change a field of the config; may be given many times."),
-]
-_LONGEST = 24
+__all__ = ["methods"]
 
 
+@command("methods", "fedspan methods", "fedspan methods fedloru", "fedspan methods --json")
 def methods(
     key: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show one of them with its options.")] = None,
     as_json: Json = False,
@@ -151,96 +144,3 @@ def _one_wrapper(out: Console, row: WrapperRow) -> None:
     values = "".join(f", {option.name}: {json.dumps(option.default)}" for option in row.options)
     out.print(f"    wrappers: [{{name: {row.key}{values}}}]")
     _options(out, "", row.options)
-
-
-def partition(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it, too.")] = None,
-    overrides: Overrides = None,
-    as_json: Json = False,
-) -> None:
-    """Show who would hold which examples, before anything is trained."""
-    from fedspan.cli.formatting import console
-    from fedspan.config import load_config
-    from fedspan.data.loading import load
-    from fedspan.data.partition import partition as divide
-
-    settings = load_config(config, overrides or ())
-    data = load(settings.data, seed=settings.data_seed, task=settings.task)
-    parts = divide(data.train, settings.partition, settings.data_seed)
-    rows = parts.label_table(data.labels, data.train)
-    if png is not None:
-        from fedspan.data.plot import plot_partition
-
-        try:
-            plot_partition(parts, data.labels, data.train, png)
-        except OSError as error:
-            raise FedspanError("--png", str(png), f"a file that can be written ({error.strerror or error})") from None
-    if as_json:
-        clients = [dataclasses.asdict(row) for row in rows]
-        content = {"fingerprint": parts.fingerprint, "labels": list(data.labels), "clients": clients}
-        typer.echo(json.dumps({**content, "dropped": data.dropped}, ensure_ascii=False))
-    else:
-        test = 0 if data.test is None else len(data.test)
-        _show_partition(console(), parts, rows, data.labels, test)
-        if data.dropped:
-            typer.echo(f"left out: {data.dropped} rows that lack a text, a label or an answer")
-        if png is not None:
-            typer.echo(f"wrote {png}")
-
-
-def _show_partition(
-    out: Console, parts: Partition, rows: tuple[ClientRow, ...], labels: tuple[str, ...], test: int
-) -> None:
-    heldout = f"{test} held out" if test else "no held-out test set"
-    many = f", {len(labels)} labels" if labels else ""
-    out.print(f"{len(rows)} clients, {parts.examples} examples{many}; {heldout}\n", style="bold")
-    counts = [(f"{row.train}+{row.validation}+{row.test}", row) for row in rows]
-    names = max(6, *(min(_LONGEST, len(row.id)) for row in rows))
-    sizes = max(8, *(len(size) for size, _ in counts)) + 1
-    digits = max(len(str(count)) for row in rows for count in (*row.counts, len(labels))) + 1
-    if names + sizes + digits * len(labels) <= out.width:
-        _count_table(out, counts, labels, (names, sizes, digits))
-    else:
-        _largest_table(out, counts, labels)
-    out.print("examples: train+validation+test", style="dim")
-
-
-def _count_table(
-    out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...], widths: tuple[int, int, int]
-) -> None:
-    """Print a column for each label; rich's own tables are too wide for twenty labels in 80 columns."""
-    from fedspan.cli.formatting import one_line
-
-    names, sizes, digits = widths
-    numbers = "".join(str(index).rjust(digits) for index in range(1, len(labels) + 1))
-    out.print("client".ljust(names) + "examples".rjust(sizes) + numbers, style="dim")
-    for size, row in counts:
-        cells = "".join((str(count) if count else ".").rjust(digits) for count in row.counts)
-        out.print(one_line(row.id, names).ljust(names) + size.rjust(sizes) + cells, soft_wrap=True)
-    out.print()
-    if not labels:
-        return
-    line = ""
-    for entry in [f"{index} {name}" for index, name in enumerate(labels, 1)]:
-        if line and len(line) + 2 + len(entry) > out.width:
-            out.print(line, style="dim")
-            line = ""
-        line += ("  " if line else "") + entry
-    out.print(line, style="dim")
-
-
-def _largest_table(out: Console, counts: list[tuple[str, ClientRow]], labels: tuple[str, ...]) -> None:
-    """Print each client's number of labels and its largest ones, if there are too many labels for columns."""
-    from fedspan.cli.formatting import one_line, plain_table
-
-    table = plain_table()
-    table.add_column("client", no_wrap=True)
-    table.add_column("examples", justify="right", no_wrap=True)
-    table.add_column("labels", justify="right", no_wrap=True)
-    table.add_column("most frequent")
-    for size, row in counts:
-        held = sorted((-count, index) for index, count in enumerate(row.counts) if count)
-        largest = ", ".join(f"{labels[index]} {-count}" for count, index in held[:3])
-        table.add_row(one_line(row.id, _LONGEST), size, str(len(held)), largest)
-    out.print(table)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.methods import Json, Overrides
+from fedspan.cli.commands import Json, Overrides, command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ _TASK = "sequence-classification"
 _BINARY = 2
 
 
+@command(
+    "plan",
+    "fedspan plan --model FacebookAI/roberta-large --clients 50 --rank 4",
+    "fedspan plan my.yaml",
+    "fedspan plan my.yaml --methods all --set method.r=16",
+    "fedspan plan my.yaml --examples 5000 --length 25 --device A100 --mbit 100",
+)
 def plan(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="A run's config; left out: all follows from the options.")

@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
+from fedspan.cli.commands import command
+
 __all__ = ["report"]
 
 
+@command(
+    "report",
+    "fedspan report runs/first",
+    "fedspan report runs/three --out three.html --diagnose",
+    "fedspan report runs/first runs/second --out both.html",
+)
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of series of runs.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = Path("report.html"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedspan.cli.methods import Json, Overrides
+from fedspan.cli.commands import Json, Overrides, command
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["reproduce"]
 
 
+@command(
+    "reproduce",
+    "fedspan reproduce",
+    "fedspan reproduce rolora-table1 --scale full --dry-run",
+    "fedspan reproduce rolora-table1 --data ~/data --out runs/table1",
+)
 def reproduce(
     id: Annotated[str | None, typer.Argument(metavar="ID", help="A preset; left out: all are listed.")] = None,
     scale: Annotated[

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.methods import Json
+from fedspan.cli.commands import MACHINES, Json, command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +24,7 @@ __all__ = ["status"]
 _COLOURS = {"online": "green", "offline": "yellow"}
 
 
+@command("status", "fedspan status", "fedspan status --run runs/first", panel=MACHINES)
 def status(
     folder: Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")] = Path(
         "fedspan-server"

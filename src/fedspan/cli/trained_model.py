@@ -1,31 +1,29 @@
-"""``fedspan predict``, ``evaluate`` and ``export``: use of a trained model."""
+"""``fedspan predict`` and ``fedspan evaluate``: use of a trained model."""
 
 from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from fedspan.cli.methods import Json
+from fedspan.cli.commands import Json, command
 from fedspan.errors import FedspanError
 
-__all__ = ["evaluate", "export", "predict"]
+__all__ = ["Client", "evaluate", "predict"]
 
 Model = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, or a model that was exported.")]
 Client = Annotated[str | None, typer.Option("--client", metavar="ID", help="Whose model, if every client has its own.")]
 
 
-class Form(StrEnum):
-    """The form of an exported model."""
-
-    adapter = "adapter"
-    merged = "merged"
-
-
+@command(
+    "predict",
+    'fedspan predict runs/first "Can I move my appointment to Friday?"',
+    "fedspan predict runs/first --file messages.txt > labels.tsv",
+    'fedspan predict runs/personal --client client-03 "Where do I park?"',
+)
 def predict(
     model: Model,
     texts: Annotated[
@@ -95,6 +93,12 @@ def _pair(text: str) -> tuple[str, str]:
     return first, second
 
 
+@command(
+    "evaluate",
+    "fedspan evaluate runs/first",
+    "fedspan evaluate exported/ --data new.csv --text message --label intent",
+    "fedspan evaluate runs/instruct --tasks mmlu,arc_easy --shots 5",
+)
 def evaluate(
     model: Model,
     client: Client = None,
@@ -197,32 +201,3 @@ def _harness(
                 error = metrics.get(name.replace(":", "_stderr:", 1) if ":" in name else f"{name}_stderr")
                 table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}", count)
     console().print(table)
-
-
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
-    form: Annotated[
-        Form, typer.Option("--form", help="A PEFT adapter, or a plain Transformers model with its tokenizer.")
-    ] = Form.adapter,
-    client: Client = None,
-    round: Annotated[
-        str, typer.Option("--round", metavar="N", help="best (by validation), last, or a round with a checkpoint.")
-    ] = "best",
-    rank: Annotated[
-        int | None,
-        typer.Option("--rank", metavar="R", help="Cut the adapter to this rank, as well as that can be done."),
-    ] = None,
-) -> None:
-    """Copy a trained model out of a run, as a PEFT adapter or merged into its base."""
-    import fedspan
-
-    wanted = int(round) if round.isdecimal() else round
-    path = fedspan.export(run, out, form.value, client, wanted, rank)  # pyright: ignore[reportArgumentType]
-    if rank is not None:
-        errors = fedspan.read_notes(path)["relative_error"]
-        width = max(map(len, errors))
-        typer.echo(f"{'layer':<{width}}  relative error")
-        for layer, error in errors.items():
-            typer.echo(f"{layer:<{width}}  {100 * error:12.4f} %")
-    typer.echo(f"wrote {path}")

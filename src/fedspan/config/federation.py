@@ -132,18 +132,21 @@ class FederationConfig(Section):
     over_select: int = Field(
         default=0,
         ge=0,
-        description="On Flower: so many clients more than clients_per_round are asked in a round, which goes on as "
-        "soon as clients_per_round good replies are there; the others are late, and named. Without effect in a "
-        "simulation in one process, where nobody is late.",
+        description="Number of clients that are asked in a round beyond clients_per_round. The round goes on as "
+        "soon as clients_per_round good replies are there; the other clients are late, and named. In "
+        "the simulator it needs simulation.speed to have an effect.",
     )
     min_replies: int | None = Field(
         default=None,
         ge=1,
-        description="On Flower: good replies without which a round does not stand; left out: more than half of the "
-        "clients wanted.",
+        description="Good replies without which a round does not stand; left out: more than half of the clients "
+        "wanted. Between machines, and in the simulator where replies can fail (simulation, secure).",
     )
     deadline: float = Field(
-        default=3600.0, gt=0, allow_inf_nan=False, description="On Flower: seconds that clients have for a round."
+        default=3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that clients have for a round; in the simulator, on the clock of simulation.speed.",
     )
     patience: float = Field(
         default=300.0,
@@ -155,7 +158,7 @@ class FederationConfig(Section):
     retries: int = Field(
         default=2,
         ge=0,
-        description="On Flower: how often the missing clients of a round are asked again where there are too few good "
+        description="How often the missing clients of a round are asked again where there are too few good "
         "replies; after that the run stops, to be resumed.",
     )
     message_mib: int = Field(
@@ -165,13 +168,14 @@ class FederationConfig(Section):
         default=10.0,
         gt=1,
         allow_inf_nan=False,
-        description="On Flower: a reply whose change has a norm of more than so many times the round's median is "
-        "dropped, from 3 replies on; null: none is.",
+        description="A reply whose change has a norm of more than this many times the round's median is dropped, "
+        "from 3 replies on; null: none is. Between machines, and in the simulator under simulation.",
     )
     secure: SecureConfig | None = Field(
         default=None,
-        description="On Flower: secure aggregation, for methods whose replies sum; needs fedspan[secagg]. {}: with the "
-        "defaults below. max_norm_ratio does not apply then: nobody sees single replies.",
+        description="Secure aggregation, for methods whose replies sum; between machines and in the simulator; "
+        "needs fedspan[secagg]. {}: with the defaults below. max_norm_ratio does not apply then: "
+        "nobody sees single replies.",
     )
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Low-rank matrices as pairs of factors, and computations on them that need not form the matrix.
 
 Shapes: O output features, I input features, R rank, Q total rank of a stack of pairs. A pair represents
-``scale * B_OR @ A_RI``. Identities and costs: docs/architecture.md, "Server mathematics".
+``scale * B_OR @ A_RI``. Identities and costs: docs/architecture/mathematics.md.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fedspan.core.alignment import ajive
-from fedspan.core.base import Delta, Increment, as_dense
+from fedspan.core.base import Delta, Increment
 from fedspan.core.factors import names
-from fedspan.core.lowrank import LowRank, concatenate, fix_signs, svd
+from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import reproject, seeded_projector, side_of
+from fedspan.core.projectors import seeded_projector, side_of
+from fedspan.core.second_moments import MomentSynchroniser
 from fedspan.core.tensors import Tensors, generator, slots_of, tensor_name
 from fedspan.core.values import (
     Client,
@@ -60,7 +60,6 @@ __all__ = ["FedGaLore"]
 
 _ROUND = "round"
 """Layer name of the counts of a round in a reply."""
-_SAMPLES = 200
 
 
 def _tall(value: Tensor, layer: LayerSpec) -> Tensor:
@@ -204,9 +203,9 @@ class FedGaLore(RegisteredMethod):
         mean = {n: sum(i.weight * float(i.tensors[f"{_ROUND}/{n}"]) for i in reduced.stack) for n in ("decay", "steps")}
         deltas = {layer.name: self._delta(layer, reduced.stack, state.round) for layer in self.spec.layers}
         moments: dict[str, Tensor] = {}
-        if self.synchronisation != "none":
+        if (synchroniser := self._synchroniser()) is not None:
             for layer in self.spec.layers:
-                joined = self._joined(layer, reduced.stack, state.round)
+                joined = self._join_moments(synchroniser, layer, reduced.stack, state.round)
                 dtype = reduced.stack[0].tensors[tensor_name(layer.name, "v")].dtype
                 moments |= {tensor_name(layer.name, slot): value.to(dtype) for slot, value in joined.items()}
         return state.next(
@@ -230,60 +229,29 @@ class FedGaLore(RegisteredMethod):
         pair = tall if side_of(layer.shape) == "right" else LowRank(tall.A.T, tall.B.T)
         return pair if pair.numel() <= layer.out_features * layer.in_features else pair.dense()
 
-    def _joined(self, layer: LayerSpec, stack: Sequence[StackItem], round: int) -> dict[str, Tensor]:
+    def _synchroniser(self) -> MomentSynchroniser | None:
+        if self.synchronisation == "none":
+            return None
+        return MomentSynchroniser(
+            rule=self.synchronisation,
+            joint_rank=self.joint_rank or self.r,
+            estimate_joint_rank=self.estimate_joint_rank,
+            view_rank=self.view_rank or (max(1, self.r // 2) if self.estimate_joint_rank else self.r),
+            identifiable=self.identifiable,
+        )
+
+    def _join_moments(
+        self, synchroniser: MomentSynchroniser, layer: LayerSpec, stack: Sequence[StackItem], round: int
+    ) -> dict[str, Tensor]:
         """Return vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
         moments = [item.tensors[tensor_name(layer.name, "v")].double() for item in stack]
-        weights, rank = [item.weight for item in stack], moments[0].shape[1]
-        joint = min(self.joint_rank or self.r, rank)
+        weights, rng = [item.weight for item in stack], generator(self.seed, "ajive", layer.name, round)
         if not self.fitted(round):  # one projector for all, or unchanged coordinates
-            parts = [as_dense(part) for part in self._shared(layer, moments, joint, round)]
-            v = torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(0)
-            return {"v": self._cut(v, joint).clamp_min(0.0)}
+            return {"v": synchroniser.join(moments, weights, rng)}
+        rank = moments[0].shape[1]
         Ps = [item.tensors[tensor_name(layer.name, "P")][-rank:].double() for item in stack]
-        pairs = [LowRank(v, P) for v, P in zip(moments, Ps, strict=True)]
-        pairs = [part for part in self._shared(layer, pairs, joint, round) if isinstance(part, LowRank)]
-        if self.moments == "linear":  # signed: clamped after a client has transformed it to its own coordinates
-            whole = concatenate([LowRank(pair.B, pair.A, weight) for pair, weight in zip(pairs, weights, strict=True)])
-            U, S, P_RI = svd(whole, rank)
-            return {"v": self._cut(U * S, joint), "P": P_RI}
-        P_RI = self._between(Ps, weights)
-        v = torch.zeros_like(moments[0])
-        for pair, P, weight in zip(pairs, Ps, weights, strict=True):
-            own = (pair.B @ (pair.A @ P.T)).clamp_min(0.0)
-            v += weight * reproject(own, P, P_RI, "right", "squared", second=True)
-        return {"v": self._cut(v, joint).clamp_min(0.0), "P": P_RI}
-
-    def _shared(self, layer: LayerSpec, views: Sequence[Delta], joint: int, round: int) -> list[Delta]:
-        """Return J_i and the column means of every view under AJIVE, otherwise the views themselves."""
-        if self.synchronisation != "ajive":
-            return list(views)
-        found = ajive(
-            views,
-            None if self.estimate_joint_rank else joint,
-            self.view_rank or (max(1, self.r // 2) if self.estimate_joint_rank else self.r),
-            identifiable=self.identifiable,
-            samples=_SAMPLES,
-            rng=generator(self.seed, "ajive", layer.name, round),
-        )
-        parts = [found.joint(number) + mean for number, mean in enumerate(found.means)]
-        return [
-            part if view.right is None else LowRank(part, view.right)
-            for part, view in zip(parts, found.views, strict=True)
-        ]
-
-    def _between(self, Ps: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Compute the R directions (R, n) that projectors cover best on average."""
-        stack = torch.cat([weight**0.5 * P.T for weight, P in zip(weights, Ps, strict=True)], 1)
-        U, _, _ = torch.linalg.svd(stack, full_matrices=False)  # three times faster than that of the wide transpose
-        U = U[:, : len(Ps[0])]
-        return fix_signs(U, U.T)[0].T
-
-    def _cut(self, v: Tensor, joint: int) -> Tensor:
-        """Compute the nearest matrix of the joint rank, for ``average-svd``."""
-        if self.synchronisation != "average-svd":
-            return v
-        U, S, Vt = torch.linalg.svd(v, full_matrices=False)
-        return (U[:, :joint] * S[:joint]) @ Vt[:joint]
+        v, P = synchroniser.join_projected(moments, Ps, weights, rng, linear=self.moments == "linear")
+        return {"v": v, "P": P}
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         m, n, rank = max(layer.shape), min(layer.shape), min(rank, *layer.shape)

@@ -14,8 +14,6 @@ import torch
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-import securing
-import tiny
 from fedspan.core.values import Client, Contribution, Message
 from fedspan.crypto.ring import Ring
 from fedspan.errors import FedspanError
@@ -27,6 +25,7 @@ from fedspan.federation.settings import SecureSettings
 from fedspan.runs.setup import Prepared
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
+from helpers import secure_rounds, tiny
 
 ALL = tuple(sorted(tiny.SITES))
 OTHERS = tuple(id for id in ALL if id != "south")
@@ -36,12 +35,12 @@ PHASES = ("keys", "shares", "train")
 @pytest.fixture
 def built(prepared: Prepared, tiny_folder: Path) -> Prepared:
     config = tiny.config(tiny_folder, federation={"clients_per_round": None})
-    return tiny.variant(prepared, config, watch=lambda method: securing.Noted(inner=method))
+    return tiny.variant(prepared, config, watch=lambda method: secure_rounds.Noted(inner=method))
 
 
 def reduced(federation: Federation) -> Any:
     method = federation.method
-    assert isinstance(method, securing.Noted)
+    assert isinstance(method, secure_rounds.Noted)
     return method.reduced[-1]
 
 
@@ -49,52 +48,52 @@ def reduced(federation: Federation) -> Any:
 @pytest.mark.parametrize("neighbours", [None, 2])
 def test_a_round_s_mean_is_the_plain_one(bits: Any, neighbours: int | None, built: Prepared, tmp_path: Path) -> None:
     settings = SecureSettings(bits=bits, neighbours=neighbours)
-    federation, stage = securing.secured(built, tmp_path, settings=settings)
+    federation, stage = secure_rounds.secured(built, tmp_path, settings=settings)
     begin = federation.begin()
     result = federation.run_round(begin)
     hidden = reduced(federation)
-    plain = securing.among(built.federation, *ALL).run_round(begin)
+    plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
     assert not result.failures
-    securing.require_same_round(result, plain)
+    secure_rounds.require_same_round(result, plain)
     assert hidden.count == reduced(federation).count == 4
-    limit = securing.bound(federation, ALL, ALL)
-    worst = securing.require_close(hidden.mean, reduced(federation).mean, limit)
+    limit = secure_rounds.bound(federation, ALL, ALL)
+    worst = secure_rounds.require_close(hidden.mean, reduced(federation).mean, limit)
     assert worst > 0 or bits == 64
     assert [task for task, _, _ in stage.asked] == [phase for phase in (*PHASES, "unmask") for _ in ALL]
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_who_is_gone_before_it_sent_its_vector_leaves_no_trace(phase: str, built: Prepared, tmp_path: Path) -> None:
-    federation, _ = securing.secured(built, tmp_path, lose=securing.gone_at(phase, "south"))
+    federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at(phase, "south"))
     begin = federation.begin()
     result = federation.run_round(begin)
     hidden = reduced(federation)
     (failure,) = result.failures
     assert (failure.client, failure.attempt) == ("south", 0)
-    assert securing.GONE in failure.reason
-    plain = securing.among(built.federation, *OTHERS).run_round(begin)
-    securing.require_same_round(result, plain)
+    assert secure_rounds.GONE in failure.reason
+    plain = secure_rounds.among(built.federation, *OTHERS).run_round(begin)
+    secure_rounds.require_same_round(result, plain)
     assert hidden.count == 3
     asked = ALL if phase == "train" else OTHERS
-    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, asked, OTHERS))
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, asked, OTHERS))
 
 
 def test_who_is_gone_after_it_sent_its_vector_is_in_the_sum(built: Prepared, tmp_path: Path) -> None:
-    federation, _ = securing.secured(built, tmp_path, lose=securing.gone_at("unmask", "south"))
+    federation, _ = secure_rounds.secured(built, tmp_path, lose=secure_rounds.gone_at("unmask", "south"))
     begin = federation.begin()
     result = federation.run_round(begin)
     hidden = reduced(federation)
     assert not result.failures
-    plain = securing.among(built.federation, *ALL).run_round(begin)
-    securing.require_same_round(result, plain)
-    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, ALL))
+    plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
+    secure_rounds.require_same_round(result, plain)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
 
 
 @pytest.mark.parametrize("phase", [*PHASES, "unmask"])
 def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared, tmp_path: Path) -> None:
     """Two of four are too few for the quorum, or for the shares, of which it takes three."""
-    lose = securing.gone_at(phase, "south", "west")
-    federation, stage = securing.secured(built, tmp_path, lose=lose, retries=1)
+    lose = secure_rounds.gone_at(phase, "south", "west")
+    federation, stage = secure_rounds.secured(built, tmp_path, lose=lose, retries=1)
     begin = federation.begin()
     before = serialization.encode_state(begin.state)
     with pytest.raises(FedspanError, match=r"at least 3 of 4 clients in round 1 \(.*south: ") as stopped:
@@ -104,30 +103,32 @@ def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared
     assert {attempt for _, attempt, _ in stage.asked} == {0, 1}
     sessions = {asked.session for asked, _ in stage.sent if not isinstance(asked, Order)}
     assert len(sessions) == 2
-    stage.lose = securing.nobody
+    stage.lose = secure_rounds.nobody
     again = federation.run_round(begin)
     assert set(again.progress.held) == set(ALL)
-    plain = securing.among(built.federation, *ALL).run_round(begin)
+    plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
     assert again.loss == pytest.approx(plain.loss, rel=1e-12)
 
 
 @pytest.mark.parametrize("phase", [*PHASES, "unmask"])
 def test_an_attempt_that_failed_is_followed_by_one_that_does_not(phase: str, built: Prepared, tmp_path: Path) -> None:
-    federation, stage = securing.secured(built, tmp_path, lose=securing.gone_at(phase, "south", "west", attempts=1))
+    federation, stage = secure_rounds.secured(
+        built, tmp_path, lose=secure_rounds.gone_at(phase, "south", "west", attempts=1)
+    )
     begin = federation.begin()
     result = federation.run_round(begin)
     hidden = reduced(federation)
     assert {failure.attempt for failure in result.failures} == {0}
     assert {"south", "west"} <= {failure.client for failure in result.failures}
-    plain = securing.among(built.federation, *ALL).run_round(begin)
-    securing.require_same_round(result, plain)
-    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, ALL))
-    stage.lose = securing.nobody
+    plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
+    secure_rounds.require_same_round(result, plain)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, ALL))
+    stage.lose = secure_rounds.nobody
     assert not federation.run_round(result.progress).failures  # what was left on the clients' disks is not in the way
 
 
 def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared, tmp_path: Path) -> None:
-    federation, stage = securing.secured(built, tmp_path)
+    federation, stage = secure_rounds.secured(built, tmp_path)
     federation.run_round(federation.begin())
     federation.run_round(federation.begin())
     vectors = [
@@ -148,7 +149,7 @@ def test_what_travels_is_noise_of_which_every_value_is_as_likely(built: Prepared
 
 
 def test_every_byte_that_travels_is_counted(built: Prepared, tmp_path: Path) -> None:
-    federation, stage = securing.secured(built, tmp_path)
+    federation, stage = secure_rounds.secured(built, tmp_path)
     result = federation.run_round(federation.begin())
     for direction, envelopes in (("down", stage.sent), ("up", stage.came)):
         for id in ALL:
@@ -165,7 +166,7 @@ def test_every_byte_that_travels_is_counted(built: Prepared, tmp_path: Path) -> 
     assert f"{elements} masked integers of 32 bits" in (federation.remark() or "")
 
 
-def changed(change: Any) -> securing.Spoil:
+def changed(change: Any) -> secure_rounds.Spoil:
     """South's vector changed."""
 
     def spoil(asked: Order | Phase, back: Envelope) -> Envelope:
@@ -193,25 +194,25 @@ def vector_of(message: Message) -> torch.Tensor:
     ],
 )
 def test_a_vector_that_does_not_fit_is_left_out(change: Any, why: str, built: Prepared, tmp_path: Path) -> None:
-    federation, _ = securing.secured(built, tmp_path, spoil=changed(change))
+    federation, _ = secure_rounds.secured(built, tmp_path, spoil=changed(change))
     begin = federation.begin()
     result = federation.run_round(begin)
     hidden = reduced(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    securing.among(built.federation, *OTHERS).run_round(begin)
-    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, OTHERS))
+    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, OTHERS))
 
 
 def test_a_sum_beyond_the_bound_is_refused(built: Prepared, tmp_path: Path) -> None:
     """One client adds to its vector what no change within the clip can be; whose fault it is, nobody can say."""
     spoil = changed(lambda message: Message({MASKED: vector_of(message) + 2**29}))
-    federation, stage = securing.secured(built, tmp_path, spoil=spoil, retries=0)
+    federation, stage = secure_rounds.secured(built, tmp_path, spoil=spoil, retries=0)
     begin = federation.begin()
     with pytest.raises(FedspanError, match=r"a mean with a norm of .*, above federation\.secure\.clip"):
         federation.run_round(begin)
-    stage.spoil = securing.good
+    stage.spoil = secure_rounds.good
     assert not federation.run_round(begin).failures
 
 
@@ -225,8 +226,8 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
         wrong = {id: share[:2] + bytes(32) for id, share in answer.shares.items()}
         return answer.model_copy(update={"shares": wrong}).envelope()
 
-    lose = securing.gone_at("train", "south", attempts=1)
-    federation, _ = securing.secured(built, tmp_path, lose=lose, spoil=spoil)
+    lose = secure_rounds.gone_at("train", "south", attempts=1)
+    federation, _ = secure_rounds.secured(built, tmp_path, lose=lose, spoil=spoil)
     result = federation.run_round(federation.begin())
     assert any("not of its key" in one.reason or "a norm of" in one.reason for one in result.failures)
     assert set(result.progress.held) == set(ALL)
@@ -235,7 +236,7 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
 def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path) -> None:
     """Far below what training changes: every client's change comes down to that norm, and their mean is no longer."""
     clip = 1e-3
-    federation, _ = securing.secured(built, tmp_path, settings=SecureSettings(clip=clip))
+    federation, _ = secure_rounds.secured(built, tmp_path, settings=SecureSettings(clip=clip))
     begin = federation.begin()
     federation.run_round(begin)
     mean = reduced(federation).mean
@@ -271,15 +272,15 @@ def test_a_client_whose_reply_has_no_place_in_the_sum_says_so_and_drops_out(
     change: Any, why: str, built: Prepared, tmp_path: Path
 ) -> None:
     spoilt = Spoilt(inner=built.federation.method, change=change)
-    federation, _ = securing.secured(built, tmp_path, method=spoilt)
+    federation, _ = secure_rounds.secured(built, tmp_path, method=spoilt)
     begin = federation.begin()
     result = federation.run_round(begin)
     hidden = reduced(federation)
     (failure,) = result.failures
     assert failure.client == "south"
     assert why in failure.reason
-    securing.among(built.federation, *OTHERS).run_round(begin)
-    securing.require_close(hidden.mean, reduced(federation).mean, securing.bound(federation, ALL, OTHERS))
+    secure_rounds.among(built.federation, *OTHERS).run_round(begin)
+    secure_rounds.require_close(hidden.mean, reduced(federation).mean, secure_rounds.bound(federation, ALL, OTHERS))
 
 
 def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Prepared, tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Pre
             return replace(self.inner.contribute(message, client), stack={"count": torch.zeros(1)})
 
     method = Counting(inner=built.federation.method)
-    federation, stage = securing.secured(
+    federation, stage = secure_rounds.secured(
         replace(built, federation=simulate(
             method, built.engine, built.federation.members, built.federation.examples, built.federation.settings
         )), tmp_path
@@ -301,7 +302,7 @@ def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Pre
 
 def test_two_clients_are_too_few_to_hide_among(prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     made = tiny.variant(prepared, tiny.config(tiny_folder, federation={"clients_per_round": 2}))
-    federation, stage = securing.secured(made, tmp_path)
+    federation, stage = secure_rounds.secured(made, tmp_path)
     with pytest.raises(FedspanError, match="at least 3 clients in a round"):
         federation.run_round(federation.begin())
     assert not stage.asked
@@ -309,8 +310,8 @@ def test_two_clients_are_too_few_to_hide_among(prepared: Prepared, tiny_folder: 
 
 def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> None:
     """Three left of four are not enough for clients who want four: they give nothing away, and the run stops."""
-    lose = securing.gone_at("train", "south")
-    federation, stage = securing.secured(built, tmp_path, lose=lose, least=4, retries=0)
+    lose = secure_rounds.gone_at("train", "south")
+    federation, stage = secure_rounds.secured(built, tmp_path, lose=lose, least=4, retries=0)
     with pytest.raises(FedspanError, match=r"limits\.secure_clients: 3; at least 4"):
         federation.run_round(federation.begin())
     given = [
@@ -323,7 +324,7 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(
     prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny.config(tiny_folder, method={"name": "fedloru"}, federation={"clients_per_round": None})
-    federation, _ = securing.secured(tiny.variant(prepared, config), tmp_path)
+    federation, _ = secure_rounds.secured(tiny.variant(prepared, config), tmp_path)
     progress = federation.run_round(federation.begin()).progress
     damaged = next(path for path in tmp_path.rglob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -339,7 +340,7 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(
 def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewhere(
     built: Prepared, tmp_path: Path
 ) -> None:
-    federation, stage = securing.secured(built, tmp_path)
+    federation, stage = secure_rounds.secured(built, tmp_path)
     progress = federation.run_round(federation.begin()).progress
     order = next(asked for asked, _ in stage.sent if isinstance(asked, Order))
     participant = stage.make(order.to)

@@ -11,14 +11,13 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
 
-import securing
-import tiny
 from fedspan.config import parse_config
 from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Reduced
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings
 from fedspan.runs.setup import Prepared
+from helpers import secure_rounds, tiny
 
 CLIP = 0.05
 
@@ -29,11 +28,11 @@ def run_of(prepared: Prepared, folder: Path, noise: float) -> tuple[Prepared, li
         privacy={"mechanism": "central", "noise": noise, "clip": CLIP},
         federation={"clients_per_round": None, "weights": "uniform", "rounds": 2},
     )
-    run = tiny.variant(prepared, config, watch=lambda one: securing.Noted(inner=one))
+    run = tiny.variant(prepared, config, watch=lambda one: secure_rounds.Noted(inner=one))
     known = run.federation.members.items()  # made with the weights of another config
-    tiny.use_members(run.federation, {id: replace(one, client=replace(one.client, weight=1.0)) for id, one in known})
+    tiny.use_clients(run.federation, {id: replace(one, client=replace(one.client, weight=1.0)) for id, one in known})
     method = run.federation.method
-    assert isinstance(method, securing.Noted)
+    assert isinstance(method, secure_rounds.Noted)
     return run, method.reduced
 
 
@@ -42,7 +41,7 @@ def test_the_mean_is_that_of_replies_in_the_open(
     noise: float, prepared: Prepared, tiny_folder: Path, tmp_path: Path
 ) -> None:
     run, seen = run_of(prepared, tiny_folder, noise)
-    there, _ = securing.secured(run, tmp_path, settings=SecureSettings(clip=1e4, bits=64))
+    there, _ = secure_rounds.secured(run, tmp_path, settings=SecureSettings(clip=1e4, bits=64))
     progress = run.federation.begin()
     hidden, plain = there.run_round(progress), run.federation.run_round(progress)
     assert hidden.charges == plain.charges
@@ -59,9 +58,9 @@ def test_a_client_that_is_gone_adds_nothing_and_the_number_below_stays(
     start = run.federation.method.start(
         run.federation.method.sync(begun.state, None), None, {}, begun.state.round
     ).tensors
-    whole, _ = securing.secured(run, tmp_path / "whole", settings=SecureSettings(bits=64))
-    lost = securing.gone_at("train", "west")
-    less, _ = securing.secured(run, tmp_path / "less", settings=SecureSettings(bits=64), lose=lost)
+    whole, _ = secure_rounds.secured(run, tmp_path / "whole", settings=SecureSettings(bits=64))
+    lost = secure_rounds.gone_at("train", "west")
+    less, _ = secure_rounds.secured(run, tmp_path / "less", settings=SecureSettings(bits=64), lose=lost)
     whole.run_round(begun)
     result = less.run_round(begun)
     assert [failure.client for failure in result.failures] == ["west"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from world import Mistake, World
-
 from fedspan.config import load_config, override, parse_config
 from fedspan.runs.setup import choose_device
+from helpers.mistakes.world import Mistake, World
 
 
 def _parse(**changes: Any) -> Callable[[World], object]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
-from world import GOOD, QUESTIONS, Mistake, World
+
+from helpers.mistakes.world import GOOD, QUESTIONS, Mistake, World
 
 CAUSAL: dict[str, Any] = {"task": "causal-lm", "name": "t.jsonl"}
 READING = "reading it said: "
@@ -20,7 +21,7 @@ def _load(content: str | bytes | None = None, **options: Any) -> Callable[[World
     return lambda world: world.load(content, **options)
 
 
-def _holders(world: World) -> object:
+def _data_owners(world: World) -> object:
     world.file("north.csv", GOOD)
     world.file("south.csv", GOOD.replace("label", "kind", 1))
     return world.load(train="{site}.csv")
@@ -56,8 +57,8 @@ FILES = [
     Mistake("missing", "The file is misspelt.", "data.train", _load(train="trian.csv")),
     Mistake("missing-folder", "The folder is not there.", "data.train", _load(train="no/such/train.csv")),
     Mistake("missing-test", "The test file is misspelt.", "data.test", _load(test="tset.csv")),
-    Mistake("no-holder", "No file is like the path with braces.", "data.train", _load(train="{site}/train.csv")),
-    Mistake("columns-differ", "Files of two holders have other columns.", "data.train", _holders),
+    Mistake("no-data-owner", "No file is like the path with braces.", "data.train", _load(train="{site}/train.csv")),
+    Mistake("columns-differ", "Files of two data owners have other columns.", "data.train", _data_owners),
     Mistake("too-long", "The name is too long for the disk.", "data.train", _load(train="x" * 300 + ".csv")),
     Mistake("no-user", "The home of a user that there is none of.", "data.train", _load(train="~nobodyx/train.csv")),
     Mistake("suffix", "A kind of file that is not read.", "data.train", _load("x", name="train.xlsx")),

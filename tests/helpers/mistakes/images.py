@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from world import Mistake, World, cut, edit_json
 
 import fedspan
-import tiny_images
 from fedspan.config import parse_config
 from fedspan.runs.setup import prepare
+from helpers import tiny_images
+from helpers.mistakes.world import Mistake, World, cut, edit_json
 
 TASK = "image-classification"
 

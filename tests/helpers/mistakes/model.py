@@ -11,9 +11,9 @@ from unittest import mock
 
 import safetensors.torch
 import torch
-from world import Mistake, World, cut, edit_json
 
 from fedspan.models.names import resolve_model
+from helpers.mistakes.world import Mistake, World, cut, edit_json
 
 WEIGHTS, ADAPTER = "adapter_model.safetensors", "adapter_config.json"
 
@@ -56,7 +56,7 @@ def _no_template(world: World) -> None:
     from fedspan.runs.setup import prepare
 
     world.model(_plain_tokenizer, "llama-lm")
-    import tiny_decoders
+    from helpers import tiny_decoders
 
     changes: dict[str, Any] = {"model": {"name": "model"}, "data": {"chat": True}}
     prepare(parse_config(tiny_decoders.settings(world.tiny, **changes)))

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from world import Mistake, World, cut, edit_json, flip
-
 import fedspan
 from fedspan.runs.folder import RunFolder
+from helpers.mistakes.world import Mistake, World, cut, edit_json, flip
 
 CHECKPOINT = Path("checkpoints") / "round-00001"
 
@@ -117,7 +116,7 @@ def _below_file(world: World) -> None:
 
 
 def _picture(world: World) -> None:
-    from fedspan.cli.methods import partition
+    from fedspan.cli.partition import partition
 
     partition(
         Path(world.file("my.yaml", "data: {train: train.csv}\npartition: {clients: 2}\n")),

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from world import Mistake, World, cut, edit_json
-
 import fedspan
+from helpers.mistakes.world import Mistake, World, cut, edit_json
 
 
 def _predict(client: str | None = None, kind: str = "finished") -> Callable[[World], object]:

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import fedspan
-import tiny
-import tiny_decoders
-import tiny_images
 from fedspan.config import parse_config
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny, tiny_decoders, tiny_images
 
 GOOD = "text,label\none,a\ntwo,b\nthree,a\nfour,b\nfive,a\nsix,b\n"
 QUESTIONS = '{"question": "a1 b2", "answer": "b1"}\n{"question": "c3", "answer": "d3"}\n'

@@ -1,4 +1,4 @@
-"""Parcels as Flower's records: every bit arrives, and whatever else comes is refused by a ValueError."""
+"""Envelopes as Flower's records: every bit arrives, and whatever else comes is refused by a ValueError."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 
 
 @given(st.text(max_size=50), st.binary(max_size=300))
-def test_a_parcel_survives(header: str, body: bytes) -> None:
+def test_an_envelope_survives(header: str, body: bytes) -> None:
     envelope = Envelope(header, body)
     assert codec.from_records(codec.to_records(envelope)) == envelope
 

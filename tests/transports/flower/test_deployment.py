@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from sites import SITES, run_values, site_files
 from stage import Deployment, command, environment
+
+from helpers.sites import SITES, run_values, site_files
 
 pytestmark = pytest.mark.slow
 STEPS = 150

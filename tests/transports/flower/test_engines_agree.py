@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
-from sites import SITES, local_values, run_values, site_files
 from stage import Deployment
 
 import fedspan
+from helpers.sites import SITES, local_values, run_values, site_files
 
 METHODS = ("fedit", "rolora", "flora", "fedsa-lora", "fedgalore", "florg")
 BOUND = {"fedgalore": 1e-3}

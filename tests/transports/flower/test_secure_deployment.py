@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from sites import SITES, local_values, run_values, site_files
 from stage import Deployment
 from test_deployment import finish, rounds, submitted, wait_for_round
 
 import fedspan
 from fedspan.errors import FedspanError
+from helpers.sites import SITES, local_values, run_values, site_files
 
 pytestmark = pytest.mark.slow
 SECURE = {"secure": {"bits": 64, "clip": 10.0}}

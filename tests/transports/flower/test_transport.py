@@ -1,4 +1,4 @@
-"""Parcels through a grid: who is waited for, and how long."""
+"""Envelopes through a grid: who is waited for, and how long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from fedspan.federation.orders import Orders
 from fedspan.federation.protocol import Envelope
-from transporting import exchanged
+from helpers.reply_transport import exchanged
 
 transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
@@ -63,28 +63,28 @@ class Reply:
         return False
 
 
-PARCELS = {id: Envelope(id) for id in "abc"}
+ENVELOPES = {id: Envelope(id) for id in "abc"}
 NODES = {"a": 1, "b": 2, "c": 3}
 
 
 def test_everybody_answers_in_any_order() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {1: 2}), NODES)
-    assert exchanged(found, PARCELS, 10.0) == PARCELS
+    assert exchanged(found, ENVELOPES, 10.0) == ENVELOPES
 
 
 def test_who_has_enough_waits_for_nobody() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
     began = time.monotonic()
-    taken = exchanged(found, PARCELS, 60.0, enough=2)
+    taken = exchanged(found, ENVELOPES, 60.0, enough=2)
     assert list(taken) == ["a", "b"]
     assert time.monotonic() - began < 10
 
 
 def test_who_is_offline_is_given_up_at_once_or_after_so_much_patience() -> None:
     found = transport.GridTransport(Grid([1, 2], {}), NODES, patience=0.5)
-    assert exchanged(found, PARCELS, 60.0)["c"] == "its node is not online"
+    assert exchanged(found, ENVELOPES, 60.0)["c"] == "its node is not online"
     began = time.monotonic()
-    back = exchanged(found, PARCELS, 60.0, patient=True)
+    back = exchanged(found, ENVELOPES, 60.0, patient=True)
     assert back["c"] == "its node was not online for 0.5 s"
     assert 0.5 <= time.monotonic() - began < 10
     assert isinstance(back["a"], Envelope)
@@ -100,14 +100,14 @@ def test_who_comes_back_in_time_is_asked() -> None:
         grid.online = [1, 2, 3]
         return False
 
-    found.exchange(Orders("train", PARCELS, PARCELS.__getitem__), replied, 60.0, patient=True)
+    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, patient=True)
     assert set(back) == set(NODES)
     assert all(isinstance(one, Envelope) for one in back.values())
 
 
 def test_who_hangs_is_given_up_at_the_deadline() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
-    assert exchanged(found, PARCELS, 0.5)["c"] == "no reply within 0.5 s"
+    assert exchanged(found, ENVELOPES, 0.5)["c"] == "no reply within 0.5 s"
 
 
 def test_no_more_of_a_reply_is_fetched_than_the_server_takes() -> None:

@@ -1,0 +1,86 @@
+"""What every command is registered with: the app, its decorator, and options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+import fedspan
+from fedspan.cli.hints import hint
+from fedspan.errors import FedspanError
+
+__all__ = ["MACHINES", "Json", "Overrides", "app", "command"]
+
+MACHINES = "Between machines"
+"""Panel of the commands of a deployment."""
+
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Change a field of the config; may be given many times."),
+]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Group(TyperGroup):
+    """Prints a user's mistake on one line, and the page that explains it on another."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FedspanError as error:
+            typer.echo(f"error: {error}", err=True)
+            if (page := hint(error.field)) is not None:
+                typer.echo(f"see docs/{page}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=True)
+            raise typer.Exit(130) from None
+
+
+def _examples(*lines: str) -> str:
+    """Build an epilog of examples, separated by blank lines."""
+    return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{line}[/cyan]" for line in lines)])
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_examples("fedspan demo", "fedspan run my.yaml --out runs/first", "fedspan run --help"),
+)
+
+
+def command(name: str, *examples: str, panel: str | None = None) -> Callable[[_Function], _Function]:
+    """Register a function as a command of ``fedspan``.
+
+    Args:
+        name: Name of the command.
+        examples: Command lines that its help shows.
+        panel: Title of the group of commands in which help lists it; None: the main one.
+
+    Returns:
+        A decorator that returns the function unchanged.
+    """
+    return app.command(name, epilog=_examples(*examples), rich_help_panel=panel)
+
+
+def _version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"fedspan {fedspan.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Fine-tune a pretrained model across private data owners with low-rank updates; get one PEFT adapter back."""

@@ -1,0 +1,56 @@
+"""``fedspan export``: a trained model, copied out of a run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedspan.cli.commands import command
+from fedspan.cli.trained_model import Client
+
+__all__ = ["export"]
+
+
+class Form(StrEnum):
+    """The form of an exported model."""
+
+    adapter = "adapter"
+    merged = "merged"
+
+
+@command(
+    "export",
+    "fedspan export runs/first --out adapter",
+    "fedspan export runs/first --out model --form merged",
+    "fedspan export runs/personal --out theirs --client client-03",
+)
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
+    form: Annotated[
+        Form, typer.Option("--form", help="A PEFT adapter, or a plain Transformers model with its tokenizer.")
+    ] = Form.adapter,
+    client: Client = None,
+    round: Annotated[
+        str, typer.Option("--round", metavar="N", help="best (by validation), last, or a round with a checkpoint.")
+    ] = "best",
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="R", help="Cut the adapter to this rank, as well as that can be done."),
+    ] = None,
+) -> None:
+    """Copy a trained model out of a run, as a PEFT adapter or merged into its base."""
+    import fedspan
+
+    wanted = int(round) if round.isdecimal() else round
+    path = fedspan.export(run, out, form.value, client, wanted, rank)  # pyright: ignore[reportArgumentType]
+    if rank is not None:
+        errors = fedspan.read_notes(path)["relative_error"]
+        width = max(map(len, errors))
+        typer.echo(f"{'layer':<{width}}  relative error")
+        for layer, error in errors.items():
+            typer.echo(f"{layer:<{width}}  {100 * error:12.4f} %")
+    typer.echo(f"wrote {path}")

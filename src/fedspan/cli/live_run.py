@@ -1,0 +1,63 @@
+"""A run with its live view, for ``fedspan run`` and ``fedspan demo``, and the message after Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+__all__ = ["fresh_folder", "show_run", "stopped"]
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Return the folder, or the folder with the first unused number appended."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def _trackers(track: str | None) -> list[str]:
+    """Return the requested trackers; by default TensorBoard if it is installed."""
+    if track is None:
+        return ["tensorboard"] if importlib.util.find_spec("tensorboard") is not None else []
+    return [] if track == "none" else [part.strip() for part in track.split(",") if part.strip()]
+
+
+def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
+    """Start a new run, or resume one if there is no config; then print its summary."""
+    from fedspan.cli.formatting import console
+
+    out = console()
+    with out.status("loading torch and Transformers"):
+        import fedspan
+        from fedspan.cli.live import RunView
+        from fedspan.cli.run_summary import show_report
+    view = RunView(out, folder)
+    try:
+        with view:
+            if config is None:
+                report = fedspan.resume(folder, listener=view, track=_trackers(track))
+            else:
+                report = fedspan.run(config, folder, overrides=overrides, listener=view, track=_trackers(track))
+    except KeyboardInterrupt:
+        typer.echo(stopped(folder, view.rounds), err=True)
+        raise typer.Exit(130) from None
+    show_report(out, report, folder)
+
+
+def stopped(folder: Path, rounds: int, command: str = "run") -> str:
+    """Describe a run that Ctrl-C ended: what is saved, and how to resume."""
+    from fedspan.runs.checkpoint import saved
+    from fedspan.runs.folder import RunFolder
+    from fedspan.runs.results import is_run
+
+    if not is_run(folder):
+        return "stopped before the run began; nothing was written"
+    done = saved(RunFolder(folder))  # the view may not have received the last round
+    kept = f"{done} of {rounds} rounds are saved" if rounds else "the rounds that it had finished are saved"
+    return f"stopped; {kept}. Go on with:\n  fedspan {command} --resume {shlex.quote(str(folder))}"

@@ -1,0 +1,1 @@
+"""What several tests use: tiny models and data, transports, watched rounds, scripts that run as processes."""

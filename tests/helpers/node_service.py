@@ -1,0 +1,67 @@
+"""A data owner's node in this process: its config, its service, and a run on a server that reaches it directly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedspan import __version__
+from fedspan.config.node import NodeConfig
+from fedspan.deployment.handshake import Introduction, Invitation, base_digest, server_config
+from fedspan.deployment.node import NodeService
+from fedspan.federation.protocol import Envelope, read_header
+from fedspan.runs.remote import connect, prepare_server, server_clients
+from fedspan.runs.setup import Prepared
+from helpers import tiny
+from helpers.reply_transport import ReplyingTransport
+
+CLIENT = "clinic"
+
+
+def values(tiny_folder: Path, **changes: Any) -> dict[str, Any]:
+    """A deployment's config."""
+    made = tiny.settings(tiny_folder, **changes)
+    made["data"] = {"labels": list(tiny.LABELS)}
+    made["partition"] = {"partitioner": "iid", "clients": 1, "validation": 0.1, "test": 0.1}
+    made["federation"] = {"rounds": 3}
+    return made
+
+
+def node(tiny_folder: Path, folder: Path, **changes: Any) -> NodeConfig:
+    given = {"id": CLIENT, "server": "localhost:1", "data": {"train": str(tiny_folder / "corpus.csv")}, **changes}
+    return NodeConfig.model_validate({"folder": str(folder), **given})
+
+
+def invitation(config: dict[str, Any], **changes: Any) -> Invitation:
+    return Invitation(**{"run": "run", "version": __version__, "config": json.dumps(config), **changes})
+
+
+def introduced(service: NodeService, config: dict[str, Any], **changes: Any) -> Introduction:
+    return read_header(Introduction, service.answer(invitation(config, **changes).envelope()))
+
+
+class Direct(ReplyingTransport):
+    """A transport to one node's service."""
+
+    def __init__(self, service: NodeService) -> None:
+        self.service = service
+        self.sent: list[Envelope] = []
+
+    def replies(self, envelopes: Any, seconds: float, *, patient: bool = False) -> Any:
+        for id, envelope in envelopes.items():
+            self.sent.append(envelope)
+            yield id, self.service.answer(envelope)
+
+
+def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Prepared, Direct]:
+    """A server's run with one node."""
+    given = values(tiny_folder, **changes)
+    prepared = prepare_server(server_config(given))
+    told = introduced(service, given)
+    assert told.refused is None
+    assert told.base == base_digest(prepared.model)
+    transport = Direct(service)
+    clients = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
+    rules = prepared.config.federation.reply_rules()
+    return connect(prepared, transport, rules, members=clients, run="run"), transport
