@@ -322,7 +322,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], changes: Mappin
 def _is_shorter(case: str, where: str, left: Any, right: Any, changes: Mapping[str, Any]) -> bool:
     """Whether a number of bytes is smaller by what `shorter` allows: scalars that messages no longer hold."""
     allowed = changes.get("shorter") or {}
-    if case not in allowed.get("cases", ()) or not re.search(r"/bytes(/down)?$", where):
+    if case not in allowed.get("cases", ()) or not re.search(r"/(bytes|bytes/down|other_bytes/\w+/down)$", where):
         return False
     messages = 1 if where.startswith("/ledger.jsonl") else allowed["messages"]
     return type(left) is type(right) is int and 0 < left - right <= messages * allowed["most"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from fedspan.cli.formatting import duration, number, one_line, percent
 from fedspan.cli.live import RunView
+from fedspan.cli.remaining_time import Effort
 from fedspan.experiments.tables import size
 from fedspan.runs.setup import Prepared
 
@@ -123,33 +126,43 @@ def test_footer(prepared: Prepared, clock: Clock, width: int) -> None:
 
 
 def test_time_left_reaches_nothing_at_the_end(prepared: Prepared, clock: Clock) -> None:
-    """With speeds as assumed, the estimate falls evenly to 0."""
-    config = prepared.config.model_copy(update={"baselines": ["local", "centralised"]})
-    shown, _ = view(80, clock, terminal=True)
-    shown.started(replace(prepared, config=config), 0, False)
-    assert shown._effort is not None
-    total = shown._effort._total
-    estimates: list[float] = []
-
-    def passes() -> None:
-        assert shown._effort is not None
-        clock.now = shown._effort._done
-        estimates.append(clock.now + (shown._effort.left() or 0.0))
-
+    """With speeds as assumed, the run ends when the first estimate said."""
+    changed = replace(prepared, config=prepared.config.model_copy(update={"baselines": ["local", "centralised"]}))
+    events: list[Callable[[RunView], None]] = []
     for round in (1, 2, 3):
         for client in prepared.federation.cohort(round - 1):
-            shown.client_finished(round, client, 1.0)
-        shown.round_finished(row(round, 0.5))
-        passes()
+            events.append(partial(RunView.client_finished, round=round, client=client, loss=1.0))
+        events.append(partial(RunView.round_finished, row=row(round, 0.5)))
     for name in ("local", "centralised"):
-        shown.baseline_started(name, 3)
-        for round in (1, 2, 3):
-            shown.baseline_round(name, round, 1.0)
-            passes()
-    assert total - estimates[-1] < total
-    assert clock.now < total
-    shown._effort.scored("centralised")
-    assert shown._effort._done == pytest.approx(total)
+        events.append(partial(RunView.baseline_started, name=name, rounds=3))
+        events += [partial(RunView.baseline_round, name=name, round=round, loss=1.0) for round in (1, 2, 3)]
+
+    def started() -> tuple[RunView, Effort]:
+        shown, _ = view(80, clock, terminal=True)
+        shown.started(changed, 0, False)
+        assert shown._effort is not None
+        return shown, shown._effort
+
+    shown, effort = started()
+    completed: list[float] = []
+    for event in events:
+        event(shown)
+        completed.append(effort.task.completed)
+    effort.scored("centralised")
+    total = effort.task.total
+    assert total is not None
+    assert effort.task.completed == pytest.approx(total)
+    assert effort.left() is None
+
+    shown, effort = started()
+    for event, passes in zip(events, completed, strict=True):
+        clock.now = passes  # a pass takes a second
+        event(shown)
+        left = effort.left()
+        assert left is not None
+        assert total <= clock.now + left < total + 1
+        clock.now += 0.5
+        assert effort.left() == pytest.approx(left - 0.5), "it counts down between two counts"
 
 
 def test_fifty_clients_are_as_calm_as_four(prepared: Prepared, clock: Clock) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,9 @@ from fedspan.core.second_moments import MomentSynchroniser, covering_projector
 WEIGHTS = [0.2, 0.3, 0.5]
 
 
-def synchroniser(rule: str, joint_rank: int = 2) -> MomentSynchroniser:
+def synchroniser(rule: Any, joint_rank: int = 2) -> MomentSynchroniser:
     return MomentSynchroniser(
-        rule=rule,  # type: ignore[arg-type]
-        joint_rank=joint_rank,
-        estimate_joint_rank=False,
-        view_rank=3,
-        identifiable=False,
+        rule=rule, joint_rank=joint_rank, estimate_joint_rank=False, view_rank=3, identifiable=False
     )
 
 

@@ -1,7 +1,7 @@
 """The rounds, as plainly as they can be written; what the toys run on.
 
-Everything that crosses the network goes through bytes (``federation.serialization``), the server's state goes through bytes after
-every round, clients hold their own base and memory, and a reply that is lost advances neither.
+Everything that crosses the network goes through bytes (``federation.serialization``), the server's state goes through
+bytes after every round, clients hold their own base and memory, and a reply that is lost advances neither.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Progress of a run, in forward passes over one example, and the estimated time left."""
+"""Work of a run, in forward passes over one example, and the time left as rich estimates it from that."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+
+from rich.progress import Progress, Task
 
 from fedspan.runs.setup import Prepared
 
@@ -12,7 +15,7 @@ _TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes
 
 
 class Effort:
-    """Counts the total and the finished work of a run; the time left is based on the mean speed so far.
+    """Counts the total and the finished work of a run as a task of ``rich.progress``, which estimates the time left.
 
     Args:
         prepared: The prepared run.
@@ -22,7 +25,7 @@ class Effort:
 
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
         federation, config, training = prepared.federation, prepared.config, prepared.config.training
-        self._clock, self._began = clock, clock()
+        self._clock, self._ends = clock, math.inf
         members, measured = federation.members, prepared.evaluator.ids
         steps = training.local_steps
         batch = training.batch_size * training.gradient_accumulation_steps
@@ -40,8 +43,11 @@ class Effort:
         self._final = {name: final[name] for name in config.baselines}
         cohorts = sum(sum(map(self._training, federation.cohort(n - 1))) for n in self._round)
         baselines = len(self._final) * rounds * self._epoch + sum(self._final.values())
-        self._total = cohorts + sum(self._round.values()) + self._closing + baselines
-        self._done, self._at = 0.0, self._began
+        total = cohorts + sum(self._round.values()) + self._closing + baselines
+        # By default rich forgets all that was counted over 30 seconds ago, and one client may train for longer.
+        self._progress = Progress(get_time=clock, speed_estimate_period=math.inf)
+        self._id = self._progress.add_task("run", total=total)
+        self._progress.advance(self._id, 0.0)  # rich measures the speed since the first count
 
     def _training(self, id: str) -> float:
         """Compute a client's work in a round."""
@@ -69,13 +75,20 @@ class Effort:
         """Count the measurement of a baseline."""
         self._add(self._final[name])
 
+    @property
+    def task(self) -> Task:
+        """The run's work: ``total`` and ``completed``, in forward passes."""
+        return self._progress.tasks[0]
+
     def _add(self, passes: float) -> None:
-        self._done += passes
-        self._at = self._clock()
+        self._progress.advance(self._id, passes)
+        left = self.task.time_remaining
+        self._ends = math.inf if left is None else self._clock() + left
 
     def left(self) -> float | None:
-        """Estimate the seconds left; None before a speed is known, and if the rest takes longer than estimated."""
-        if self._done == 0:
-            return None
-        left = (self._total - self._done) * (self._at - self._began) / self._done - (self._clock() - self._at)
-        return left if left >= 1 else None
+        """Estimate the seconds left; None before a speed is known, and if the rest takes longer than estimated.
+
+        rich's own estimate stands still until the next count; this one counts down.
+        """
+        left = self._ends - self._clock()
+        return left if 1 <= left < math.inf else None

@@ -31,8 +31,8 @@ class EvaluationConfig(Section):
     diagnostics: int | None = Field(
         default=None,
         ge=1,
-        description="Rounds between two diagnoses of the clients' updates: what fedspan diagnose measures in every target "
-        "layer is written to metrics.jsonl and shown by fedspan report; left out: never, because diagnosis takes time. "
+        description="Rounds between two diagnoses of the clients' updates: what fedspan diagnose measures in every "
+        "target layer is written to metrics.jsonl and shown by fedspan report; left out: never, as it takes time. "
         "Not between machines, where no process sees both ends of an update, and not under privacy.",
     )
     generate: bool = Field(

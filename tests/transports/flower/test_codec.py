@@ -197,8 +197,8 @@ def test_a_message_is_as_large_as_its_array_however_little_travelled() -> None:
     assert sum(map(len, contents.values())) < 12 * 2**20
     assert objects.whole_bytes(contents) >= len(body)
     with pytest.raises(ValueError, match="more than 20 MiB"):
-        objects.opened(id, dict(contents), 20 * 2**20)
-    assert codec.from_records(objects.opened(id, contents, 51 * 2**20).content).body == body
+        objects.assemble_message(id, dict(contents), 20 * 2**20)
+    assert codec.from_records(objects.assemble_message(id, contents, 51 * 2**20).content).body == body
 
 
 @pytest.mark.usefixtures("identity")
@@ -228,7 +228,7 @@ def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
                             data[draw.randrange(len(data))] = draw.randrange(256)
                     contents[name] = bytes(data)
         try:
-            codec.from_records(objects.opened(id, contents, 2**20).content)
+            codec.from_records(objects.assemble_message(id, contents, 2**20).content)
         except ValueError:
             refused += 1
     assert refused > 5_000

@@ -120,7 +120,7 @@ def test_no_more_of_a_reply_is_fetched_than_the_server_takes() -> None:
         pulled.append(id)
         return bytes(2**20)
 
-    counted = limited.counted(pull, 2 * 2**20)
+    counted = limited.count_bytes(pull, 2 * 2**20)
     assert len(counted("a")) + len(counted("b")) == 2 * 2**20
     for id in "cde":
         with pytest.raises(ObjectPullError, match="more than 2 MiB"):
