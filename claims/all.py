@@ -86,6 +86,12 @@ JOBS = (
     ),
     Job("fedloru_stable_rank", ("fedloru_stable_rank.py", "--data", "{data}/fashion-mnist"), ("fashion-mnist",)),
     Job("membership_inference", ("membership_inference.py", "--data", "{data}/banking77"), ("banking77",)),
+    Job(
+        "hostile_clients",
+        ("hostile_clients.py", "--data", "{data}/banking77", "--work", "{work}/runs"),
+        ("banking77",),
+        quick=("--seeds", "0", "--examples", "100", "--rounds", "2", "--steps", "2"),
+    ),
     *preset_jobs(),
     Job(
         "reasons",  # after the pages that it looks into, whose runs it copies

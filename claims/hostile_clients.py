@@ -265,7 +265,8 @@ def judge(cells: Cells) -> list[report.Finding]:
     for fault in [fault for fault in FAULTS if fault != "nan"]:
         plain = select(cells, fault, most, PLAIN)
         for name in (*ROBUST, STRICT):
-            statement = f"{label_fault(fault)} by {100 * most:.0f} % of the clients: {name} ends above the mean"
+            side = "the mean under a norm limit of 2 medians" if name == STRICT else name
+            statement = f"{label_fault(fault)} by {100 * most:.0f} % of the clients: {side} ends above the plain mean"
             findings.append(compare_defences(statement, select(cells, fault, most, name), plain))
     clean = select(cells, "", 0.0, PLAIN)
     for name in ROBUST:
@@ -293,7 +294,7 @@ def tabulate(cells: Cells, method: str, seeds: Sequence[int]) -> str:
         shown: list[str] = []
         for defence in DEFENCES:
             found = [cells.get(Key(method, seed, fault, share, defence.name)) for seed in seeds]
-            shown.append(", ".join("" if cell is None else str(cell) for cell in found))
+            shown.append(" / ".join(str(cell) for cell in found if cell is not None))
         rows.append((label_fault(fault) if fault else "none", f"{100 * share:.0f} %", *shown))
     return report.table(("bad replies", "of clients", *(defence.name for defence in DEFENCES)), rows)
 

@@ -32,6 +32,10 @@ SMOKE = {
         *("--seeds", "0", "1"),
     ],
     "fedloru_theory": ["--sizes", "30", "40", "--clients", "2", "--most", "6", "--seeds", "0", "1"],
+    "hostile_clients": [
+        *("--labels", "4", "--examples", "80", "--layers", "1", "--rounds", "2", "--steps", "1", "--batch", "4"),
+        *("--methods", "fedit", "--seeds", "0", "1"),
+    ],
     "membership_inference": [
         *("--examples", "40", "--rounds", "2", "--budgets", "8", "--layers", "1", "--seeds", "0", "1"),
     ],
@@ -72,7 +76,8 @@ def questions(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A file of Banking77's format with the tiny corpus, and the tiny model."""
     folder = tmp_path_factory.mktemp("questions")
     text = (tiny_folder / "corpus.csv").read_text().replace("text,label,site", "text,category,site")
-    (folder / "train.csv").write_text(text)
+    for part in ("train", "test"):
+        (folder / f"{part}.csv").write_text(text)
     (folder / "bert").symlink_to(tiny_folder / "bert")
     return folder
 
@@ -86,6 +91,7 @@ def pages(digits: Path, questions: Path, tmp_path_factory: pytest.TempPathFactor
             "fedloru_stable_rank": ["--data", str(digits)],
             "bytes": ["--model", str(questions / "bert")],
             "rolora_mnist": ["--data", str(digits)],
+            "hostile_clients": ["--data", str(questions), "--model", str(questions / "bert")],
             "membership_inference": ["--data", str(questions), "--model", str(questions / "bert")],
         }.get(script, [])
         run(script, *data, *words, "--out", str(folder))

@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint(refused: Refused, stopped: Path) -> None:
     tensors.write_bytes(content)
     said = refused("run", "--resume", stopped)
     assert tensors.name in said
-    assert "start anew" in said
+    assert "start again" in said
 
 
 def test_unknown_clients(refused: Refused, finished: Path, personal: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from fedspan.clients.store import MEMORY, MOMENTS, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
-from fedspan.federation.serialization import Writer, encode_state
 from fedspan.files import DamagedFileError
 from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
@@ -191,50 +188,3 @@ def test_what_cannot_be_stored_leaves_nothing(run: RunFolder) -> None:
     with pytest.raises(ValueError, match="'x'"):
         store(run.clients, progress)
     assert files(run) == set()
-
-
-def first_format(run: RunFolder, progress: Progress) -> None:
-    """A checkpoint as fedspan 0.1 wrote it: all that clients keep in one file."""
-    writer = Writer(canonical=False)
-    optimizers = {
-        key: {
-            "generation": generation,
-            "steps": state.steps,
-            "moments": {kind: writer.tensors(tensors) for kind, tensors in state.moments.items()},
-        }
-        for key, (state, generation) in progress.optimizers.items()
-    }
-    memories = {id: writer.tensors(memory) for id, memory in progress.memories.items()}
-    clients = writer.payload("clients", {"memories": memories, "optimizers": optimizers})
-    written = {"state.safetensors": encode_state(progress.state), "clients.safetensors": clients}
-    index = {
-        "format": 1,
-        "round": progress.state.round,
-        "best": (progress.state.round, 0.5),
-        "positions": {},
-        "held": progress.held,
-        "extra": {},
-        "files": {name: hashlib.sha256(data).hexdigest() for name, data in written.items()},
-    }
-    digest = hashlib.sha256(json.dumps(index).encode()).hexdigest()
-    sealed = (json.dumps({**index, "sha256": digest}, indent=1) + "\n").encode()
-    folder = run.checkpoints / f"round-{progress.state.round:05d}"
-    folder.mkdir(parents=True)
-    for name, data in {**written, "checkpoint.json": sealed}.items():
-        (folder / name).write_bytes(data)
-
-
-def test_a_run_of_the_first_format_goes_on(run: RunFolder) -> None:
-    old = played(START, "a", "b")
-    first_format(run, old)
-    found = resume(run)
-    assert found is not None
-    assert plain(found.progress) == plain(old)
-    after = committed(run, played(found.progress, "a"), (1, 0.5))
-    assert plain(dict(after.memories)) == plain({"a": memory(2), "b": memory(1)})
-    assert plain(load(run.best).progress) == plain(old)
-    after = committed(run, played(after, "a"), (1, 0.5))
-    again = resume(run)
-    assert again is not None
-    assert plain(again.progress) == plain(after)
-    assert files(run) == named(run, ("a", 2), ("b", 2), ("a", 3))

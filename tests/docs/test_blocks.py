@@ -1,7 +1,7 @@
 """Every code block of README.md, CONTRIBUTING.md and docs/ does what its page says.
 
-Commands and Python are run, configs are parsed (those of methods and of privacy run, too), and pieces of a module are
-compared with it.
+Commands and Python are run, configs are parsed (those of methods, privacy and simulation run, too), and pieces of a
+module are compared with it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def stories() -> list[Path]:
 
 
 def configs_of_runs() -> list[Block]:
-    """The configs that a run on any model and data can have: those of methods and of privacy."""
-    return [block for block in of("yaml") if block.page.parent.name == "methods" or block.page.name == "privacy.md"]
+    """The configs that a run on any model and data can have: those of methods, privacy and simulated conditions."""
+    pages = {"privacy.md", "simulation.md"}
+    return [block for block in of("yaml") if block.page.parent.name == "methods" or block.page.name in pages]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -261,7 +261,9 @@ def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepa
     assert noise_for(privacy, settings, jobs, 10) > noise_for(privacy, settings, jobs, 200)
     assert noise_for(privacy, settings, jobs, 0) == 0
     state, member = run.federation.begin().state, run.federation.members["west"]
-    phases, _ = untrained_jobs(run.federation.method, run.federation.method.sync(state, member.client), member.client)
+    phases, _ = untrained_jobs(
+        run.federation.method, run.federation.method.sync(state, member.client), member.client, state.round
+    )
     assert len(phases) == 1
 
 

@@ -141,8 +141,8 @@ def test_refused_where_a_change_is_not_what_travels() -> None:
     spec = Problem(clients=1).adapted().spec
     cases = {
         "unbiased for sums only": FLoRA(spec=spec),
-        "something else travels": Scaffold(inner=FedIT(spec=spec)),
-        "something else travels ": LocalOnly(spec=spec),
+        "something else is transmitted": Scaffold(inner=FedIT(spec=spec)),
+        "something else is transmitted ": LocalOnly(spec=spec),
     }
     for words, method in cases.items():
         refusal = FedPAQ(inner=method).refusal(method.declared())

@@ -247,9 +247,9 @@ def test_it_goes_together_with_fedprox(outside: bool) -> None:
 def test_refused_where_a_variate_has_no_meaning() -> None:
     spec = _spec(Problem(clients=2))
     cases = {
-        "start anew": FLoRA(spec=spec),
-        "start anew ": FedLoRU(spec=spec, tau=1),
-        "something else travels": Scaffold(inner=FedIT(spec=spec)),
+        "are re-initialized": FLoRA(spec=spec),
+        "re-initialized ": FedLoRU(spec=spec, tau=1),
+        "something else is transmitted": Scaffold(inner=FedIT(spec=spec)),
     }
     for words, method in cases.items():
         refusal = Scaffold(inner=method).refusal(method.declared())

@@ -163,7 +163,7 @@ def test_refused_where_a_mean_change_has_no_meaning() -> None:
     spec = Problem(clients=2).adapted().spec
     cases = {
         "stack": FLoRA(spec=spec),
-        "start anew": FedLoRU(spec=spec, tau=1),
+        "re-initialized": FedLoRU(spec=spec, tau=1),
         "something else": FedPAQ(inner=FedIT(spec=spec)),
         "something else ": LocalOnly(spec=spec),
     }

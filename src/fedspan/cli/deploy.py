@@ -39,12 +39,13 @@ def server(
     from fedspan.transports.flower import require
 
     require()
-    from fedspan.transports.flower import server as servers
+    from fedspan.transports.flower.server import prepare_folder
+    from fedspan.transports.flower.superlink_process import supervise
 
     if insecure:
         host = "127.0.0.1" if host == "0.0.0.0" else host
         typer.secho("INSECURE: nothing is encrypted, and any node may join. Never with real data.", fg="red", err=True)
-    link = servers.prepare_folder(folder, port, names or [], insecure=insecure)
+    link = prepare_folder(folder, port, names or [], insecure=insecure)
     stop = _stop()
 
     def ready() -> None:
@@ -59,7 +60,7 @@ def server(
         typer.echo(f"then there, with `server: {known}:{port}` in its file:\n  fedspan join node.yaml")
         typer.echo(f"and here:\n  fedspan submit config.yaml{_server(folder)}")
 
-    servers.serve(folder, link, host, stop, ready)
+    supervise(folder, link, host, stop, ready)
 
 
 @command("admit", "fedspan admit clinic-a.key.pub --as clinic-a", panel=MACHINES)
@@ -72,9 +73,10 @@ def admit(
     from fedspan.transports.flower import require
 
     require()
-    from fedspan.transports.flower import server as servers
+    from fedspan.transports.flower import roster
+    from fedspan.transports.flower.server import link_of
 
-    servers.admit(servers.link_of(folder), key, name)
+    roster.admit(link_of(folder), key, name)
     typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
 
 

@@ -25,6 +25,7 @@ PAGES = {
     "privacy": "privacy.md",
     "run folder": "faq.md#the-run-was-killed",
     "server": "deployment.md",
+    "simulation": "simulation.md",
     "task": "tasks.md",
     "training": "config.md#training",
     "--methods": "choosing.md",

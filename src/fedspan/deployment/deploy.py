@@ -28,7 +28,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.transports.flower import require
 
 if TYPE_CHECKING:
-    from fedspan.transports.flower.attached import ServerLink
+    from fedspan.transports.flower.server import ServerLink
     from fedspan.transports.flower.transport import Grid
 
 __all__ = ["join", "submit"]
@@ -93,7 +93,7 @@ def submit(
     """
     require()
     from fedspan.transports.flower.attached import attach
-    from fedspan.transports.flower.server import known_names
+    from fedspan.transports.flower.roster import known_names
 
     parsed: RunConfig | None = None
     if resume and is_run(folder) and RunFolder(folder).report.is_file():

@@ -54,12 +54,6 @@ def _unknown_dataset(world: World) -> None:
     data("sst")
 
 
-def _secure_here(world: World) -> None:
-    import fedspan
-
-    fedspan.run({"data": {"train": "train.csv"}, "federation": {"secure": {}}}, world.folder / "run")
-
-
 FILES = [
     Mistake("missing", "The file is not there.", "config", lambda world: load_config("my.yaml")),
     Mistake("not-utf-8", "The file is in Latin-1.", "config", _yaml("# Schlüssel".encode("latin-1")), "YAML file ("),
@@ -210,7 +204,12 @@ FIELDS = [
         "federation.secure.cliping",
         _parse(federation__secure={"cliping": 1}),
     ),
-    Mistake("secure-here", "Secure aggregation in one process.", "federation.secure", _secure_here),
+    Mistake(
+        "conditions-on-flower",
+        "Simulated conditions on Flower's simulation engine.",
+        "simulation",
+        _parse(simulation={"dropout": 0.1}, engine__name="flower-sim"),
+    ),
     Mistake("option", "An option of another method.", "method.tau", _parse(method={"name": "fedit", "tau": 3})),
     Mistake("option-type", "The rank is a word.", "method.r", _parse(method__r="two")),
     Mistake("option-range", "The rank is 0.", "method.r", _parse(method__r=0)),

@@ -31,8 +31,8 @@ from fedspan.federation.secagg.messages import (
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
 codec = pytest.importorskip("fedspan.transports.flower.codec")
-objects = pytest.importorskip("fedspan.transports.flower.objects")
-inflatable = pytest.importorskip("flwr.supercore.inflatable.inflatable_object")
+adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+messages = pytest.importorskip("fedspan.transports.flower.messages")
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 
@@ -49,7 +49,7 @@ def test_a_small_body_is_one_object_and_a_large_one_is_in_pieces(over: int, obje
     body = bytes(over + codec.SMALL)
     message = app.Message(codec.to_records(Envelope("{}", body)), dst_node_id=1, message_type="train")
     assert codec.from_records(message.content) == Envelope("{}", body)
-    assert len(inflatable.get_all_nested_objects(message)) == objects
+    assert len(adapter.deflate_message(message)[1]) == objects
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -186,7 +186,8 @@ def phases() -> list[str]:
 def _objects(envelope: Envelope) -> tuple[str, dict[str, bytes]]:
     """A Flower message's id and objects, as they travel."""
     message = app.Message(codec.to_records(envelope), dst_node_id=1, message_type="train")
-    return message.object_id, {id: one.deflate() for id, one in inflatable.get_all_nested_objects(message).items()}
+    contents = adapter.deflate_message(message)[1]
+    return message.metadata.message_id, contents
 
 
 @pytest.mark.usefixtures("identity")
@@ -195,10 +196,10 @@ def test_a_message_is_as_large_as_its_array_however_little_travelled() -> None:
     body = bytes(50 * 2**20)
     id, contents = _objects(Envelope("{}", body))
     assert sum(map(len, contents.values())) < 12 * 2**20
-    assert objects.whole_bytes(contents) >= len(body)
+    assert messages.whole_bytes(contents) >= len(body)
     with pytest.raises(ValueError, match="more than 20 MiB"):
-        objects.assemble_message(id, dict(contents), 20 * 2**20)
-    assert codec.from_records(objects.assemble_message(id, contents, 51 * 2**20).content).body == body
+        messages.assemble_message(id, dict(contents), 20 * 2**20)
+    assert codec.from_records(messages.assemble_message(id, contents, 51 * 2**20).content).body == body
 
 
 @pytest.mark.usefixtures("identity")
@@ -228,7 +229,7 @@ def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
                             data[draw.randrange(len(data))] = draw.randrange(256)
                     contents[name] = bytes(data)
         try:
-            codec.from_records(objects.assemble_message(id, contents, 2**20).content)
+            codec.from_records(messages.assemble_message(id, contents, 2**20).content)
         except ValueError:
             refused += 1
     assert refused > 5_000

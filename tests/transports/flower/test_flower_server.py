@@ -1,18 +1,11 @@
-"""A server's folder: names that its certificate is good for, ports that are taken, nodes by name."""
+"""A server's folder: names that its certificate is good for."""
 
 from __future__ import annotations
 
-import json
-import socket
 from pathlib import Path
-from threading import Event
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fedspan.cli import app
-from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
@@ -25,71 +18,3 @@ def test_a_name_that_the_certificate_is_not_good_for_is_refused(tmp_path: Path) 
     servers.prepare_folder(tmp_path, 9093, ["127.0.0.1", "localhost"], insecure=False)
     with pytest.raises(FedspanError, match=r"--name: 'other\.example\.org'.*fl\.example\.org, localhost"):
         servers.prepare_folder(tmp_path, 9093, ["other.example.org"], insecure=False)
-
-
-@pytest.mark.parametrize("insecure", [True, False])
-def test_a_port_that_is_taken_is_named(insecure: bool, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        link = servers.prepare_folder(tmp_path, port, [], insecure=insecure)
-        with pytest.raises(FedspanError, match=f"--port: {port}; a port on which nobody else listens"):
-            servers.serve(tmp_path, link, "127.0.0.1", Event(), lambda: None)
-    with pytest.raises(FedspanError, match="--host"):
-        servers.serve(tmp_path, link, "192.0.2.1", Event(), lambda: None)
-    assert not (tmp_path / "superlink.log").exists()
-
-
-SAID = [
-    {"node-id": "11", "status": "online", "online-elapsed": 75.4, "offline-at": "N/A"},
-    {"node-id": "12", "status": "offline", "online-elapsed": 9.0, "offline-at": "2026-01-02 03:04:05Z"},
-    {"node-id": "13", "status": "registered", "online-elapsed": 0.0, "offline-at": "N/A"},
-]
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "server"
-    servers.prepare_folder(folder, 9092, [], insecure=True)
-
-    def flower(link: Any, *arguments: str) -> dict[str, Any]:
-        return {"node-id": 11} if "register" in arguments else {"nodes": SAID}
-
-    monkeypatch.setattr(servers, "flower", flower)
-    return folder
-
-
-def test_nodes_have_the_names_that_they_were_admitted_as(server: Path, tmp_path: Path) -> None:
-    key = tmp_path / "node.key.pub"
-    key.write_text("key")
-    link = servers.link_of(server)
-    servers.admit(link, key, "")
-    assert servers.known_names(link) == {}
-    servers.admit(link, key, "clinic-a")
-    assert servers.known_names(link) == {"11": "clinic-a"}
-    first, second, third = servers.nodes(link)
-    assert (first.name, first.status, first.online_seconds, first.offline_since) == ("clinic-a", "online", 75.4, None)
-    assert second.offline_since == 1767323045.0
-    assert (third.status, third.offline_since) == ("registered", None)
-
-
-def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints" / "round-00002").mkdir(parents=True)
-    (run / "config.yaml").write_text("federation: {rounds: 5}\n")
-    failure = {"client": "south", "attempt": 0, "reason": "no reply within 5 s"}
-    rows = [{"round": 1}, {"round": 2, "failures": [failure]}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
-    shown = runner.invoke(app, ["status", "--server", str(server)])
-    assert shown.exit_code == 0, shown.output
-    assert "round" not in shown.output
-    store_named_run(server, run, {"north": 11, "south": 12})
-    shown = runner.invoke(app, ["status", "--server", str(server)])
-    assert shown.exit_code == 0, shown.output
-    for words in ("north", "now, for 1:15", "round 2: no reply within 5 s", "2 of 5, stopped", "--resume", "never"):
-        assert words in shown.output
-    told = json.loads(runner.invoke(app, ["status", "--server", str(server), "--json"]).stdout)
-    assert [node["client"] for node in told["nodes"]] == ["north", "south", None]
-    assert told["run"]["round"] == 2
-    done = runner.invoke(app, ["status", "--server", str(server), "--run", str(tmp_path)])
-    assert done.exit_code == 2

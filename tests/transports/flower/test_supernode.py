@@ -13,11 +13,14 @@ from fedspan.federation.protocol import Envelope
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 from flwr.app import Message
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-from flwr.supercore.run import RunNotRunningException
 
 from fedspan.transports.flower import supernode
+from fedspan.transports.flower.adapter import (
+    NodeConnection,
+    ObjectPullError,
+    RunNotRunningException,
+    deflate_message,
+)
 from fedspan.transports.flower.codec import to_records
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -46,9 +49,9 @@ def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], 
     contents: dict[str, bytes] = {}
     for header in ("first", "second"):
         message = Message(to_records(Envelope(header)), dst_node_id=1, message_type="train")
-        message.metadata.__dict__["_message_id"] = message.object_id
-        messages.append((message, get_object_tree(message)))
-        contents |= {id: one.deflate() for id, one in get_all_nested_objects(message).items()}
+        tree, objects = deflate_message(message)
+        messages.append((message, tree))
+        contents |= objects
 
     def receive() -> tuple[Message, Any] | None:
         at("receive")
@@ -69,7 +72,7 @@ def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], 
             stop.set()
         return envelope
 
-    connection = (1, receive, send, None, None, pull, lambda *_: None, lambda *_: at("confirm"))
+    connection = NodeConnection(1, receive, send, None, None, pull, lambda *_: None, lambda *_: at("confirm"))
     supernode._answer(connection, supernode.Link("", None, None, 2**20), answering, stop)
     taken = [envelope.header for envelope in answered]
     assert taken == (["second"] if where in ("pull", "confirm") else ["first", "second"])

@@ -110,19 +110,19 @@ def test_who_hangs_is_given_up_at_the_deadline() -> None:
     assert exchanged(found, ENVELOPES, 0.5)["c"] == "no reply within 0.5 s"
 
 
-def test_no_more_of_a_reply_is_fetched_than_the_server_takes() -> None:
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-
-    limited = pytest.importorskip("fedspan.transports.flower.limited")
+def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
+    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+    messages = pytest.importorskip("fedspan.transports.flower.messages")
+    tree = adapter.ObjectTree(object_id="a", children=[adapter.ObjectTree(object_id=f"{n}") for n in range(99)])
     pulled: list[str] = []
 
     def pull(id: str) -> bytes:
         pulled.append(id)
         return bytes(2**20)
 
-    counted = limited.count_bytes(pull, 2 * 2**20)
-    assert len(counted("a")) + len(counted("b")) == 2 * 2**20
-    for id in "cde":
-        with pytest.raises(ObjectPullError, match="more than 2 MiB"):
-            counted(id)
-    assert pulled == ["a", "b", "c"]
+    assert len(messages.fetch_objects(tree, pull, 100 * 2**20)) == len(pulled) == 100
+    pulled.clear()
+    with pytest.raises(messages.TooLarge, match="more than 2 MiB") as raised:
+        messages.fetch_objects(tree, pull, 2 * 2**20)
+    assert adapter.pull_failure(raised.value) == "more than 2 MiB, the most that is taken"
+    assert len(pulled) < 30  # the third, and those that other threads had asked for

@@ -26,12 +26,42 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.errors import FedspanError
 
-__all__ = ["AUTHORITY", "CERTIFICATE", "KEY", "certified_hosts", "load_node_key", "make_authority", "make_node_key"]
+__all__ = [
+    "AUTHORITY",
+    "CERTIFICATE",
+    "KEY",
+    "certified_hosts",
+    "ensure_authority",
+    "load_node_key",
+    "make_authority",
+    "make_node_key",
+]
 
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
 """Files that ``make_authority`` writes."""
 
 _DAYS = 730
+
+
+def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
+    """Create an authority and a server certificate, unless the folder contains them.
+
+    Args:
+        folder: The server's folder.
+        hosts: Host names and addresses under which nodes reach the server.
+
+    Raises:
+        FedspanError: If the folder's certificate is not valid for a host.
+    """
+    if not (folder / AUTHORITY).exists():
+        make_authority(folder, hosts)
+    elif others := [host for host in hosts if host not in certified_hosts(folder)]:
+        files = ", ".join((AUTHORITY, CERTIFICATE, KEY))
+        expected = (
+            f"one that the certificate in {folder} is good for ({', '.join(certified_hosts(folder))}); for another, "
+            f"remove {files} there, and give the new {AUTHORITY} to every data owner"
+        )
+        raise FedspanError("--name", others[0], expected)
 
 
 def make_authority(folder: Path, hosts: Sequence[str]) -> None:

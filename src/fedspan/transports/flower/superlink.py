@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
-from flwr.superlink import extensions
-from flwr.superlink.cli.flower_superlink import flower_superlink
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
+from fedspan.transports.flower.adapter import NODE_API, run_superlink
+
 __all__ = ["Door", "main"]
 
-_FOR_NODES = ("/v1/fleet/",)
 _THREADS = 3
 """Number of requests processed at once; more than one, because Flower's log streams occupy their threads."""
 
@@ -44,7 +43,7 @@ class Door:
         """Forward a request, or refuse it with status 403."""
         if scope["type"] == "lifespan":
             current_default_thread_limiter().total_tokens = _THREADS
-        if scope["type"] == "lifespan" or scope["path"].startswith(_FOR_NODES) or _local(scope.get("client")):
+        if scope["type"] == "lifespan" or scope["path"].startswith(NODE_API) or _local(scope.get("client")):
             await self.app(scope, receive, send)
         else:
             await PlainTextResponse("only from the server's own machine", 403)(scope, receive, send)
@@ -59,9 +58,7 @@ def _local(client: tuple[str, int] | None) -> bool:
 
 def main() -> None:
     """Run ``flower-superlink`` with the access filter."""
-    given = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(Door), *given())  # pyright: ignore[reportArgumentType]
-    flower_superlink()
+    run_superlink([Middleware(Door)])  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":

@@ -9,36 +9,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, NoReturn
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Error, Message
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
-    ObjectPushError,
-    pull_objects,
-    push_object_contents_from_iterable,
-)
-from flwr.supercore.run import RunNotRunningException
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.supernode import fleet_http_connection
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
+from fedspan.transports.flower.adapter import (
+    Keys,
+    NodeConnection,
+    ObjectPullError,
+    ObjectPushError,
+    ObjectTree,
+    RunNotRunningException,
+    connect_node,
+    set_identity,
+)
 from fedspan.transports.flower.codec import from_records, to_records
-from fedspan.transports.flower.objects import assemble_message
+from fedspan.transports.flower.messages import TooLarge, assemble_message, fetch_objects
 
 __all__ = ["Link", "serve"]
 
@@ -61,19 +53,6 @@ because the submitting process was killed."""
 log = logging.getLogger("fedspan.node")
 
 Answering = Callable[[Envelope], Envelope]
-Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
-
-
-class _NotConnected(Exception):
-    """Raised in place of Flower's process exit."""
-
-
-def _not_connected(*_: object, **__: object) -> NoReturn:
-    raise _NotConnected
-
-
-fleet_http_connection.flwr_exit = _not_connected  # pyright: ignore[reportPrivateImportUsage]
-"""Flower's own function ends the process some seconds later in any case; a persistent node reconnects instead."""
 
 
 class Link:
@@ -105,7 +84,9 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
     pause, until = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
         try:
-            with _connected(link) as connection:
+            authority = None if link.authority is None else link.authority.read_bytes()
+            with connect_node(link.address, authority, link.keys, _RETRIES) as connection:
+                log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:
                     _answer(connection, link, answering, stop)
@@ -128,39 +109,11 @@ def _why(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-@contextmanager
-def _connected(link: Link) -> Generator[tuple[Any, ...]]:
-    """Open Flower's connection, which raises its errors unchanged.
-
-    Raises:
-        httpx.HTTPStatusError: If the SuperLink refuses this node.
-        httpx.HTTPError: If the SuperLink is unreachable.
-    """
-    authority = None if link.authority is None else link.authority.read_bytes()
-    inside: list[Exception] = []
-    try:
-        with fleet_http_connection.http_request_response(
-            link.address, link.authority is None, authority, link.keys, _RETRIES, None
-        ) as connection:
-            log.info("connected to %s as node %d", link.address, connection[0])
-            try:
-                yield connection
-            except Exception as error:  # Flower's context would log it and continue
-                inside.append(error)
-    except _NotConnected as error:
-        cause = error.__context__
-        if isinstance(cause, httpx.HTTPError):
-            raise cause from error
-        raise httpx.ConnectError(f"no connection to {link.address} ({type(cause).__name__})") from error
-    if inside:
-        raise inside[0]
-
-
-def _answer(connection: tuple[Any, ...], link: Link, answering: Answering, stop: Event) -> None:
-    receive, pause = connection[1], _SOON * link.poll
+def _answer(connection: NodeConnection, link: Link, answering: Answering, stop: Event) -> None:
+    pause = _SOON * link.poll
     while not stop.is_set():
         try:
-            received = receive()
+            received = connection.receive()
             if received is not None:
                 message, tree = received
                 _answer_one(connection, message, tree, link.most, answering)
@@ -177,35 +130,22 @@ def _answer(connection: tuple[Any, ...], link: Link, answering: Answering, stop:
         pause = min(1.5 * pause, link.poll)
 
 
-def _answer_one(connection: tuple[Any, ...], message: Message, tree: Any, most: int, answering: Answering) -> None:
-    node_id, _, send, _, _, pull_object, push_object, confirm = connection
+def _answer_one(
+    connection: NodeConnection, message: Message, tree: ObjectTree, most: int, answering: Answering
+) -> None:
     run = message.metadata.run_id
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run, node_id
+    set_identity(1, run, connection.node_id)
     began = time.monotonic()
-    contents = _pulled(tree, partial(pull_object, run), most)
-    confirm(run, message.metadata.message_id)
+    try:
+        contents = fetch_objects(tree, partial(connection.pull_object, run), most)
+    except TooLarge:
+        contents = None
+    connection.confirm(run, message.metadata.message_id)
     reply = _reply(message, contents, most, answering)
     try:
-        _push(reply, time.monotonic() - began, send, partial(push_object, run))
+        connection.send_reply(run, reply, time.monotonic() - began)
     except httpx.HTTPStatusError as error:  # `receive` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
-
-
-def _pulled(tree: Any, pull: Callable[[str], bytes], most: int) -> dict[str, bytes] | None:
-    """Fetch a message's objects; stop and return None when their total size exceeds ``most``."""
-    ids = [node.object_id for node in iterate_object_tree(tree)]
-    taken = 0
-
-    def counted(id: str) -> bytes:
-        nonlocal taken
-        if taken > most:
-            return b""
-        data = pull(id)
-        taken += len(data)
-        return data
-
-    contents = pull_objects(ids, pull_object_fn=counted)
-    return None if taken > most else contents
 
 
 def _reply(message: Message, contents: dict[str, bytes] | None, most: int, answering: Answering) -> Message:
@@ -217,13 +157,3 @@ def _reply(message: Message, contents: dict[str, bytes] | None, most: int, answe
     except Exception as error:  # on any error the node continues, and the server learns that there is no reply
         log.exception("a message could not be answered")
         return Message(Error(_FAILED, f"{type(error).__name__}; see the node's log"), reply_to=message)
-
-
-def _push(reply: Message, seconds: float, send: Any, push_object: Any) -> None:
-    with no_object_id_recompute():
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        contents = {id: one.deflate() for id, one in get_all_nested_objects(reply).items()}
-        wanted, session = send(reply, get_object_tree(reply), seconds)
-    push_object_contents_from_iterable(
-        ((id, contents[id]) for id in contents if id in wanted), push_object_fn=partial(push_object, session)
-    )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, TypeVar
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
 
 from fedspan.errors import FedspanError
 from fedspan.federation.orders import OnReply, Orders, Transport
@@ -20,6 +19,22 @@ A = TypeVar("A", str, int)
 
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
+
+
+class Grid(Protocol):
+    """What is needed of Flower's grid, which ``TaskGrid`` has, too."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return Flower's ids of the nodes that are online."""
+        ...
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, and return their ids; an empty or missing one: Flower did not take the message."""
+        ...
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to messages that are ready."""
+        ...
 
 
 class GridTransport(Transport):
