@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import io
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import tempfile
 import threading
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Event
 
@@ -58,22 +62,17 @@ def answering(ready: str, authority: str, address: str, keys: list[str], most: i
 
 def register(home: Path, address: str, authority: Path, keys: list[Path]) -> list[int]:
     """Admit keys by one process (``fedspan admit`` is a process for each): Flower's node ids."""
-    from flwr.cli.flower_config import read_superlink_connection
-    from flwr.cli.supernode.register import try_load_public_key
-    from flwr.cli.utils import init_http_client_from_connection
-    from flwr.proto.control_pb2 import RegisterNodeRequest
-
     config = f'[superlink]\ndefault = "load"\n\n[superlink.load]\naddress = "{address}"\n'
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(config + f'root-certificates = "{authority}"\n')
-    client = init_http_client_from_connection(read_superlink_connection("load"))
-    try:
-        return [
-            client.RegisterNode(RegisterNodeRequest(public_key=try_load_public_key(key), name=key.stem)).node_id
-            for key in keys
-        ]
-    finally:
-        client.close()
+    (command,) = entry_points(group="console_scripts", name="flwr")
+    flwr, ids = command.load(), list[int]()
+    for key in keys:
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            flwr(["supernode", "register", str(key), "load", "--name", key.stem], standalone_mode=False)
+        ids += [int(id) for id in re.findall(r"SuperNode (\d+) registered", printed.getvalue())]
+    return ids
 
 
 def resident(pid: int) -> float:

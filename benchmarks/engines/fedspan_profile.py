@@ -45,7 +45,7 @@ def main() -> None:
     for event in found.key_averages():
         seconds[names.get(event.key, "other operators")] += event.self_cpu_time_total / 1e6
     seconds["outside of operators"] = whole - sum(seconds.values())
-    examples = sum(len(member.train) for member in federation.members.values())
+    examples = sum(len(member.train) for member in federation.clients.values())
     answers.say(milliseconds={kind: 1000 * spent / examples for kind, spent in seconds.items()})
 
 

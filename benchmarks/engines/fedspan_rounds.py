@@ -22,7 +22,7 @@ def main() -> None:
     answers = Answers()
     prepared = prepare(parse_config(json.loads(Path(sys.argv[1]).read_text())))
     federation, watch = prepared.federation, Watch(prepared.engine)
-    examples = sum(len(member.train) for member in federation.members.values())
+    examples = sum(len(member.train) for member in federation.clients.values())
     progress, first = federation.begin(), dict[str, float]()
 
     def told(client: str, loss: float) -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     def said() -> dict[str, object]:
         stacking = getattr(prepared.engine, "stacking", None)
         chosen = None if stacking is None else {"clients": stacking.at_once, "workers": stacking.workers}
-        return {"first": first[min(federation.members)], "stacking": chosen}
+        return {"first": first[min(federation.clients)], "stacking": chosen}
 
     answers.serve(play, CHECKED, said)
 

@@ -87,7 +87,7 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
         rounds: of which the centralised loop's bucketed batches are written.
     """
     prepared = prepare(parse_config(work.values(engine={"name": "loop"})))
-    job, members = _job(prepared), prepared.federation.members
+    job, members = _job(prepared), prepared.federation.clients
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_start(job), folder / "start.safetensors")
     plan = {
@@ -124,7 +124,7 @@ def _batches(prepared: Prepared, assignment: Assignment) -> list[list[int]]:
 def _centralised(work: Work, prepared: Prepared, round: int) -> list[list[int]]:
     """One epoch over everybody's examples, in fedspan's buckets."""
     batches = training_batches(
-        np.concatenate([member.train for member in prepared.federation.members.values()]),
+        np.concatenate([member.train for member in prepared.federation.clients.values()]),
         prepared.train.lengths,
         batch_size=work.batch,
         epochs=1,

@@ -76,7 +76,7 @@ def served(
     )
     transport = Direct(make, lost)
     rules = prepared.config.federation.reply_rules()
-    return connect(prepared, transport, rules, members=clients, run="run"), transport
+    return connect(prepared, transport, rules, clients=clients, run="run"), transport
 
 
 def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:

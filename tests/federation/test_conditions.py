@@ -105,7 +105,7 @@ def test_a_client_that_drops_out_leaves_no_trace_but_its_failure(engine: str, ti
     assert {one.client for one in result.transfers if one.direction == "up"} == set(left)
     assert {one.client for one in result.transfers if one.direction == "down"} == set(IDS)
     plain = built(tiny_folder, engine={"name": engine})
-    members = plain.federation.members
+    members = plain.federation.clients
     tiny.use_clients(plain.federation, {id: members[id] for id in left})
     assert not differences(result.progress, rounds(plain, 1)[0].progress)
 
@@ -183,7 +183,7 @@ def test_labels_are_flipped_for_training_alone(tiny_folder: Path) -> None:
     flipped: Any = prepared.federation.examples
     honest: Any = plain.train
     last = len(prepared.labels) - 1
-    for id, member in prepared.federation.members.items():
+    for id, member in prepared.federation.clients.items():
         own = member.train
         wanted = last - honest.labels[own] if id in bad else honest.labels[own]
         assert (flipped.labels[own] == wanted).all()

@@ -29,13 +29,13 @@ def with_rounds(prepared: Prepared, rounds: int, cohort: int | None, seed: int =
     """The prepared federation with other round settings; nothing is trained by making it."""
     old = prepared.federation
     settings = RoundSettings(rounds, cohort, seed)
-    return simulate(old.method, old.engine, list(old.members.values()), old.examples, settings)
+    return simulate(old.method, old.engine, list(old.clients.values()), old.examples, settings)
 
 
 def around(prepared: Prepared, wrapper: type[Wrapper]) -> Federation:
     """The prepared federation with a wrapper around its method."""
     old = prepared.federation
-    return simulate(wrapper(inner=old.method), old.engine, list(old.members.values()), old.examples, old.settings)
+    return simulate(wrapper(inner=old.method), old.engine, list(old.clients.values()), old.examples, old.settings)
 
 
 def same(left: Progress, right: Progress) -> bool:
@@ -58,7 +58,7 @@ def test_cohorts_follow_seed_and_round_alone(prepared: Prepared) -> None:
 
 def test_the_order_of_clients_does_not_matter(prepared: Prepared) -> None:
     old = prepared.federation
-    backwards = list(old.members.values())[::-1]
+    backwards = list(old.clients.values())[::-1]
     again = simulate(old.method, old.engine, backwards, old.examples, old.settings)
     assert same(old.run_round(old.begin()).progress, again.run_round(again.begin()).progress)
 
@@ -86,7 +86,7 @@ def test_the_loss_weighs_examples(tiny_folder: Path, prepared: Prepared) -> None
     federation = tiny.variant(prepared, config).federation
     told: dict[str, float] = {}
     result = federation.run_round(federation.begin(), told.__setitem__)
-    sizes = {id: len(member.train) for id, member in federation.members.items()}
+    sizes = {id: len(member.train) for id, member in federation.clients.items()}
     expected = sum(sizes[id] * loss for id, loss in told.items()) / sum(sizes.values())
     assert result.loss == pytest.approx(expected, rel=1e-9)
     assert abs(result.loss - np.mean(list(told.values()))) > 1e-3
@@ -96,8 +96,8 @@ def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepare
     federation = with_rounds(prepared, 5, 2)
     progress, expected = federation.begin(), dict[str, int]()
     for round in range(5):
-        assert {id: federation.client(id, progress).held for id in federation.members} == {
-            id: expected.get(id) for id in federation.members
+        assert {id: federation.client(id, progress).held for id in federation.clients} == {
+            id: expected.get(id) for id in federation.clients
         }
         progress = federation.run_round(progress).progress
         expected |= dict.fromkeys(federation.cohort(round), round)
@@ -128,7 +128,7 @@ def test_a_schedule_may_start_anew_and_end_above_zero() -> None:
 def test_uniform_weights_count_clients_not_examples(prepared: Prepared) -> None:
     """With weight 1 for all, the state is the plain mean of the four replies."""
     old = prepared.federation
-    members = [replace(one, client=replace(one.client, weight=1.0)) for one in old.members.values()]
+    members = [replace(one, client=replace(one.client, weight=1.0)) for one in old.clients.values()]
     replies: list[dict[str, Tensor]] = []
 
     @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     old = prepared.federation
     bare = [
         ClientData(one.client, one.train, np.array([], dtype=np.int64), one.test[: 0 if id == "east" else None])
-        for id, one in old.members.items()
+        for id, one in old.clients.items()
     ]
     federation = simulate(old.method, old.engine, bare, old.examples, old.settings)
     evaluator = type(prepared.evaluator)(federation, 3)
@@ -226,13 +226,13 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     validation, own = evaluator.clients(progress)
     assert validation is None
     assert own is not None
-    sizes = {id: len(member.test) for id, member in federation.members.items() if id != "east"}
+    sizes = {id: len(member.test) for id, member in federation.clients.items() if id != "east"}
     assert own.by_client.keys() == sizes.keys()
     pooled = sum(sizes[id] * scores["accuracy"] for id, scores in own.by_client.items()) / sum(sizes.values())
     assert own.pooled["accuracy"] == pytest.approx(pooled)
     job = evaluator.job(progress, None)
     for id, scores in own.by_client.items():
-        indices = federation.members[id].test
+        indices = federation.clients[id].test
         predictions = prepared.engine.predict(job, old.examples, indices, 1)
         expected = prepared.task.metrics(predictions, old.examples, indices.tolist())
         assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-5)

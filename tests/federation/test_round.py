@@ -110,9 +110,9 @@ def federation(prepared: Prepared, folder: Path, spoil: Spoil, **rules: Any) -> 
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
     keeper = DiskClientStore(folder)
-    known = {id: Host(here.method, loop, {id: one}, here.examples, keeper, 32) for id, one in here.members.items()}
+    known = {id: Host(here.method, loop, {id: one}, here.examples, keeper, 32) for id, one in here.clients.items()}
     transport = LocalTraining(known, spoil)
-    return Federation(here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules))
+    return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, bui
     assert reason in failure.reason
     assert "patient" not in failure.reason
     assert BAD not in result.progress.held
-    others = [one for id, one in built.federation.members.items() if id != BAD]
+    others = [one for id, one in built.federation.clients.items() if id != BAD]
     without = replace_clients(built, others, tmp_path / "without").run_round(begin)
     for name, value in without.progress.state.tensors.items():
         assert torch.equal(value, result.progress.state.tensors[name])
@@ -140,7 +140,7 @@ def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, bui
 
 def replace_clients(built: Prepared, clients: Any, folder: Path) -> Federation:
     made = federation(built, folder, good)
-    made.members = {one.client.id: one for one in clients}
+    made.clients = {one.client.id: one for one in clients}
     return made
 
 
@@ -193,7 +193,7 @@ def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first
     assert result.late == (asked[2],)
     assert not result.failures
     assert set(result.progress.held) == set(asked[:2])
-    counted = [one for id, one in built.federation.members.items() if id in asked[:2]]
+    counted = [one for id, one in built.federation.clients.items() if id in asked[:2]]
     alone = replace_clients(built, counted, tmp_path / "alone").run_round(begin)
     assert serialization.encode_state(alone.progress.state) == serialization.encode_state(result.progress.state)
     assert set(found.drawn(0)) <= set(asked)  # who would be asked otherwise is among them
@@ -203,7 +203,7 @@ def test_a_bad_reply_is_made_up_for_by_one_more(built: Prepared, tmp_path: Path)
     found = chosen(built, 3, tmp_path, 1, SPOILT["not finite"][0])
     result = found.run_round(found.begin())
     assert [failure.client for failure in result.failures] == [BAD]
-    assert set(result.progress.held) == set(built.federation.members) - {BAD}
+    assert set(result.progress.held) == set(built.federation.clients) - {BAD}
     assert result.late == ()
 
 
@@ -211,7 +211,7 @@ def test_a_reply_that_is_too_far_from_the_others_does_not_count_as_enough(built:
     found = chosen(built, 3, tmp_path, 1, SPOILT["far away"][0])
     result = found.run_round(found.begin())
     assert [failure.client for failure in result.failures] == [BAD]
-    assert set(result.progress.held) == set(built.federation.members) - {BAD}
+    assert set(result.progress.held) == set(built.federation.clients) - {BAD}
 
 
 def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_pat
         # The same rounds without the late one, which then has trained nothing in them.
         without = replace_clients(built, [], tmp_path / "unused")
         without.transport = alone.transport
-        without.members = {id: one for id, one in built.federation.members.items() if id not in result.late}
+        without.clients = {id: one for id, one in built.federation.clients.items() if id not in result.late}
         other = without.run_round(other).progress
         assert serialization.encode_state(other.state) == serialization.encode_state(progress.state)
         assert other.held == progress.held

@@ -23,7 +23,7 @@ def errors(played: Played, round: Round) -> dict[str, float]:
 
 def require_declared_traffic(run: Played, policy: str) -> None:
     """Bytes sent to and by clients that took part in every round before are those that the method declares."""
-    steady, before = set(run.federation.members), list[int]()
+    steady, before = set(run.federation.clients), list[int]()
     extras = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
     for number, round in enumerate(run.rounds):
         cohort, sent = round.result.cohort, round.messages()
@@ -31,11 +31,11 @@ def require_declared_traffic(run: Played, policy: str) -> None:
             assert transfer.bytes == len(encode(message))
             if transfer.direction == "down" and transfer.client not in steady:
                 continue
-            rank = run.federation.members[transfer.client].client.rank
+            rank = run.federation.clients[transfer.client].client.rank
             traffic = [run.federation.method.traffic(one, rank, before, number) for one in run.layers]
             elements = sum(getattr(one, transfer.direction) for one in traffic)
             travel = policy == "average" or (transfer.direction == "down" and number == 0)
             assert transfer.payload == 4 * (elements + travel * extras)
         steady &= set(cohort)
-        before = [run.federation.members[id].client.rank for id in cohort]
+        before = [run.federation.clients[id].client.rank for id in cohort]
     assert steady, "nobody took part in every round"

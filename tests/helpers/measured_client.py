@@ -31,7 +31,7 @@ def play(values: dict[str, Any]) -> int:
     prepared = prepare(parse_config(values))
     federation = prepared.federation
     federation.run_round(federation.begin())
-    return len(next(iter(federation.members.values())).train)
+    return len(next(iter(federation.clients.values())).train)
 
 
 def main() -> None:

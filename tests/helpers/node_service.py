@@ -64,4 +64,4 @@ def served(tiny_folder: Path, service: NodeService, **changes: Any) -> tuple[Pre
     transport = Direct(service)
     clients = server_clients(prepared.config, prepared.engine.adapted.spec, {CLIENT: told.examples})
     rules = prepared.config.federation.reply_rules()
-    return connect(prepared, transport, rules, members=clients, run="run"), transport
+    return connect(prepared, transport, rules, clients=clients, run="run"), transport

@@ -126,13 +126,13 @@ def secured(
     def make(id: str) -> Host:
         secure = SecureClient(id, DiskSessionStore(folder), least)
         known = method or here.method
-        return Host(known, loop, {id: here.members[id]}, here.examples, keeper, 32, secure={id: secure})
+        return Host(known, loop, {id: here.clients[id]}, here.examples, keeper, 32, secure={id: secure})
 
     stage = Stage(make, lose, spoil)
     federation = Federation(
         here.method,
         engine,
-        here.members,
+        here.clients,
         here.examples,
         here.settings,
         stage,
@@ -144,13 +144,13 @@ def secured(
 
 def among(federation: Federation, *ids: str) -> Federation:
     """The federation in one process, of some clients alone."""
-    clients = [federation.members[id] for id in ids]
+    clients = [federation.clients[id] for id in ids]
     return simulate(federation.method, federation.engine, clients, federation.examples, federation.settings)
 
 
 def bound(federation: Federation, asked: Collection[str], survivors: Collection[str]) -> float:
     """What an entry of a mean may be off by, of clients who were asked to train and of those who did."""
-    weights = {id: federation.members[id].client.weight for id in asked}
+    weights = {id: federation.clients[id].client.weight for id in asked}
     assert isinstance(federation.aggregating, partial)
     secure = federation.aggregating.keywords["secure"]
     ring = Ring(secure.bits, secure.clip, len(weights))

@@ -163,7 +163,7 @@ def variant(
         engine: class of the engine.
     """
     adapted = prepared.engine.adapted
-    members = prepared.federation.members
+    members = prepared.federation.clients
     method = config.build_method(replace(adapted.spec, clients=len(members)))
     known = []
     for id, rank in client_ranks(config, method, list(members)).items():
@@ -199,4 +199,4 @@ def use_engine(federation: Federation, engine: Engine) -> None:
 
 def use_clients(federation: Federation, clients: Mapping[str, ClientData]) -> None:
     """Give a simulation other clients."""
-    federation.members = host_of(federation).members = clients
+    federation.clients = host_of(federation).clients = clients

@@ -224,8 +224,8 @@ class Played:
 
     def weights(self, ids: tuple[str, ...]) -> dict[str, float]:
         """Normalised weights of a cohort in the average."""
-        total = sum(self.federation.members[id].client.weight for id in ids)
-        return {id: self.federation.members[id].client.weight / total for id in ids}
+        total = sum(self.federation.clients[id].client.weight for id in ids)
+        return {id: self.federation.clients[id].client.weight / total for id in ids}
 
     def change(self, layer: str, base: BaseUpdate, parametrization: Parametrization, tensors: Tensors) -> Tensor:
         """A layer's effective weight minus W0, (O, I), computed densely in float64 from the float32 tensors."""

@@ -170,7 +170,7 @@ def test_clients_of_different_ranks_train_together(key: str, played: Play) -> No
         if METHODS[key].claims.exact:
             assert max(errors(run, round).values()) < 1e-6
     for ids, job in run.prepared.evaluator.models(run.rounds[-1].after):
-        own = run.federation.members[ids[0]].client.scaling if len(ids) == 1 else 6 / largest
+        own = run.federation.clients[ids[0]].client.scaling if len(ids) == 1 else 6 / largest
         if isinstance(parametrization := job.parametrization[layer], LoRA):
             assert parametrization.scaling == own
 

@@ -98,7 +98,7 @@ def test_peft_gives_the_engine_s_logits(
         progress = prepared.federation.run_round(progress).progress
     folders = write_adapters(prepared, progress, RunFolder(tmp_path))
     personal = METHODS[key].claims.personal or name == "bert-local-head"
-    assert set(folders) == (set(prepared.federation.members) if personal else {"global"})
+    assert set(folders) == (set(prepared.federation.clients) if personal else {"global"})
     gained = 0.0
     for id, folder in folders.items():
         client = None if id == "global" else id

@@ -136,7 +136,7 @@ def test_a_failed_round_leaves_no_dropout_in_the_model(
 ) -> None:
     made = tiny.variant(prepared, tiny.config(tiny_folder, training={"lora_dropout": 0.5}))
     progress = made.federation.run_round(made.federation.begin()).progress
-    indices = made.federation.members["west"].train
+    indices = made.federation.clients["west"].train
 
     def predictions() -> Tensor:
         return made.engine.predict(made.evaluator.job(progress, None), made.train, indices, 8)

@@ -135,7 +135,7 @@ def test_what_is_exported_gives_the_engine_s_logits(kind: str, key: str, runs: P
     run = runs(kind, key)
     made, progress = run.prepared, run.rounds[-1].after
     folders = write_adapters(made, progress, RunFolder(tmp_path))
-    assert set(folders) == (set(made.federation.members) if METHODS[key].claims.personal else {"global"})
+    assert set(folders) == (set(made.federation.clients) if METHODS[key].claims.personal else {"global"})
     gained = 0.0
     for id, adapter in folders.items():
         client = None if id == "global" else id

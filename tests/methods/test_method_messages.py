@@ -96,7 +96,7 @@ def test_a_local_head_makes_every_client_s_model_its_own(key: str, played: Play)
     run = with_policy(played, key, "local")
     progress = run.rounds[-1].after
     models = {ids: job for ids, job in run.prepared.evaluator.models(progress)}
-    assert set(models) == {(id,) for id in run.federation.members}
+    assert set(models) == {(id,) for id in run.federation.clients}
     heads = {id: extras_of(progress.memories[id]) for id in progress.held}
     assert len(heads) > 1
     for id, head in heads.items():
@@ -108,12 +108,12 @@ def test_a_client_that_was_away_catches_up_exactly(key: str, played: Play) -> No
     """From its messages alone: the base that it holds plus what it is sent is the server's, and so is its model."""
     # At rank 2 two rounds' increments are smaller than the layers: some clients replay them, some are sent the whole.
     run = played(key, method={"r": 2, "lora_alpha": 4}, federation={"clients_per_round": 2, "rounds": 6})
-    bases: dict[str, BaseUpdate] = dict.fromkeys(run.federation.members, BaseUpdate())
+    bases: dict[str, BaseUpdate] = dict.fromkeys(run.federation.clients, BaseUpdate())
     away = 0
     for number, round in enumerate(run.rounds):
         state = round.before.state
         everything = run.prepared.evaluator.job(round.before, None)
-        for id in run.federation.members:
+        for id in run.federation.clients:
             client = run.federation.client(id, round.before)
             away += client.held is not None and client.held < number - 1
             message = decode(encode(run.federation.method.sync(state, client)))

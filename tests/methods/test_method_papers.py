@@ -52,7 +52,7 @@ def test_flora_adds_the_dense_sum_of_what_the_clients_sent(played: Play) -> None
             for id, direction, message in sent(round):
                 if direction == "up":
                     B, A = factors(run, message.tensors, layer.name)
-                    expected += shares[id] * run.federation.members[id].client.scaling * B @ A
+                    expected += shares[id] * run.federation.clients[id].client.scaling * B @ A
             delta = increment.deltas[layer.name]
             assert (as_dense(delta).double() - expected).norm() < 1e-6 * expected.norm()
             kinds |= {type(delta), type(round.after.state.base.total[layer.name])}
@@ -146,7 +146,7 @@ def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(played:
     run = played("fedsa-lora")
     for round in run.rounds:
         assert all(slots(message) == {"A"} for _, _, message in sent(round))
-        for id in run.federation.members:
+        for id in run.federation.clients:
             job = run.prepared.evaluator.job(round.before, id)
             for layer in run.layers:
                 B, A = tensor_name(layer.name, "B"), tensor_name(layer.name, "A")
@@ -158,7 +158,7 @@ def test_fedsa_lora_never_sends_B_and_everybody_starts_from_the_newest_A(played:
 def batches(prepared: Prepared, id: str, round: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """What a client sees in a round's two steps: inputs and labels."""
     given = training_batches(
-        prepared.federation.members[id].train,
+        prepared.federation.clients[id].train,
         prepared.train.lengths,
         batch_size=4,
         epochs=1,
@@ -190,7 +190,7 @@ def test_fedit_of_one_client_is_plain_training_of_a_peft_model(
     options = {"momentum": 0.9} if optimizer == "sgd" else {}
     training = {"optimizer": optimizer, "lr": 0.05, **options}
     made = tiny.variant(prepared, method_config(tiny_folder, "fedit", training=training, federation={"rounds": 3}))
-    member = made.federation.members["north"]
+    member = made.federation.clients["north"]
     federation = simulate(made.federation.method, made.engine, [member], made.train, RoundSettings(3))
     progress = begin = federation.begin()
     lora = LoraConfig(r=3, lora_alpha=6, target_modules=tiny.BERT, modules_to_save=["classifier"], task_type="SEQ_CLS")
@@ -227,7 +227,7 @@ def test_fedavg_is_full_fine_tuning_of_the_target_weights(tiny_folder: Path, pre
     result = made.federation.run_round(begin)
     ours = {f"{layer.name}.weight": tensor_name(layer.name, "W") for layer in made.engine.adapted.spec.layers}
     ours |= {path: f"extras/{path}" for path in made.engine.adapted.extras}
-    examples = {id: len(made.federation.members[id].train) for id in result.cohort}
+    examples = {id: len(made.federation.clients[id].train) for id in result.cohort}
     means = {path: torch.zeros((), dtype=torch.float64) for path in ours}
     for id in result.cohort:
         model = tiny.fresh_classifier(tiny_folder / "bert")

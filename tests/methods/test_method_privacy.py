@@ -125,12 +125,12 @@ def require_accounted(run: Prepared, results: list[RoundResult], mechanism: str,
     for result in results:
         if mechanism == "central":
             (charge,) = result.charges
-            rate = sampling_rate(federation.settings, len(federation.members))
+            rate = sampling_rate(federation.settings, len(federation.clients))
             assert (charge.mechanism.rate, charge.mechanism.noise) == (rate, client_noise(privacy, rate))
         else:
             assert sorted(charge.payer for charge in result.charges) == sorted(result.cohort)
             for charge in result.charges:
-                count = len(federation.members[charge.payer].train)
+                count = len(federation.clients[charge.payer].train)
                 noise = 0.1 if mechanism == "dp-sgd" else 0.05
                 rate = min(1.0, 4 / count) if mechanism == "dp-sgd" else 1.0
                 assert charge.mechanism.rate == pytest.approx(rate)
@@ -191,9 +191,9 @@ def test_an_order_costs_what_its_phases_release(prepared: Prepared, tiny_folder:
     costs = {}
     for key in ("fedit", "pfedloru"):
         run = tiny.variant(prepared, settings(tiny_folder, key, "dp-sgd"))
-        state, client = run.federation.begin().state, run.federation.members["west"].client
+        state, client = run.federation.begin().state, run.federation.clients["west"].client
         sent = run.federation.method.sync(state, client)
         (costs[key],) = order_charges(
-            run.federation.settings.privacy, run.engine.settings, run.federation.method, sent, client
+            run.federation.settings.privacy, run.engine.settings, run.federation.method, sent, client, state.round
         )
     assert costs["pfedloru"].count > costs["fedit"].count == 2

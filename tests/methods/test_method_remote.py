@@ -48,10 +48,10 @@ def remote(prepared: Prepared, folder: Path, **rules: Any) -> Federation:
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)
     keeper = DiskClientStore(folder)
     hosts = {
-        id: Host(here.method, loop, {id: member}, here.examples, keeper, 32) for id, member in here.members.items()
+        id: Host(here.method, loop, {id: member}, here.examples, keeper, 32) for id, member in here.clients.items()
     }
     transport = LocalTraining(hosts)
-    return Federation(here.method, engine, here.members, here.examples, here.settings, transport, ReplyRules(**rules))
+    return Federation(here.method, engine, here.clients, here.examples, here.settings, transport, ReplyRules(**rules))
 
 
 @pytest.mark.parametrize("key", sorted(METHODS))

@@ -33,7 +33,7 @@ def train(prepared: Prepared, job: Job, *, seed: int = 3, clients: tuple[str, ..
     """Of the last of the clients."""
     engine = type(prepared.engine)(prepared.engine.adapted, prepared.task, prepared.engine.settings, seed)
     trained = [
-        engine.train(job, prepared.train, prepared.federation.members[id].train, client=id, round=0, lr=0.1)
+        engine.train(job, prepared.train, prepared.federation.clients[id].train, client=id, round=0, lr=0.1)
         for id in clients
     ]
     return trained[-1]
@@ -110,7 +110,7 @@ def test_every_step_decays_the_base(accumulate: int, tiny_folder: Path, prepared
     """The last, incomplete group of an accumulation is a step too: 3 passes, hence 3, 2 and 1 steps."""
     training = {"gradient_accumulation_steps": accumulate, "weight_decay": 0.5, "batch_size": 8, "local_steps": None}
     made = tiny.variant(prepared, tiny.config(tiny_folder, training=training))
-    examples, job = made.federation.members["west"].train[:20], replace(first_job(made), decay_base=True)
+    examples, job = made.federation.clients["west"].train[:20], replace(first_job(made), decay_base=True)
     trained = made.engine.train(job, made.train, examples, client="west", round=0, lr=0.1)
     assert trained.steps == -(-3 // accumulate)
     assert trained.decay == pytest.approx((1 - 0.1 * 0.5) ** trained.steps)
@@ -171,7 +171,7 @@ def test_extras_of_a_narrow_base_train_in_float32(dtype: str, tiny_folder: Path,
         assert parameter.dtype == (torch.float32 if path in adapted.extras else getattr(torch, dtype))
     job = first_job(narrow)
     start = {name: value.clone() for name, value in job.tensors.items()}
-    indices = narrow.federation.members["north"].train
+    indices = narrow.federation.clients["north"].train
     trained = narrow.engine.train(job, narrow.train, indices, client="north", round=0, lr=1e-5)
     head = "extras/classifier.weight"
     moved = trained.tensors[head] != start[head]

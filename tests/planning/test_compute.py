@@ -38,7 +38,7 @@ def planned(tiny_folder: Path) -> PlannedModel:
 def first_job(prepared: Prepared) -> Job:
     """That of a client in the first round."""
     federation = prepared.federation
-    one = next(iter(federation.members.values())).client
+    one = next(iter(federation.clients.values())).client
     client = Client(one.id, one.rank, one.scaling, one.examples, one.weight)
     return federation.method.start(
         federation.method.sync(federation.begin().state, client), client, {}, federation.begin().state.round

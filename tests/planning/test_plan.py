@@ -102,7 +102,7 @@ def test_what_trains_is_what_moves(key: str, prepared: Prepared, planned: Planne
     run = tiny.variant(prepared, config)
     method, progress, most = run.federation.method, run.federation.begin(), 0
     for _ in range(2):
-        for member in run.federation.members.values():
+        for member in run.federation.clients.values():
             job = method.start(method.sync(progress.state, member.client), member.client, {}, progress.state.round)
             most = max(most, sum(job.tensors[name].numel() for name in job.trainable_names))
         progress = run.federation.run_round(progress).progress

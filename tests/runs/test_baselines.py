@@ -53,9 +53,9 @@ def play(run: Prepared) -> Progress:
 
 def test_centralised_training_has_everybody_s_examples_and_its_own_learning_rate(prepared: Prepared) -> None:
     made = pooled(replace(prepared, config=prepared.config.model_copy(update={"centralised_lr": 0.003})))
-    (member,) = made.federation.members.values()
+    (member,) = made.federation.clients.values()
     for part in ("train", "validation", "test"):
-        wanted = np.concatenate([getattr(one, part) for one in prepared.federation.members.values()])
+        wanted = np.concatenate([getattr(one, part) for one in prepared.federation.clients.values()])
         assert np.array_equal(np.sort(getattr(member, part)), np.sort(wanted))
     assert made.engine.settings.optimizer.lr == 0.003
     assert made.engine.settings.keep_optimizer
@@ -102,7 +102,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
             train_baseline(run, name, told[number], tmp_path / f"{number}-{name}")
     cache = after.engine.prefixes.cache(after.train)
     assert cache is not None
-    assert cache.known[pooled(after).federation.members["all"].train].all()
+    assert cache.known[pooled(after).federation.clients["all"].train].all()
     assert pooled(after).engine.prefixes is after.engine.prefixes
     assert told[0].losses == told[1].losses
     assert len(told[0].losses) == 6

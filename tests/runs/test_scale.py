@@ -46,7 +46,7 @@ def large(prepared: Prepared, folder: Path, asked: list[str]) -> Federation:
     """Two examples each, which many clients share; ``asked`` is told who is made."""
     changes = {"federation": {"rounds": 6, "clients_per_round": COHORT}, "training": {"optimizer_state": "keep"}}
     made = tiny.variant(prepared, tiny.config(folder, method={"name": "fedsa-lora", "r": 2}, **changes))
-    one = next(iter(made.federation.members.values())).client
+    one = next(iter(made.federation.clients.values())).client
 
     def member(at: int) -> ClientData:
         asked.append(f"client-{at:05}")
@@ -97,7 +97,7 @@ def test_a_sample_of_the_clients_is_measured(prepared: Prepared, tiny_folder: Pa
 
 
 def test_a_sample_of_all_is_all(prepared: Prepared) -> None:
-    ids = tuple(prepared.federation.members)
+    ids = tuple(prepared.federation.clients)
     assert Evaluator(prepared.federation, 8).ids == Evaluator(prepared.federation, 8, 99).ids == ids
 
 

@@ -147,8 +147,8 @@ def test_a_client_without_examples_does_not_disturb_the_measuring(
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
     federation = prepared.federation
-    empty = {id: replace(one, train=one.train[:0]) for id, one in federation.members.items() if id != "west"}
-    tiny.use_clients(federation, {**federation.members, **empty})
+    empty = {id: replace(one, train=one.train[:0]) for id, one in federation.clients.items() if id != "west"}
+    tiny.use_clients(federation, {**federation.clients, **empty})
     federation.run_round(federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)
     assert prepared.engine.stacking is not None

@@ -43,7 +43,7 @@ def work_of(run: Prepared, noise: float = 1e-9) -> Assignment:
     """The first job of the largest client, with factors that are nowhere zero."""
     federation = run.federation
     state = federation.begin().state
-    member = federation.members["west"]
+    member = federation.clients["west"]
     job = federation.method.start(federation.method.sync(state, member.client), member.client, {}, state.round)
     rng = torch.Generator().manual_seed(8)
     moved = {
@@ -260,7 +260,7 @@ def test_noise_for_a_budget_depends_on_the_client_s_own_examples(prepared: Prepa
     jobs = [work_of(run).job]
     assert noise_for(privacy, settings, jobs, 10) > noise_for(privacy, settings, jobs, 200)
     assert noise_for(privacy, settings, jobs, 0) == 0
-    state, member = run.federation.begin().state, run.federation.members["west"]
+    state, member = run.federation.begin().state, run.federation.clients["west"]
     phases, _ = untrained_jobs(
         run.federation.method, run.federation.method.sync(state, member.client), member.client, state.round
     )

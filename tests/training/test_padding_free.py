@@ -52,7 +52,7 @@ def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor
     """One client's first job."""
     federation, settings = prepared.federation, prepared.config.training_settings()
     engine = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free)
-    id, member = next((id, one) for id, one in federation.members.items() if len(one.train))
+    id, member = next((id, one) for id, one in federation.clients.items() if len(one.train))
     state = federation.begin().state
     client = federation.client(id, federation.begin())
     job = federation.method.start(federation.method.sync(state, client), client, {}, state.round)

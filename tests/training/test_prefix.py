@@ -68,7 +68,7 @@ def job_of(prepared: Prepared, id: str, dtype: torch.dtype) -> Job:
 
 
 def trained(engine: LoopEngine, prepared: Prepared, job: Job, id: str) -> Trained:
-    return engine.train(job, prepared.train, prepared.federation.members[id].train, client=id, round=0, lr=0.02)
+    return engine.train(job, prepared.train, prepared.federation.clients[id].train, client=id, round=0, lr=0.02)
 
 
 def apart(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
@@ -100,7 +100,7 @@ def test_a_job_in_float64_is_the_same(kind: str, folders: Mapping[str, Path]) ->
     prepared = built(kind, folders, training={"local_steps": None, "local_epochs": 2, "batch_size": 4})
     prepared.engine.adapted.model.double()
     tolerance = 1e-6 if kind in SINGLE else 1e-9
-    id = list(prepared.federation.members)[-1]
+    id = list(prepared.federation.clients)[-1]
     job = job_of(prepared, id, torch.float64)
     plain, cached = engine_of(prepared, None), engine_of(prepared, MEMORY)
     wanted = trained(plain, prepared, job, id)
@@ -126,7 +126,7 @@ def test_a_job_on_examples_of_one_length_is_the_same_in_every_model(kind: str, f
     assert cache is not None
     tried = cache.known  # beside examples of other lengths
     indices = np.flatnonzero((lengths == np.bincount(lengths).argmax()) & ~tried)
-    id = next(iter(prepared.federation.members))
+    id = next(iter(prepared.federation.clients))
     job = job_of(prepared, id, torch.float64)
     results = [
         one.train(job, prepared.train, indices, client=id, round=0, lr=0.02)
@@ -138,7 +138,7 @@ def test_a_job_on_examples_of_one_length_is_the_same_in_every_model(kind: str, f
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_are_the_same_in_float32(kind: str, folders: Mapping[str, Path]) -> None:
     prepared = built(kind, folders)
-    id = next(iter(prepared.federation.members))
+    id = next(iter(prepared.federation.clients))
     job, indices = job_of(prepared, id, torch.float32), np.arange(len(prepared.train))[::-1]
     cached = engine_of(prepared, MEMORY)
     wanted = engine_of(prepared, None).predict(job, prepared.train, indices, 7)
@@ -183,7 +183,7 @@ def test_a_whole_federation_whose_base_moves(folders: Mapping[str, Path]) -> Non
 
 def test_each_example_is_computed_once(folders: Mapping[str, Path]) -> None:
     prepared = built("bert", folders, training={"local_steps": None, "local_epochs": 3})
-    adapted, part = prepared.engine.adapted, prepared.federation.members["south"].train
+    adapted, part = prepared.engine.adapted, prepared.federation.clients["south"].train
     engine = engine_of(prepared, MEMORY)
     cache = engine.prefixes.cache(prepared.train)
     assert cache is not None
@@ -265,7 +265,7 @@ def test_a_folder_that_can_not_be_made(folders: Mapping[str, Path], tmp_path: Pa
 @pytest.mark.parametrize("kind", ["llama-lm", "gpt2-lm"])
 def test_generation_does_not_use_it(kind: str, folders: Mapping[str, Path]) -> None:
     prepared = built(kind, folders, evaluation={"generate": True})
-    id = next(iter(prepared.federation.members))
+    id = next(iter(prepared.federation.clients))
     job, indices = job_of(prepared, id, torch.float32), np.arange(9)
     engine = engine_of(prepared, MEMORY)
     engine.predict(job, prepared.train, indices, 4)
@@ -334,7 +334,7 @@ def test_there_is_none_where_it_would_not_be_exact(
     assert torch.equal(torch.get_rng_state(), random)
     assert modes == [module.training for module in prepared.engine.adapted.model.modules()]
     if spoil is None:
-        id = next(iter(prepared.federation.members))
+        id = next(iter(prepared.federation.clients))
         job = job_of(prepared, id, torch.float32)
         wanted = trained(engine_of(prepared, None), prepared, job, id)
         assert apart(wanted.tensors, trained(engine, prepared, job, id).tensors) == 0

@@ -55,7 +55,7 @@ def cache_of(prepared: Prepared, settings: PrefixSettings = SETTINGS) -> PrefixC
 
 
 def parts(prepared: Prepared) -> list[np.ndarray]:
-    return [prepared.federation.members[id].train for id in prepared.federation.members]
+    return [prepared.federation.clients[id].train for id in prepared.federation.clients]
 
 
 def filled(cache: PrefixCache, sets: list[np.ndarray]) -> list[torch.Tensor]:

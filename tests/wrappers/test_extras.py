@@ -44,7 +44,7 @@ def under(prepared: Prepared, policy: str, lr_scale: float = 1.0) -> Federation:
     config = prepared.config.model_copy(update={"model": model})
     old = prepared.federation
     method = config.wrapped(config.build_method(prepared.engine.adapted.spec))
-    return simulate(method, old.engine, list(old.members.values()), old.examples, old.settings)
+    return simulate(method, old.engine, list(old.clients.values()), old.examples, old.settings)
 
 
 def statistics(prepared: Prepared) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def trained(federation: Federation, progress: Progress, id: str) -> tuple[Job, d
     message = serialization.decode(serialization.encode(federation.method.sync(progress.state, client)))
     job = federation.method.start(message, client, progress.memories.get(id, {}), progress.state.round)
     lr, number = engine.settings.lr(progress.state.round, 2), progress.state.round
-    done = engine.train(job, federation.examples, federation.members[id].train, client=id, round=number, lr=lr)
+    done = engine.train(job, federation.examples, federation.clients[id].train, client=id, round=number, lr=lr)
     return job, dict(done.tensors)
 
 
@@ -87,7 +87,7 @@ def test_training_moves_them_as_the_model_itself_does(images: Path) -> None:
     federation, id = made.federation, "west"
     before, after = trained(federation, federation.begin(), id)
     plain = tiny_images.fresh_classifier(images / "resnet").train()
-    batch = made.task.batch(made.train, federation.members[id].train, torch.device("cpu"))
+    batch = made.task.batch(made.train, federation.clients[id].train, torch.device("cpu"))
     with torch.no_grad():
         plain(pixel_values=batch["pixel_values"])
     for name, value in plain.named_buffers():
@@ -100,12 +100,12 @@ def test_averaged_statistics_are_means_and_counts_the_largest(resnet: Prepared, 
     """Two rounds; clients of different sizes take different numbers of steps."""
     federation = under(resnet, "average")
     if weights == "uniform":
-        members = [replace(one, client=replace(one.client, weight=1.0)) for one in federation.members.values()]
+        members = [replace(one, client=replace(one.client, weight=1.0)) for one in federation.clients.values()]
         federation = simulate(federation.method, federation.engine, members, federation.examples, federation.settings)
     progress = federation.begin()
     for round in (1, 2):
-        replies = {id: trained(federation, progress, id) for id in federation.members}
-        total = sum(federation.members[id].client.weight for id in replies)
+        replies = {id: trained(federation, progress, id) for id in federation.clients}
+        total = sum(federation.clients[id].client.weight for id in replies)
         progress = federation.run_round(progress).progress
         for name in (extra_name(path) for path in federation.method.spec.buffers):
             each = {id: tensors[name] for id, (_, tensors) in replies.items()}
@@ -115,14 +115,14 @@ def test_averaged_statistics_are_means_and_counts_the_largest(resnet: Prepared, 
                 assert found.dtype == torch.int64
                 assert int(found) == max(int(value) for value in each.values()) > 40 + round
             else:
-                parts = [federation.members[id].client.weight / total * value.double() for id, value in each.items()]
+                parts = [federation.clients[id].client.weight / total * value.double() for id, value in each.items()]
                 assert torch.allclose(found.double(), torch.stack(parts).sum(0), rtol=1e-6, atol=1e-7)
 
 
 def test_local_statistics_stay_on_the_client(resnet: Prepared) -> None:
     federation = under(resnet, "local")
     begun = federation.begin()
-    first = {id: trained(federation, begun, id)[1] for id in federation.members}
+    first = {id: trained(federation, begun, id)[1] for id in federation.clients}
     result = federation.run_round(begun)
     buffers = {extra_name(path) for path in federation.method.spec.buffers}
     assert not differing({name: begun.state.tensors[name] for name in buffers}, result.progress.state.tensors)
@@ -202,11 +202,11 @@ def test_the_order_of_replies_does_not_matter(resnet: Prepared) -> None:
     federation = under(resnet, "average")
     begun, method = federation.begin(), federation.method
     replies: dict[str, tuple[Client, Contribution]] = {}
-    for id in federation.members:
+    for id in federation.clients:
         client = federation.client(id, begun)
         job = method.start(method.sync(begun.state, client), client, {}, begun.state.round)
         done = federation.engine.train(
-            job, federation.examples, federation.members[id].train, client=id, round=0, lr=0.02
+            job, federation.examples, federation.clients[id].train, client=id, round=0, lr=0.02
         )
         message, _ = method.finish(job, done, client, {}, 0)
         assert isinstance(message, Message)
@@ -257,7 +257,7 @@ def test_traffic_counts_them(resnet: Prepared) -> None:
 def _finished(federation: Federation, progress: Progress, id: str) -> Any:
     client = federation.client(id, progress)
     job = federation.method.start(federation.method.sync(progress.state, client), client, {}, progress.state.round)
-    done = federation.engine.train(job, federation.examples, federation.members[id].train, client=id, round=0, lr=0.02)
+    done = federation.engine.train(job, federation.examples, federation.clients[id].train, client=id, round=0, lr=0.02)
     return job, done, client, {}, progress.state.round
 
 

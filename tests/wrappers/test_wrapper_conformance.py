@@ -122,7 +122,7 @@ def test_around_the_factors_only_it_leaves_the_head_alone(
     assert isinstance(outer.inner, WithExtras)
     inside = WithExtras(inner=replace(outer, inner=outer.inner.inner), policy="average")
     federation = simulate(
-        inside, made.engine, list(made.federation.members.values()), made.train, made.federation.settings
+        inside, made.engine, list(made.federation.clients.values()), made.train, made.federation.settings
     )
     progress = federation.run_round(federation.begin()).progress
     progress = federation.run_round(progress).progress

@@ -69,11 +69,11 @@ class RunView(Listener):
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
         config, federation = prepared.config, prepared.federation
         self._prepared, self.done, self.rounds = prepared, done, federation.settings.rounds
-        clients = len(federation.members)
+        clients = len(federation.clients)
         cohort = federation.settings.cohort or clients
         self._effort = Effort(prepared, done, self._clock)
         self._now = "training" if done < self.rounds else "measuring the best round"
-        parts, members = prepared.partition, federation.members
+        parts, members = prepared.partition, federation.clients
         known = sum(member.client.examples for member in members.values()) if parts is None else 0
         examples = known if parts is None else int(parts.parts.sizes[:, 0].sum())
         each = f", {cohort} a round" if cohort < clients else ""

@@ -26,7 +26,7 @@ class Effort:
     def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
         federation, config, training = prepared.federation, prepared.config, prepared.config.training
         self._clock, self._ends = clock, math.inf
-        members, measured = federation.members, prepared.evaluator.ids
+        members, measured = federation.clients, prepared.evaluator.ids
         steps = training.local_steps
         batch = training.batch_size * training.gradient_accumulation_steps
         self._members, self._epochs = members, training.local_epochs

@@ -89,7 +89,7 @@ class Host:
     Args:
         method: The run's method, as on the server.
         engine: Trains and evaluates.
-        members: The clients by id.
+        clients: The clients by id.
         examples: The data set that the clients' indices point into.
         store: The store of the clients' state between rounds.
         batch_size: Batch size of evaluation.
@@ -102,7 +102,7 @@ class Host:
         self,
         method: Method,
         engine: Engine,
-        members: Mapping[str, ClientData],
+        clients: Mapping[str, ClientData],
         examples: Examples,
         store: ClientStore,
         batch_size: int,
@@ -111,7 +111,7 @@ class Host:
         *,
         reveals_losses: bool = False,
     ) -> None:
-        self.method, self.engine, self.members = method, engine, members
+        self.method, self.engine, self.clients = method, engine, clients
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
         self.secure, self.reveals_losses = secure, reveals_losses
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
@@ -129,7 +129,7 @@ class Host:
 
     def workload(self, id: str) -> int:
         """Return the number of examples on which a client trains in a round, each as often as it is used."""
-        settings, count = self.engine.settings, len(self.members[id].train)
+        settings, count = self.engine.settings, len(self.clients[id].train)
         if settings.steps is None:
             return settings.epochs * count
         return settings.steps * min(count, settings.batch_size * settings.accumulate)
@@ -192,15 +192,15 @@ class Host:
             on_answer(self._close(one, result))
             return None
 
-        sizes = {id: int(self.examples.lengths[self.members[id].train].sum()) for id in orders}
+        sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
         if sizes:  # a Poisson sample may be empty
             self.engine.train_all(self.examples, sizes, opened, finished)
 
     def _member(self, order: Order) -> ClientData:
-        if order.to not in self.members:
-            here = ", ".join(map(repr, list(self.members)[:3]))
+        if order.to not in self.clients:
+            here = ", ".join(map(repr, list(self.clients)[:3]))
             raise ValueError(f"an order to {order.to!r}; this is {here}")
-        return self.members[order.to]
+        return self.clients[order.to]
 
     def _kept(self, id: str, held: int | None) -> ClientState:
         return ClientState() if held is None else self.store.load(id, held)
@@ -249,7 +249,7 @@ class Host:
         if self.secure is None:
             raise FedspanError("federation.secure", what, "left out: the run's config has none")
         if id not in self.secure:
-            raise ValueError(f"an order to {id!r}; this is {', '.join(map(repr, list(self.members)[:3]))}")
+            raise ValueError(f"an order to {id!r}; this is {', '.join(map(repr, list(self.clients)[:3]))}")
         return self.secure[id]
 
     def _require_secure(self, order: Order) -> None:

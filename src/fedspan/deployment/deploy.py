@@ -115,7 +115,7 @@ def submit(
             members = server_clients(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
             transport = GridTransport(grid, nodes, prepared.config.federation.patience)
-            return played(connect(prepared, transport, rules, members=members, run=run))
+            return played(connect(prepared, transport, rules, clients=members, run=run))
 
     return session.run(
         parsed,

@@ -94,8 +94,8 @@ class NodeService:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(place / _INVITATION, invitation.model_dump_json().encode())
         self._loaded = (invitation.run, host, base)
-        log.info("joined %s with %d examples", invitation.run, host.members[self.node.id].client.examples)
-        return own.model_copy(update={"examples": host.members[self.node.id].client.examples, "base": base})
+        log.info("joined %s with %d examples", invitation.run, host.clients[self.node.id].client.examples)
+        return own.model_copy(update={"examples": host.clients[self.node.id].client.examples, "base": base})
 
     def _require_allowed(self, invitation: Invitation) -> None:
         if invitation.version != __version__:
@@ -135,7 +135,7 @@ class NodeService:
         config = parse_config(self._values(invitation))
         place = self._of(invitation.run)
         prepared = prepare(config, key=self._key(place, config))
-        (member,) = prepared.federation.members.values()
+        (member,) = prepared.federation.clients.values()
         member = replace(member, client=replace(member.client, id=self.node.id))
         keeper = DiskClientStore(place / "kept")
         theirs = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})

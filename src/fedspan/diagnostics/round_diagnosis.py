@@ -181,7 +181,7 @@ def layers_of(
 
 
 def _look(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _RoundModels:
-    weights = {id: federation.members[id].client.weight for id in result.cohort}
+    weights = {id: federation.clients[id].client.weight for id in result.cohort}
     engine = federation.engine
     engine.adapted.set_base(result.progress.state.base)
     end = None

@@ -57,7 +57,7 @@ def summarised(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
 
 
 def _drawn(federation: Federation, count: int | None) -> tuple[str, ...]:
-    ids = tuple(federation.members)
+    ids = tuple(federation.clients)
     if count is None or count >= len(ids):
         return ids
     rng = generator(federation.settings.seed, "evaluation")
@@ -99,7 +99,7 @@ class Evaluator:
             progress: The progress that holds the models.
             clients: Ids of the clients; None: all.
         """
-        ids = tuple(self.federation.members if clients is None else clients)
+        ids = tuple(self.federation.clients if clients is None else clients)
         if not self.federation.method.declared().personal:
             yield ids, self.job(progress, None)
             return
@@ -108,7 +108,7 @@ class Evaluator:
 
     def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
-        members, examples = self.federation.members, self.federation.examples
+        members, examples = self.federation.clients, self.federation.examples
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
         for ids, job in self.models(progress, self.ids):
             wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]

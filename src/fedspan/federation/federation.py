@@ -34,7 +34,7 @@ class Federation:
     Args:
         method: The method, with its wrappers.
         engine: Holds the model for ``init`` and the export; trains, too, if the clients are in this process.
-        members: The clients in any order, or by sorted id (``LazyMapping``).
+        clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The examples that the clients' indices refer to; the server's own if clients are on other machines.
         settings: Rounds, cohort, reduction, privacy, seed.
         transport: Transport to the clients.
@@ -48,7 +48,7 @@ class Federation:
         self,
         method: Method,
         engine: Engine,
-        members: Sequence[ClientData] | Mapping[str, ClientData],
+        clients: Sequence[ClientData] | Mapping[str, ClientData],
         examples: Examples,
         settings: RoundSettings,
         transport: Transport,
@@ -59,7 +59,7 @@ class Federation:
     ) -> None:
         self.method = method
         self.engine = engine
-        self.members = clients_by_id(members)
+        self.clients = clients_by_id(clients)
         self.examples = examples
         self.settings = settings
         self.transport, self.rules, self.aggregating = transport, rules or STRICT, aggregating
@@ -83,15 +83,15 @@ class Federation:
 
     def client(self, id: str, progress: Progress) -> Client:
         """Return a client with the round of the state that it stores."""
-        return replace(self.members[id].client, held=progress.held.get(id))
+        return replace(self.clients[id].client, held=progress.held.get(id))
 
     def next_charges(self, progress: Progress) -> tuple[Charge, ...]:
         """Return the privacy cost of the next round if every client is selected once."""
         state = progress.state
-        charges = list(round_charges(self.settings, len(self.members)))
+        charges = list(round_charges(self.settings, len(self.clients)))
         known: dict[tuple[int, int], tuple[Charge, ...]] = {}
         for id in self.cohort(state.round) if self.settings.privacy is not None and not charges else ():
-            client = self.members[id].client
+            client = self.clients[id].client
             kind = (client.rank, client.examples)
             if kind not in known:
                 known[kind] = expected_charges(self.settings.privacy, self.engine.settings, self.method, state, client)
@@ -104,7 +104,7 @@ class Federation:
 
     def drawn(self, round: int, more: int = 0) -> list[str]:
         """Return a round's clients and ``more`` additional ones in the order of drawing; by id if all are selected."""
-        ids = list(self.members)
+        ids = list(self.clients)
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
             return [ids[at] for at in poisson_cohort(privacy, self.settings, len(ids), round)]
@@ -131,7 +131,7 @@ class Federation:
             method=self.method,
             settings=self.settings,
             training=self.engine.settings,
-            members=self.members,
+            clients=self.clients,
             state=state,
             ids=self.cohort(state.round),
             drawn=tuple(self.drawn(state.round, self.rules.over_select)),
@@ -174,7 +174,7 @@ class Federation:
                 failures.append(Failure(id, 0, str(error), "export"))
             return False
 
-        self.transport.exchange(Orders("export", self.members, order), replied, self.rules.deadline)
+        self.transport.exchange(Orders("export", self.clients, order), replied, self.rules.deadline)
         return tuple(failures)
 
     def note(self, happened: Transfer | Failure) -> None:

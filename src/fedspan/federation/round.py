@@ -50,7 +50,7 @@ class Round:
         self.lr = context.training.lr(context.state.round, context.settings.rounds)
         self._held = dict(held)
         self._tally = Tally()
-        self._charges = list(round_charges(context.settings, len(context.members)))
+        self._charges = list(round_charges(context.settings, len(context.clients)))
         self.aggregation = aggregating(context, self._tally)
 
     def run(self) -> RoundResult:
@@ -74,7 +74,7 @@ class Round:
         raise _too_few(aggregation.good(), tally.failures, aggregation.quorum, context.state.round, context.ids)
 
     def _client(self, id: str) -> Client:
-        return replace(self.context.members[id].client, held=self._held.get(id))
+        return replace(self.context.clients[id].client, held=self._held.get(id))
 
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
         """Order clients to train and aggregate their replies."""

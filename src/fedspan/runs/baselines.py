@@ -35,7 +35,7 @@ def pooled(prepared: Prepared) -> Prepared:
 
     The pooled validation parts of the clients select the epoch; its model is evaluated on each client's own test part.
     """
-    members = prepared.federation.members
+    members = prepared.federation.clients
     changed, method = _with_method(prepared, "fedit")
     parts = [(member.train, member.validation, member.test) for member in members.values()]
     train, validation, test = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -52,7 +52,7 @@ def pooled(prepared: Prepared) -> Prepared:
 def alone(prepared: Prepared) -> Prepared:
     """Build the local-only baseline: every client trains LoRA on its own examples, optimizer moments stored."""
     changed, method = _with_method(prepared, "local-only")
-    members = prepared.federation.members
+    members = prepared.federation.clients
     ids = tuple(members)
 
     def same(at: int) -> ClientData:

@@ -25,7 +25,7 @@ def flower_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Pr
     from fedspan.transports.flower.simulation import simulate
 
     threads = torch.get_num_threads()
-    actors = min(prepared.config.engine.workers or threads, len(prepared.federation.members))
+    actors = min(prepared.config.engine.workers or threads, len(prepared.federation.clients))
     cuda = prepared.engine.adapted.device.type == "cuda"
     answering = partial(reply_as, str(place.path.resolve()), max(1, threads // actors))
 
@@ -34,5 +34,5 @@ def flower_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Pr
         return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
 
     return simulate(
-        list(prepared.federation.members), answering, serving, actors=actors, gpus=1 / actors if cuda else 0.0
+        list(prepared.federation.clients), answering, serving, actors=actors, gpus=1 / actors if cuda else 0.0
     )

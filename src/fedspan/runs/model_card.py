@@ -116,7 +116,7 @@ def _introduction(config: RunConfig, base: str, adapter: bool) -> str:
 
 def _training(prepared: Prepared, report: RunReport) -> dict[str, str]:
     config = prepared.config
-    clients = [member.client for member in prepared.federation.members.values()]
+    clients = [member.client for member in prepared.federation.clients.values()]
     sizes, ranks = [client.examples for client in clients], sorted({client.rank for client in clients})
     partition = config.partition
     divided = partition.partitioner + (f", alpha {partition.alpha:g}" if partition.partitioner == "dirichlet" else "")

@@ -109,7 +109,7 @@ def connect(
     transport: Transport,
     rules: ReplyRules,
     *,
-    members: Mapping[str, ClientData] | None = None,
+    clients: Mapping[str, ClientData] | None = None,
     nodes: Path | None = None,
     run: str = "",
 ) -> Prepared:
@@ -119,7 +119,7 @@ def connect(
         prepared: The prepared run.
         transport: Transport to the clients.
         rules: Rules for the replies that a round needs and accepts.
-        members: The clients; None: those of the prepared run.
+        clients: The clients; None: those of the prepared run.
         nodes: Folder where the clients store their state, if this process can read it.
         run: Name of the run, for nodes that may serve several.
 
@@ -127,7 +127,7 @@ def connect(
         FedspanError: If the config requests secure aggregation and its libraries are not installed.
     """
     here, config = prepared.federation, prepared.config
-    known = here.members if members is None else members
+    known = here.clients if clients is None else clients
     federation = Federation(
         here.method,
         prepared.engine,
@@ -199,12 +199,12 @@ def _host(run: str) -> Host:
     federation, folder = prepared.federation, nodes_folder(place.path)
     secure: Mapping[str, SecureClient] | None = None
     if config.federation.secure is not None:
-        made = {id: secure_client(config, id, folder) for id in federation.members}
+        made = {id: secure_client(config, id, folder) for id in federation.clients}
         secure = {id: client for id, client in made.items() if client is not None}
     return Host(
         federation.method,
         prepared.engine,
-        federation.members,
+        federation.clients,
         prepared.train,
         DiskClientStore(folder),
         config.evaluation.batch_size,

@@ -116,7 +116,7 @@ class InProcess(Transport):
         self._round, self._attempt = 0, -1
         self._clock = 0.0
         if conditions is not None and conditions.faults is not None:
-            self._faulty, self._faults = conditions.faulty(sorted(host.members)), conditions.faults
+            self._faulty, self._faults = conditions.faulty(sorted(host.clients)), conditions.faults
             host.tamper = self._tamper
 
     def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
@@ -221,7 +221,7 @@ class InProcess(Transport):
 def simulate(
     method: Method,
     engine: Engine,
-    members: Sequence[ClientData] | Mapping[str, ClientData],
+    clients: Sequence[ClientData] | Mapping[str, ClientData],
     examples: Examples,
     settings: RoundSettings,
     rules: ReplyRules | None = None,
@@ -234,7 +234,7 @@ def simulate(
     Args:
         method: The method, with its wrappers.
         engine: The engine, with the model; it trains the clients.
-        members: The clients in any order, or by sorted id (``LazyMapping``).
+        clients: The clients in any order, or by sorted id (``LazyMapping``).
         examples: The data set that the clients' indices refer to.
         settings: Rounds, cohort, reduction, privacy, seed.
         rules: Rules for accepting replies and the round; None: every selected client has to reply.
@@ -242,7 +242,7 @@ def simulate(
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
     """
-    clients = clients_by_id(members)
+    known = clients_by_id(clients)
     store = ProgressStore(Progress(ServerState()))
-    host = Host(method, engine, clients, examples, store, batch_size=1, secure=secure, reveals_losses=True)
-    return Federation(method, engine, clients, examples, settings, InProcess(host, conditions), rules, aggregating)
+    host = Host(method, engine, known, examples, store, batch_size=1, secure=secure, reveals_losses=True)
+    return Federation(method, engine, known, examples, settings, InProcess(host, conditions), rules, aggregating)

@@ -292,7 +292,7 @@ def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Pre
     method = Counting(inner=built.federation.method)
     federation, stage = secure_rounds.secured(
         replace(built, federation=simulate(
-            method, built.engine, built.federation.members, built.federation.examples, built.federation.settings
+            method, built.engine, built.federation.clients, built.federation.examples, built.federation.settings
         )), tmp_path
     )  # fmt: skip
     with pytest.raises(FedspanError, match=r"federation\.secure: .*do not sum.*model\.extras"):
@@ -356,4 +356,4 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
 
 def test_a_ring_of_many_clients_has_room_for_them(built: Prepared) -> None:
     assert Ring(32, 100.0, 1000).error(1000) / 1000 == pytest.approx(100 * 1000 / 2**32, rel=1e-3)
-    assert built.federation.members
+    assert built.federation.clients

@@ -29,7 +29,7 @@ def run_of(prepared: Prepared, folder: Path, noise: float) -> tuple[Prepared, li
         federation={"clients_per_round": None, "weights": "uniform", "rounds": 2},
     )
     run = tiny.variant(prepared, config, watch=lambda one: secure_rounds.Noted(inner=one))
-    known = run.federation.members.items()  # made with the weights of another config
+    known = run.federation.clients.items()  # made with the weights of another config
     tiny.use_clients(run.federation, {id: replace(one, client=replace(one.client, weight=1.0)) for id, one in known})
     method = run.federation.method
     assert isinstance(method, secure_rounds.Noted)

@@ -27,7 +27,7 @@ class RoundContext:
         method: The run's method.
         settings: Rounds, reduction and privacy.
         training: Settings of local training.
-        members: All clients of the federation.
+        clients: All clients of the federation.
         state: The server's state before the round.
         ids: Ids of the selected clients, sorted.
         drawn: The same ids in the order in which they were drawn.
@@ -40,7 +40,7 @@ class RoundContext:
     method: Method
     settings: RoundSettings
     training: TrainingSettings
-    members: Mapping[str, ClientData]
+    clients: Mapping[str, ClientData]
     state: ServerState
     ids: tuple[str, ...]
     drawn: tuple[str, ...]
@@ -52,8 +52,8 @@ class RoundContext:
     @property
     def fresh(self) -> Client:
         """Return a client of the cohort as if it stored nothing."""
-        ids = self.ids or tuple(self.members)[:1]
-        return replace(self.members[ids[0]].client, held=None)
+        ids = self.ids or tuple(self.clients)[:1]
+        return replace(self.clients[ids[0]].client, held=None)
 
 
 @dataclass

@@ -43,9 +43,9 @@ class PlaintextAggregation:
         self._held: dict[str, ValidatedReply] = {}
         self._expected: dict[tuple[int, float], Message] = {}
         self._folds = not context.rules.validate and not context.rules.over_select
-        clients = [replace(context.members[id].client, held=None) for id in context.ids]
+        clients = [replace(context.clients[id].client, held=None) for id in context.ids]
         self._reducer: Reducer = reducer_for(
-            context.settings, clients, len(context.members), context.state.round, self._origin
+            context.settings, clients, len(context.clients), context.state.round, self._origin
         )
 
     def missing(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class PlaintextAggregation:
             self._drop(id)
         for id in context.ids:
             reply = held.get(id)
-            client = context.members[id].client
+            client = context.clients[id].client
             self._reducer.add(id, None if reply is None else context.method.contribute(reply.message, client))
         return self._reducer.result()
 
@@ -127,5 +127,5 @@ class PlaintextAggregation:
 
     def _origin(self) -> Tensors:
         context = self.context
-        fresh = replace(context.members[next(iter(context.members))].client, held=None)
+        fresh = replace(context.clients[next(iter(context.clients))].client, held=None)
         return origin_of(context.method, context.method.sync(context.state, fresh), fresh, context.state.round)

@@ -171,7 +171,7 @@ class SecureAggregation:
 
     def _restored(self, change: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
         """Return the mean that belongs to a summed change; with central privacy, after adding noise to the sum."""
-        privacy, clients = self.context.settings.privacy, len(self.context.members)
+        privacy, clients = self.context.settings.privacy, len(self.context.clients)
         if privacy is None or privacy.mechanism != "central":
             return apply_change(change, self._origin)
         total = {name: value * share for name, value in change.items()}

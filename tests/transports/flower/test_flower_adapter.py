@@ -1,0 +1,357 @@
+"""What the adapter relies on in Flower, checked against the installed version: each failure names what broke."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NoReturn
+
+import pytest
+
+from fedspan.federation.protocol import Envelope
+from helpers.reply_transport import exchanged
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+ROOT = Path(__file__).resolve().parents[3]
+ADAPTER = ROOT / "src" / "fedspan" / "transports" / "flower" / "adapter.py"
+PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy", "flwr.simulation")
+
+OBJECTS = "flwr.supercore.inflatable.inflatable_object"
+TRANSFER = "flwr.supercore.inflatable.inflatable_utils"
+RUNTIME = "flwr.proto.runtime_pb2"
+NAMES: dict[tuple[str, str], tuple[str, str]] = {
+    ("flwr.app.message", "make_message"): ("metadata error", "the error that stands for a missing reply"),
+    ("flwr.common.constant", "ErrorCode"): ("", "the error that stands for a missing reply"),
+    ("flwr.common.serde", "run_from_proto"): ("run_proto", "being the server of a run"),
+    ("flwr.proto.message_pb2", "ConfirmMessageReceivedRequest"): ("", "deleting a reply on the SuperLink"),
+    ("flwr.proto.message_pb2", "ObjectTree"): ("", "the ids of a message's objects"),
+    (RUNTIME, "AcquireTaskRequest"): ("", "taking over a run"),
+    (RUNTIME, "PullAppMessagesRequest"): ("", "fetching replies"),
+    (RUNTIME, "PullTaskInputRequest"): ("", "being the server of a run"),
+    (RUNTIME, "PushTaskOutputRequest"): ("", "ending a run"),
+    ("flwr.supercore.constant", "SYSTEM_MESSAGE_TYPE"): ("", "the error that stands for a missing reply"),
+    ("flwr.supercore.date", "now"): ("", "the error that stands for a missing reply"),
+    ("flwr.supercore.heartbeat", "HeartbeatSender"): ("heartbeat_fn", "keeping a run alive"),
+    ("flwr.supercore.heartbeat", "make_task_heartbeat_fn_http"): ("client", "keeping a run alive"),
+    (OBJECTS, "get_all_nested_objects"): ("obj", "sending a reply"),
+    (OBJECTS, "get_object_body"): ("object_content cls", "the size of an assembled message"),
+    (OBJECTS, "get_object_children_ids_from_object_content"): ("object_content", "the size of an assembled message"),
+    (OBJECTS, "get_object_tree"): ("obj", "sending a reply"),
+    (OBJECTS, "get_object_type_from_object_content"): ("object_content", "the size of an assembled message"),
+    (OBJECTS, "iterate_object_tree"): ("tree", "fetching a message"),
+    (OBJECTS, "no_object_id_recompute"): ("", "sending a reply without hashing it twice"),
+    ("flwr.supercore.inflatable.inflatable_protobuf_utils", "make_pull_object_fn_protobuf"): (
+        "pull_object_protobuf node run_id",
+        "fetching replies",
+    ),
+    (TRANSFER, "ObjectPullError"): ("object_id reason", "noticing that a message can't be fetched"),
+    (TRANSFER, "ObjectPushError"): ("", "noticing that a reply can't be sent"),
+    (TRANSFER, "inflate_object_from_contents"): ("object_id object_contents", "assembling a message"),
+    (TRANSFER, "pull_objects"): ("object_ids pull_object_fn", "fetching a message"),
+    (TRANSFER, "push_object_contents_from_iterable"): ("object_contents push_object_fn", "sending a reply"),
+    ("flwr.supercore.interceptors", "RuntimeVersionHttpInterceptor"): ("component_name", "taking over a run"),
+    ("flwr.supercore.interceptors", "SuperExecAuthHttpInterceptor"): (
+        "master_secret protected_methods",
+        "taking over a run",
+    ),
+    ("flwr.supercore.retry", "make_simple_http_retry_invoker"): ("", "taking over a run"),
+    ("flwr.supercore.run", "RunNotRunningException"): ("", "noticing that a run has ended"),
+    ("flwr.supercore.runtime", "RuntimeHttpClient"): ("", "being the server of a run"),
+    ("flwr.supercore.task_identity", "TaskIdentity"): ("", "making messages"),
+    ("flwr.supernode", "fleet_http_connection"): ("", "the node's connection"),
+    ("flwr.superlink.grid", "HttpGrid"): (
+        "runtime_api_address insecure root_certificates token",
+        "the messages of a run",
+    ),
+    ("flwr.superlink", "extensions"): ("", "the SuperLink's access filter"),
+    ("flwr.superlink.cli.flower_superlink", "flower_superlink"): ("", "starting the SuperLink"),
+    ("flwr.cli.app", "app"): ("", "Flower's own commands"),
+}
+"""By module and name: the parameters that are passed, and what for."""
+
+FIELDS = {
+    ("flwr.proto.message_pb2", "ConfirmMessageReceivedRequest"): "node run_id message_object_id",
+    ("flwr.proto.message_pb2", "ObjectTree"): "object_id children",
+    (RUNTIME, "AcquireTaskRequest"): "supported_task_types",
+    (RUNTIME, "AcquireTaskResponse"): "token task",
+    (RUNTIME, "PullAppMessagesRequest"): "message_ids",
+    (RUNTIME, "PullAppMessagesResponse"): "messages_list message_object_trees",
+    (RUNTIME, "PullTaskInputResponse"): "task_id run context",
+    (RUNTIME, "PushTaskOutputRequest"): "sub_status details",
+}
+"""Fields of Flower's messages that are written or read."""
+
+
+def broken(what: str, purpose: str) -> NoReturn:
+    pytest.fail(
+        f"Flower {version('flwr')} no longer has {what}: fedspan.transports.flower.adapter relies on it for {purpose}",
+        pytrace=False,
+    )
+
+
+def lookup(module: str, name: str, purpose: str) -> Any:
+    """A name of Flower's; a submodule is a name, too."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        try:
+            return importlib.import_module(f"{module}.{name}")
+        except ImportError:
+            broken(f"{module}.{name}", purpose)
+    except ImportError as error:
+        broken(f"{module}.{name} ({error})", purpose)
+
+
+def require(parameters: str, function: Callable[..., Any], name: str, purpose: str) -> None:
+    """The function takes these parameters, and needs no others."""
+    signature = inspect.signature(function)
+    for parameter in parameters.split():
+        if parameter not in signature.parameters:
+            broken(f"the parameter {parameter} of {name}{signature}", purpose)
+    needed = {
+        one.name for one in signature.parameters.values() if one.default is one.empty and "VAR_" not in one.kind.name
+    }
+    if more := needed - set(parameters.split()):
+        broken(f"a {name} that does without {', '.join(sorted(more))}", purpose)
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=map(".".join, NAMES))
+def test_flower_has_the_name(module: str, name: str) -> None:
+    parameters, purpose = NAMES[module, name]
+    value = lookup(module, name, purpose)
+    if parameters:
+        require(parameters, value, f"{module}.{name}", purpose)
+
+
+@pytest.mark.parametrize(("module", "name"), FIELDS, ids=map(".".join, FIELDS))
+def test_flower_s_messages_have_the_fields(module: str, name: str) -> None:
+    purpose = "the requests to the SuperLink"
+    fields = lookup(module, name, purpose).DESCRIPTOR.fields_by_name
+    for field in FIELDS[module, name].split():
+        if field not in fields:
+            broken(f"the field {field} of {module}.{name}", purpose)
+
+
+def test_the_lists_are_whole() -> None:
+    """Everything private that the adapter imports is checked here, and listed in its docstring with its version."""
+    tree = ast.parse(ADAPTER.read_text())
+    listed = " ".join((ast.get_docstring(tree) or "").split())
+    imported = set(private_imports(tree)) | {("flwr.cli.app", "app")}
+    assert imported == set(NAMES)
+    for _, name in imported - {("flwr.proto.message_pb2", "ObjectTree")}:
+        assert re.search(rf"\b{name}\b", listed), f"{name} is not in the adapter's docstring"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"``{extras['flower'][0]}``" in listed
+    assert version("flwr") in listed
+
+
+def test_no_other_module_relies_on_private_names() -> None:
+    private = re.compile(r"_message_id\"|\._runtime_client|\._retry_invoker|flwr_exit|TaskIdentity|flwr\.cli\.app")
+    for folder in ("src", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path in (ADAPTER, Path(__file__).resolve()):
+                continue
+            text = path.read_text()
+            assert not list(private_imports(ast.parse(text))), path
+            assert not private.search(text), path
+
+
+def private_imports(tree: ast.AST) -> list[tuple[str, str]]:
+    """Modules and names of Flower's that a file imports, but for the public ones."""
+    found: list[tuple[str, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flwr":
+            found += [(node.module or "", one.name) for one in node.names if node.module not in PUBLIC]
+        elif isinstance(node, ast.Import):
+            found += [(one.name, "") for one in node.names if one.name.startswith("flwr.") and one.name not in PUBLIC]
+    return found
+
+
+def test_messages_need_the_identity_that_can_be_set() -> None:
+    identity = lookup("flwr.supercore.task_identity", "TaskIdentity", "making messages")
+    identity.task_id, identity.run_id, identity.node_id = 5, 6, 7
+    if (identity.task_id, identity.run_id, identity.node_id) != (5, 6, 7):
+        broken("a TaskIdentity that can be set", "making messages")
+    metadata = made(b"").metadata
+    if (metadata.run_id, metadata.src_node_id) != (6, 7):
+        broken("messages with the run and node of TaskIdentity", "making messages")
+
+
+def made(body: bytes) -> Any:
+    """A message whose body is an array."""
+    from flwr.app import Array, ArrayRecord, Message, RecordDict
+
+    array = Array(dtype="uint8", shape=(len(body),), stype="bytes", data=body)
+    return Message(RecordDict({"body": ArrayRecord({"body": array})}), dst_node_id=1, message_type="train")
+
+
+@pytest.mark.usefixtures("identity")
+def test_a_message_s_id_is_the_hash_of_its_content() -> None:
+    message = made(b"abc")
+    message.metadata.__dict__["_message_id"] = message.object_id
+    if message.metadata.message_id != message.object_id:
+        broken('metadata.__dict__["_message_id"]', "naming a message by its content")
+    if not re.fullmatch("[0-9a-f]{64}", message.object_id):
+        broken("a SHA-256 as Message.object_id", "naming a message by its content")
+
+
+@pytest.mark.usefixtures("identity")
+def test_a_message_comes_apart_and_together_again() -> None:
+    objects, transfer = importlib.import_module(OBJECTS), importlib.import_module(TRANSFER)
+    body = bytes(25 * 2**20)  # three pieces, of which two are equal
+    message = made(body)
+    contents = {id: one.deflate() for id, one in objects.get_all_nested_objects(message).items()}
+    purpose = "sending and assembling a message"
+    if {one.object_id for one in objects.iterate_object_tree(objects.get_object_tree(message))} != set(contents):
+        broken("an object tree of all nested objects", purpose)
+    arrays = [data for data in contents.values() if objects.get_object_type_from_object_content(data) == "Array"]
+    if len(arrays) != 1:
+        broken('one object of type "Array" for an array', "the size of an assembled message")
+    pieces = objects.get_object_children_ids_from_object_content(arrays[0])
+    from flwr.app import Array
+
+    positions = json.loads(objects.get_object_body(arrays[0], Array)).get("arraychunk_ids")
+    if positions is None or sum(len(contents[pieces[one]]) for one in positions) < len(body):
+        broken('"arraychunk_ids" with the positions of an array\'s pieces', "the size of an assembled message")
+    whole = transfer.inflate_object_from_contents(message.object_id, contents)
+    if whole.content["body"]["body"].data != body:
+        broken("inflate_object_from_contents as the inverse of deflate", purpose)
+    if contents:
+        broken("an inflate_object_from_contents that removes the objects that it used", "saving memory")
+
+
+def test_the_first_error_of_a_pull_is_raised() -> None:
+    transfer = importlib.import_module(TRANSFER)
+    error = transfer.ObjectPullError("id", "why")
+    if str(error).partition("': ")[2] != "why":
+        broken("an ObjectPullError whose text ends with ': and the reason", "the reason of a missing reply")
+
+    def pull(id: str) -> bytes:
+        raise error
+
+    with pytest.raises(transfer.ObjectPullError) as raised:
+        transfer.pull_objects(["a", "b"], pull_object_fn=pull)
+    if raised.value is not error:
+        broken("pull_objects that raises the first error unchanged", "the limit on the size of messages")
+
+
+def test_the_node_s_connection_yields_eight_values_and_calls_flwr_exit() -> None:
+    connection = lookup("flwr.supernode", "fleet_http_connection", "the node's connection")
+    function = lookup("flwr.supernode.fleet_http_connection", "http_request_response", "the node's connection")
+    names = "server_address insecure root_certificates authentication_keys max_retries max_wait_time"
+    if list(inspect.signature(function).parameters) != names.split():
+        broken(f"http_request_response({names.replace(' ', ', ')})", "the node's connection")
+    if not callable(getattr(connection, "flwr_exit", None)) or "flwr_exit(" not in inspect.getsource(function):
+        broken("fleet_http_connection.flwr_exit, called by http_request_response", "reconnecting instead of ending")
+    (values,) = inspect.signature(function).return_annotation.__args__
+    if len(values.__args__) != 8:
+        broken("http_request_response that yields eight values", "the node's connection")
+
+
+def test_a_node_without_a_server_raises_and_does_not_end() -> None:
+    httpx = pytest.importorskip("httpx")
+    from fedspan.transports.flower.adapter import connect_node
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(httpx.ConnectError), connect_node(f"127.0.0.1:{port}", None, None, 0):
+        broken("http_request_response that connects at once", "reconnecting instead of ending")
+
+
+def test_the_grid_has_what_the_server_of_a_run_needs() -> None:
+    grid = lookup("flwr.superlink.grid", "HttpGrid", "the messages of a run")("127.0.0.1:1", insecure=True, token="t")
+    for name in ("_runtime_client", "_retry_invoker", "node", "set_run", "get_node_ids", "push_messages", "close"):
+        if not hasattr(grid, name):
+            broken(f"HttpGrid.{name}", "the messages of a run")
+    if not hasattr(grid._retry_invoker, "max_tries"):
+        broken("HttpGrid._retry_invoker.max_tries", "ending a run without waiting for a lost SuperLink")
+    client = lookup("flwr.supercore.runtime", "RuntimeHttpClient", "being the server of a run")
+    if not isinstance(grid._runtime_client, client):
+        broken("a RuntimeHttpClient as HttpGrid._runtime_client", "the messages of a run")
+    calls = "AcquireTask PullTaskInput PushTaskOutput PullMessages PullObject ConfirmMessageReceived close"
+    for name in (*calls.split(), "from_server_address"):
+        if not hasattr(client, name):
+            broken(f"RuntimeHttpClient.{name}", "being the server of a run")
+    parameters = "server_address insecure root_certificates interceptors retry_invoker"
+    require(parameters, client.from_server_address, "RuntimeHttpClient.from_server_address", "taking over a run")
+    sender = lookup("flwr.supercore.heartbeat", "HeartbeatSender", "keeping a run alive")
+    for name in ("start", "stop"):
+        if not hasattr(sender, name):
+            broken(f"HeartbeatSender.{name}", "keeping a run alive")
+    if not hasattr(importlib.import_module("flwr.common.constant").ErrorCode, "MESSAGE_UNAVAILABLE"):
+        broken("ErrorCode.MESSAGE_UNAVAILABLE", "the error that stands for a missing reply")
+    grid.close()
+
+
+def test_the_superlink_asks_for_middleware_and_its_node_api_has_one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    from starlette.middleware import Middleware
+
+    from fedspan.transports.flower.adapter import NODE_API
+    from fedspan.transports.flower.superlink import Door
+
+    extensions = lookup("flwr.superlink", "extensions", "the SuperLink's access filter")
+    create_app = lookup("flwr.superlink.main", "create_app", "the SuperLink's access filter")
+    monkeypatch.setattr(extensions, "get_middleware", lambda: (Middleware(Door),))  # type: ignore[arg-type]
+    app = create_app()
+    if app.user_middleware[0].cls is not Door:
+        broken("extensions.get_middleware as the outermost middleware", "the SuperLink's access filter")
+    paths = list(app.openapi()["paths"])
+    for of, prefix in (("node", NODE_API), ("command", "/v1/control/"), ("server", "/v1/runtime/")):
+        if not any(path.startswith(prefix) for path in paths):
+            broken(f"{of} paths that begin with {prefix} ({paths})", "the SuperLink's access filter")
+    if others := [path for path in paths if "fleet" in path and not path.startswith(NODE_API)]:
+        broken(f"a node API that all begins with {NODE_API} ({others})", "the SuperLink's access filter")
+
+
+NODE = """
+import sys, threading
+from fedspan.transports.flower.supernode import Link, serve
+serve(Link(sys.argv[1], None, None, 2**20, poll=0.1), lambda envelope: envelope, threading.Event())
+"""
+
+
+def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
+    """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
+    from fedspan.transports.flower.attached import attach
+    from fedspan.transports.flower.roster import nodes
+    from fedspan.transports.flower.server import prepare_folder
+    from fedspan.transports.flower.superlink_process import supervise
+    from fedspan.transports.flower.transport import GridTransport, invite
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    link = prepare_folder(tmp_path / "server", port, [], insecure=True)
+    stop, ready = Event(), Event()
+    server = Thread(target=supervise, args=(tmp_path / "server", link, "127.0.0.1", stop, ready.set))
+    server.start()
+    node = subprocess.Popen([sys.executable, "-c", NODE, link.address])  # it tries until there is a server
+    try:
+        assert ready.wait(60), (tmp_path / "server" / "superlink.log").read_text()
+        with attach(link, 2**20) as grid:
+            [(id, reply)] = [next(invite(grid, Envelope("hello"), 60.0))]
+            assert reply == Envelope("hello")
+            assert [one.status for one in nodes(link)] == ["online"]
+            transport = GridTransport(grid, {"a": id})
+            for size, expected in ((2**10, Envelope("{}", bytes(2**10))), (2**21, "larger than this node takes")):
+                reply = exchanged(transport, {"a": Envelope("{}", bytes(size))}, 60.0)["a"]
+                assert reply == expected or (isinstance(expected, str) and expected in str(reply))
+            grid.most = 2**10
+            reply = exchanged(transport, {"a": Envelope("{}", bytes(2**12))}, 60.0)["a"]
+            assert "the reply has more than 0.000976562 MiB, the most that is taken" in str(reply)
+    finally:
+        stop.set()
+        node.kill()
+        node.wait()
+        server.join()
