@@ -317,8 +317,8 @@ def tabulate_dropped(cells: Cells, rounds: int) -> str:
 
 def draw(cells: Cells) -> Figure:
     """Draw the accuracy of every defence under the largest share of hostile clients, a panel for each kind."""
-    figure = Figure(figsize=(9, 6), layout="tight")
-    panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    figure = Figure(figsize=(8, 5.5))
+    panels = figure.subplots(2, 2, sharex=True, sharey=True, gridspec_kw={"wspace": 0.08, "hspace": 0.22}).flat
     most = max(SHARES)
     clean = accuracies(select(cells, "", 0.0, PLAIN))
     for axes, fault in zip(panels, FAULTS, strict=True):
@@ -338,8 +338,10 @@ def draw(cells: Cells) -> Figure:
         axes.set_xticks(range(len(DEFENCES)), [defence.name for defence in DEFENCES], rotation=30, ha="right")
         axes.set_ylim(0, 100)
         axes.tick_params(labelsize=8)
-    figure.supylabel("test accuracy, %", fontsize=9)
-    figure.axes[0].legend(frameon=False, fontsize=7)
+    for axes in figure.axes[::2]:
+        axes.set_ylabel("test accuracy, %", fontsize=8)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
@@ -376,8 +378,14 @@ def main() -> None:
         "`federation.max_norm_ratio` (10 by default) times the cohort's median; *ratio 2* is a lower limit. The "
         "reductions run without validation; trimmed-mean drops 30 % at each end, clipped-mean clips to the median "
         "norm. *diverged*: a loss was not finite. *stopped*: clipped-mean refused a change that is not finite. "
+        "Blank: not run, as NaN replies fail under any limit. Red crosses in the figure are runs without a result. "
         "Comparisons are paired by method and seed; a run without a result counts as 0 % there."
     )
+    if len(args.seeds) == 1:
+        columns += (
+            " With one seed a standard error is of the differences between the methods alone: data, partition and the "
+            "choice of the hostile clients are drawn once, so small differences may be chance."
+        )
     figure = report.save_figure(draw(cells), args.out, "hostile_clients", "Test accuracy by defence and bad replies")
     tables = [f"## {METHODS[method]}\n\n{tabulate(cells, method, args.seeds)}" for method in args.methods]
     sections = [
@@ -391,6 +399,8 @@ def main() -> None:
         "How to simulate such clients: [simulation](../simulation.md).",
     ]
     title = "Hostile clients: robust reductions and reply validation"
+    if len(args.seeds) == 1:
+        title += ", one seed"
     report.write(args.out, "hostile_clients", title, PAPER, judge(cells), sections, "statement")
 
 

@@ -129,7 +129,8 @@ def test_whoever_is_killed_costs_no_finished_round_and_changes_no_bit(
     process = submitted(made, plan, run)
     wait_for_round(run, 1, process)
     time.sleep(0.5)
-    subprocess.run(["pkill", "-KILL", "-f", f"fedspan.transports.flower.superlink.*{made.port}"], check=True)
+    pid = made.processes["server"].pid
+    os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1]), signal.SIGKILL)
     finish(process, made)
     assert same(tmp_path / "clean", run)
 
