@@ -240,3 +240,10 @@ def test_conditions_that_fit_nothing_are_refused(values: dict[str, Any], field: 
     with pytest.raises(FedspanError) as refused:
         parse_config({**tiny.settings(tiny_folder), **values})
     assert refused.value.field.startswith(field)
+
+
+def test_a_reduction_that_cannot_take_a_reply_stops_the_run_with_a_sentence(tiny_folder: Path) -> None:
+    simulation = {"faults": {"share": 0.25, "kind": "nan"}, "validation": False}
+    prepared = built(tiny_folder, simulation=simulation, federation={"reduction": "clipped-mean"})
+    with pytest.raises(FedspanError, match=r"federation.reduction.*not finite"):
+        rounds(prepared, 1)

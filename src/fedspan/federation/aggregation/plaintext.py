@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Message, Reduced
+from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import RoundContext, Tally
 from fedspan.federation.aggregation.reducers import reducer_for
@@ -99,7 +100,7 @@ class PlaintextAggregation:
                 raise TooFew
             for id in self.missing():
                 self._reducer.add(id, None)
-            return self._reducer.result()
+            return self._reduced()
         for id, why in self._outliers().items():
             self._drop(id)
             self.tally.failures.append(Failure(id, attempt, why))
@@ -111,7 +112,19 @@ class PlaintextAggregation:
             reply = held.get(id)
             client = context.clients[id].client
             self._reducer.add(id, None if reply is None else context.method.contribute(reply.message, client))
-        return self._reducer.result()
+        return self._reduced()
+
+    def _reduced(self) -> Reduced:
+        """Return the reduction of all replies that were added.
+
+        Raises:
+            FedspanError: If the reduction cannot take a reply that was not validated, such as one with NaN.
+        """
+        try:
+            return self._reducer.result()
+        except ValueError as error:
+            reduction = self.context.settings.reduction
+            raise FedspanError("federation.reduction", reduction, f"replies that it can reduce; {error}") from error
 
     def _drop(self, id: str) -> None:
         del self._held[id]
