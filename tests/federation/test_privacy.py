@@ -129,7 +129,7 @@ def test_a_reply_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             reduced(origin, {"c000": wrong}, RoundSettings(4, privacy=central()), 1)
-    with pytest.raises(ValueError, match="kept apart"):
+    with pytest.raises(ValueError, match="are stacked"):
         change_of(Contribution(stack=tensors(0)), origin)
 
 

@@ -21,8 +21,10 @@ from helpers.sites import SITES, local_values, run_values, site_files
 FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 """One method of each family: averaged factors, stacked factors, personal factors, projected gradients."""
 OTHERS = tuple(key for key in sorted(METHODS) if key not in FAMILIES)
-BOUND = {"fedgalore": 1e-3, "fedavg": 1e-4}
-"""Relative; FedGaLore trains with AdamW, FedAvg's adapter is a difference of whole weights; others: 1e-5."""
+SINGULAR = ("fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
+"""Their factors are singular vectors, which amplify rounding by the inverse of the gaps between singular values."""
+BOUND = {"fedgalore": 1e-3, **dict.fromkeys(SINGULAR, 1e-4)}
+"""Relative; FedGaLore trains with AdamW; others: 1e-5."""
 
 
 def weights(folder: Path) -> dict[str, dict[str, Tensor]]:
