@@ -79,13 +79,16 @@ class Round:
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
         """Order clients to train and aggregate their replies."""
         context, state, tally = self.context, self.context.state, self._tally
-        asking, privacy = OrderEncoder(context.run), context.settings.privacy
+        asking, privacy, sent = OrderEncoder(context.run), context.settings.privacy, set[str]()
 
         def order(id: str) -> Envelope:
             message = context.method.sync(state, clients[id])
             made = asking.order("train", state.round, id, clients[id], message)
-            tally.transfers.append(order_transfer(id, made.body, message))
-            if privacy is not None and privacy.mechanism != "central":
+            first = id not in sent  # a transport may make an order again that was refused on its way
+            sent.add(id)
+            if first:
+                tally.transfers.append(order_transfer(id, made.body, message))
+            if first and privacy is not None and privacy.mechanism != "central":
                 self._charges += expected_charges(privacy, context.training, context.method, state, clients[id])
             return replace(made, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
 

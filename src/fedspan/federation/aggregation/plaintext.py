@@ -85,8 +85,10 @@ class PlaintextAggregation:
         return self._expected[key]
 
     def _outliers(self) -> dict[str, str]:
-        rules = self.context.rules
-        return find_outliers(self._held, rules.norm_factor) if rules.validate else {}
+        rules, privacy = self.context.rules, self.context.settings.privacy
+        if not rules.validate or (privacy is not None and privacy.mechanism == "central"):
+            return {}  # under central privacy one client must not decide whether others count; replies are clipped
+        return find_outliers(self._held, rules.norm_factor)
 
     def _count(self, id: str, answer: Reply, message: Message) -> None:
         self.answers[id] = replace(answer, body=b"")
