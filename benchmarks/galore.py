@@ -30,8 +30,8 @@ from fedspan.core.tensors import slots_of, tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.batching import training_batches
+from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.settings import TrainingSettings
 
 TOLERANCE = 1e-6
 SHAPES = {"tall": (48, 32), "wide": (24, 48), "square": (24, 24)}

@@ -29,8 +29,7 @@ from threading import Event
 
 from stage import Deployment
 
-from fedspan.federation.orders import Orders, Transport
-from fedspan.federation.protocol import Envelope
+from fedspan.federation.protocol import Envelope, Orders, Transport
 
 MIB = 2**20
 GROWTH = 0.05
@@ -163,9 +162,9 @@ def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> lis
 def measure(
     count: int, rounds: int, processes: int, megabytes: int, poll: float, folder: Path
 ) -> tuple[Measured, list]:
-    from fedspan.transports.flower.attached import attach
     from fedspan.transports.flower.keys import make_node_key
     from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.transport import attach
 
     most = 768 * MIB
     with Deployment(folder / "deployment") as made:

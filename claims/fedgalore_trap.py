@@ -23,8 +23,8 @@ from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh
 from fedspan.experiments.verdict import paired
 from fedspan.models.adapted import AdaptedModel
+from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.settings import TrainingSettings
 
 METHODS = {"full": "Full SGD", "galore": "GaLore", "lora": "LoRA"}
 SHARE = 0.91  # of full SGD in the paper's table: what W_ref is chosen by

@@ -33,8 +33,8 @@ from fedspan.federation.progress import ClientData
 from fedspan.federation.settings import RoundSettings
 from fedspan.methods.registry import method_class
 from fedspan.models.adapted import AdaptedModel
+from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.settings import TrainingSettings
 from fedspan.transports.in_process import simulate
 
 METHODS = {"fedit": "LoRA", "ffa-lora": "FFA-LoRA", "rolora": "RoLoRA"}

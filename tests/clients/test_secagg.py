@@ -16,13 +16,11 @@ from torch import Tensor
 pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
-from fedspan.clients.secagg import MemorySessionStore, SecureClient, SessionStore
-from fedspan.clients.secagg_store import DiskSessionStore
+from fedspan.clients.secagg import DiskSessionStore, MemorySessionStore, SecureClient, SessionStore
 from fedspan.core.values import Client, Contribution
 from fedspan.crypto.graph import neighbourhoods, threshold_of
-from fedspan.crypto.ring import Ring
+from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import change_of, clip_change
 from fedspan.federation.protocol import Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
@@ -34,9 +32,12 @@ from fedspan.federation.secagg.messages import (
     UnmaskOrder,
     UnmaskReply,
     context_of,
+    initial_values,
+    layout_of,
+    unflatten,
 )
-from fedspan.federation.secagg.sums import initial_values, layout_of, unflatten
-from fedspan.federation.secagg.unmasking import Masked, unmask
+from fedspan.federation.secagg.session import Masked, unmask
+from fedspan.federation.validation import change_of, clip_change
 
 IDS = ("a", "b", "c", "d")
 START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedspan.clients.data import overlay
-from fedspan.clients.store import MEMORY, MOMENTS, store
+from fedspan.clients.store import MEMORY, MOMENTS, overlay, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress

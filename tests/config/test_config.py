@@ -20,7 +20,7 @@ from fedspan.core.values import LayerSpec, OptimizerSpec, Spec
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
 from fedspan.methods.registry import METHODS
-from fedspan.training.settings import Privacy, TrainingSettings
+from fedspan.training.jobs import Privacy, TrainingSettings
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadam import FedAdam
 from fedspan.wrappers.fedpaq import FedPAQ

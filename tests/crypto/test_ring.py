@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.crypto.ring import Ring
+from fedspan.crypto.masks import Ring
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,7 @@ import yaml
 import fedspan
 from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
-from fedspan.runs.results import read_config, read_report
+from fedspan.runs.session import read_config, read_report
 from helpers import tiny
 
 METHODS = ("fedit", "fedloru")

@@ -19,7 +19,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.settings import RoundSettings
 from fedspan.runs.setup import Prepared
-from fedspan.training.settings import TrainingSettings
+from fedspan.training.jobs import TrainingSettings
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.wrapper import Wrapper
 from helpers import tiny

@@ -16,8 +16,7 @@ from torch import Tensor
 from fedspan.core.noise import key_of_seed
 from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.federation.aggregation.reducers import reducer_for
-from fedspan.federation.changes import apply_change, change_of, clip_change
+from fedspan.federation.aggregation.reduction import reducer_for
 from fedspan.federation.privacy import (
     client_noise,
     poisson_cohort,
@@ -26,7 +25,8 @@ from fedspan.federation.privacy import (
     sampling_rate,
 )
 from fedspan.federation.settings import RoundSettings
-from fedspan.training.settings import Privacy
+from fedspan.federation.validation import apply_change, change_of, clip_change
+from fedspan.training.jobs import Privacy
 
 SHAPES = {"layer/A": (2, 5), "layer/B": (7, 2), "extras/bias": (3,)}
 

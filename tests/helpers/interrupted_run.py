@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fedspan.clients.data import overlay
-from fedspan.clients.store import store
+from fedspan.clients.store import overlay, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
 from fedspan.runs.checkpoint import Checkpoint, prune, resume, save

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 
-from fedspan.federation.orders import OnReply, Orders, Transport
-from fedspan.federation.protocol import Envelope
+from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
 
 Replies = Iterator[tuple[str, Envelope | str]]
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from fedspan.clients.host import Host, refuse_any
-from fedspan.clients.secagg import SecureClient
-from fedspan.clients.secagg_store import DiskSessionStore
+from fedspan.clients.secagg import DiskSessionStore, SecureClient
 from fedspan.clients.store import DiskClientStore
 from fedspan.core.values import Reduced, ServerState
-from fedspan.crypto.ring import Ring
+from fedspan.crypto.masks import Ring
 from fedspan.federation.aggregation.secure import SecureAggregation
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult

@@ -17,12 +17,10 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
-from fedspan.training.autotuning import StackingRequest
-from fedspan.training.batched import BatchedEngine
+from fedspan.training.batched import BatchedEngine, StackingRequest
 from fedspan.training.engine import Engine
-from fedspan.training.jobs import Assignment
+from fedspan.training.jobs import Assignment, PrefixSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.settings import PrefixSettings
 from helpers import tiny
 from helpers.watched_rounds import method_config
 

@@ -23,8 +23,7 @@ from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples
-from fedspan.training.autotuning import StackingRequest
-from fedspan.training.batched import BatchedEngine
+from fedspan.training.batched import BatchedEngine, StackingRequest
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
 from helpers import tiny

@@ -11,7 +11,7 @@ import pytest
 from fedspan.clients.host import Host, refuse
 from fedspan.clients.store import DiskClientStore
 from fedspan.errors import FedspanError
-from fedspan.federation.evaluation_exchange import RemoteEvaluator
+from fedspan.federation.evaluation import RemoteEvaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.protocol import Envelope, decode_order
 from fedspan.federation.serialization import encode_state

@@ -178,7 +178,7 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint_format.FORMAT", 3)
+    monkeypatch.setattr("fedspan.runs.checkpoint.FORMAT", 3)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
     with pytest.raises(FedspanError, match="reads format 2"):

@@ -16,8 +16,7 @@ import torch
 import fedspan
 from fedspan.errors import FedspanError
 from fedspan.files import write_atomic
-from fedspan.runs.environment import record_environment
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import RunFolder, record_environment
 
 CONFIG = "seed: 1  # ключ\n"
 

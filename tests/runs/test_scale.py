@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import fedspan
-from fedspan.clients.data import LazyMapping
-from fedspan.clients.store import store
+from fedspan.clients.store import LazyMapping, store
 from fedspan.core.values import Client
 from fedspan.data import PartitionConfig
 from fedspan.data.partition import Partition, partition

@@ -19,8 +19,8 @@ from fedspan.core.tensors import Tensors, count, slots_of, split_extras
 from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
+from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.settings import TrainingSettings
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
 from fedspan.wrappers.wrapper import Wrapper
 

@@ -31,8 +31,8 @@ from fedspan.methods.mfedloru import MFedLoRU
 from fedspan.methods.pfedlora import PFedLoRA
 from fedspan.methods.pfedloru import PFedLoRU
 from fedspan.methods.rolora import RoLoRA
+from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.settings import TrainingSettings
 from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedadam import FedAdam

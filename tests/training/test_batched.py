@@ -17,13 +17,11 @@ from torch import Tensor
 import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.engine_setup import load_stacking_plan
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.setup import Prepared, load_stacking_plan, prepare
 from fedspan.tasks.task import Examples
-from fedspan.training import autotuning, worker
-from fedspan.training.autotuning import DEFAULT, StackingPlan, StackingRequest
-from fedspan.training.batched import BatchedEngine, balance, run_parallel
+from fedspan.training import batched, worker
+from fedspan.training.batched import DEFAULT, BatchedEngine, StackingPlan, StackingRequest, balance, run_parallel
 from fedspan.training.worker import Worker
 from helpers import tiny, tiny_decoders, tiny_images
 
@@ -143,7 +141,7 @@ def test_projectors_are_renewed_beside_running_statistics(
 def test_a_client_without_examples_does_not_disturb_the_measuring(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(autotuning, "_WORTH", 1)
+    monkeypatch.setattr(batched, "_WORTH", 1)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
     federation = prepared.federation
@@ -258,8 +256,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPl
     def taken(team: Sequence[Worker], run_parallel: Any, works: Any, at_once: int, examples: Any) -> float:
         return seconds.get(StackingPlan(at_once, len(team)), 9.0)
 
-    monkeypatch.setattr(autotuning, "_seconds_a_token", taken)
-    monkeypatch.setattr(autotuning, "_WORTH", 1)
+    monkeypatch.setattr(batched, "_seconds_a_token", taken)
+    monkeypatch.setattr(batched, "_WORTH", 1)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     return seconds
 
@@ -295,21 +293,21 @@ def test_as_many_at_once_as_is_fastest(
         assert again.stacking == engine.stacking
     finally:
         torch.set_num_threads(threads)
-    kept = autotuning.cache_file()
+    kept = batched.cache_file()
     assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
     assert list(json.loads(kept.read_text()).values()) == [{"at_once": expected[0], "workers": expected[1]}]
 
 
 def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"at_once": "x"}}'):
-        autotuning.cache_file().write_text(text)
-        assert autotuning._read() == {}
+        batched.cache_file().write_text(text)
+        assert batched._read() == {}
 
 
 def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Measured or set, the same number at once gives the same bits."""
-    monkeypatch.setattr(autotuning, "_WORTH", 1)
-    monkeypatch.setattr(autotuning, "_MOST", 1)
+    monkeypatch.setattr(batched, "_WORTH", 1)
+    monkeypatch.setattr(batched, "_MOST", 1)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     config = tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None})
     prepared = prepare(config)
@@ -324,7 +322,7 @@ def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pyte
 
 
 def test_small_rounds_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotuning, "_search", None)
+    monkeypatch.setattr(batched, "_search", None)
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
     prepared.federation.run_round(prepared.federation.begin())
     assert isinstance(prepared.engine, BatchedEngine)

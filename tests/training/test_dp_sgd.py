@@ -23,12 +23,9 @@ from fedspan.errors import FedspanError
 from fedspan.federation.validation import untrained_jobs
 from fedspan.runs.setup import Prepared
 from fedspan.training.batching import job_batches
-from fedspan.training.dp_sgd import PrivateTraining
-from fedspan.training.jobs import Assignment
+from fedspan.training.dp_sgd import NoisySum, PrivateTraining, noise_for, poisson_batches, private_steps, release_of
+from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.noisy_sum import NoisySum
-from fedspan.training.poisson import noise_for, poisson_batches, private_steps, release_of
-from fedspan.training.settings import Privacy, TrainingSettings
 from helpers import tiny
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}

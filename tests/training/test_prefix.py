@@ -19,9 +19,9 @@ from fedspan.core.values import Job, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
+from fedspan.training.jobs import PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
-from fedspan.training.settings import PrefixSettings
 from helpers import tiny, tiny_decoders, tiny_images
 
 MEMORY = PrefixSettings()

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import fedspan
 from fedspan.models.prefix import FrozenPrefix, live_modules
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.jobs import PrefixSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCache
 from fedspan.training.prefix_rows import next_run, prefix_key, shared_prefixes, store_in_use
-from fedspan.training.settings import PrefixSettings
 from helpers import tiny
 
 SETTINGS = PrefixSettings(1 << 30, None, 8)

@@ -40,7 +40,7 @@ def server(
 
     require()
     from fedspan.transports.flower.server import prepare_folder
-    from fedspan.transports.flower.superlink_process import supervise
+    from fedspan.transports.flower.superlink import supervise
 
     if insecure:
         host = "127.0.0.1" if host == "0.0.0.0" else host
@@ -73,10 +73,9 @@ def admit(
     from fedspan.transports.flower import require
 
     require()
-    from fedspan.transports.flower import roster
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import admit_node, link_of
 
-    roster.admit(link_of(folder), key, name)
+    admit_node(link_of(folder), key, name)
     typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
 
 

@@ -54,7 +54,7 @@ def stopped(folder: Path, rounds: int, command: str = "run") -> str:
     """Describe a run that Ctrl-C ended: what is saved, and how to resume."""
     from fedspan.runs.checkpoint import saved
     from fedspan.runs.folder import RunFolder
-    from fedspan.runs.results import is_run
+    from fedspan.runs.session import is_run
 
     if not is_run(folder):
         return "stopped before the run began; nothing was written"

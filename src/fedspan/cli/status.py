@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedspan.deployment.status import RunStatus
-    from fedspan.transports.flower.roster import Node
+    from fedspan.transports.flower.server import Node
 
 __all__ = ["status"]
 
@@ -45,12 +45,11 @@ def status(
     from fedspan.cli.formatting import console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
-    from fedspan.transports.flower import roster
-    from fedspan.transports.flower.server import link_of
+    from fedspan.transports.flower.server import link_of, nodes_of
 
     named = load_named_run(folder)
     place = run or (None if named is None else named.folder)
-    nodes = roster.nodes(link_of(folder))
+    nodes = nodes_of(link_of(folder))
     known = {node: client for client, node in ({} if named is None else named.nodes).items()}
     found: RunStatus | None = None
     try:

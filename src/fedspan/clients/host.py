@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedspan.clients.data import OverlayMapping, overlay
-from fedspan.clients.store import ClientState, ClientStore, LostStateError
+from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, overlay
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Client, Job, Message, OptimizerState, Trained

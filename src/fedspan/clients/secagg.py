@@ -7,25 +7,29 @@ Everything is derived from one random secret of the session, which is on the cli
 process can continue. Phases only advance, each once a session, and session numbers grow; so a message that is repeated
 or out of order gets no second reply. For each neighbour, a client reveals either the share of its own mask or that of
 its key, never both.
+
+The session store of secure aggregation on a client's disk: one file a client, readable by its owner only.
+
+``<folder>/<digest of the client's id>/session.json``, next to the client's stored state, is replaced as a whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message
 from fedspan.crypto.keys import Keys, new_secret, open_sealed, pair_seed, seal
-from fedspan.crypto.masks import add_mask
-from fedspan.crypto.ring import Integers, Ring
+from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import change_of, clip_change
 from fedspan.federation.protocol import Count, Masking, Name, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
@@ -40,10 +44,14 @@ from fedspan.federation.secagg.messages import (
     UnmaskOrder,
     UnmaskReply,
     context_of,
+    flatten,
+    initial_values,
+    layout_of,
 )
-from fedspan.federation.secagg.sums import flatten, initial_values, layout_of
+from fedspan.federation.validation import change_of, clip_change
+from fedspan.files import disk_errors, read_bytes, write_atomic
 
-__all__ = ["MemorySessionStore", "SecureClient", "Session", "SessionStore"]
+__all__ = ["DiskSessionStore", "MemorySessionStore", "SecureClient", "Session", "SessionStore"]
 
 
 class Session(BinaryPart):
@@ -270,3 +278,39 @@ def _public(keys: Keys) -> PublicKeys:
 def _signed(total: Integers) -> Integers:
     """Reinterpret the bits in an integer format that every version of torch supports."""
     return total.view(np.int32 if total.itemsize == 4 else np.int64)
+
+
+class DiskSessionStore:
+    """Sessions on a disk.
+
+    Args:
+        folder: The folder of one run, as in ``DiskClientStore``; created when something is stored.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, client: str) -> Session | None:
+        """``SessionStore.load``.
+
+        Raises:
+            FedspanError: If the file is damaged, so that the phases answered so far are unknown.
+        """
+        path = self._of(client)
+        if not path.is_file():
+            return None
+        try:
+            return Session.model_validate_json(read_bytes(path))
+        except ValidationError as error:
+            expected = "what fedspan wrote there; remove it once no round runs"
+            raise FedspanError(str(path), "damaged", expected) from error
+
+    def store(self, client: str, session: Session) -> None:
+        """``SessionStore.store``."""
+        path = self._of(client)
+        with disk_errors(self.folder, "free some space; the round can be run again"):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(path, session.model_dump_json().encode(), 0o600)
+
+    def _of(self, client: str) -> Path:
+        return self.folder / hashlib.sha256(client.encode()).hexdigest()[:32] / "session.json"

@@ -1,25 +1,17 @@
-"""The client store: the clients' state between rounds (memory, moments, base), versioned by round.
-
-A simulation stores the clients of a run together: ``clients/round-00005/`` holds what the fifth round wrote, memories
-and optimizer states, each a safetensors file with its own SHA-256. The folder is written under a temporary name and
-renamed before the checkpoint that names it. It never changes afterwards, except that files which no checkpoint needs
-are deleted. A checkpoint names the round of every client's file, so its size is that of its cohort; a file is read when
-a client is needed, and nothing stays in memory.
-
-A data owner's node stores its own client only (``DiskClientStore``), one file a round, written atomically:
-``<folder>/<digest of the client's id>/round-00005/``.
-"""
+"""The stored values of clients, by id: memories, moments and personal adapters, in memory or on disk."""
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from fedspan.clients.data import OverlayMapping
+import numpy as np
+
 from fedspan.core.base import BaseUpdate
 from fedspan.core.method import Memory
 from fedspan.core.tensors import Tensors
@@ -46,16 +38,87 @@ __all__ = [
     "ClientStore",
     "DiskClientStore",
     "Kind",
+    "LazyMapping",
     "LostStateError",
+    "OverlayMapping",
     "Stored",
     "Version",
     "discard",
-    "moments_structure",
-    "read_moments",
+    "overlay",
     "store",
 ]
 
 V = TypeVar("V")
+
+
+class LazyMapping(Mapping[str, V], Generic[V]):
+    """Values by id, in the order of the ids, created on access and not stored.
+
+    Args:
+        ids: Ids of the values; any order, all different.
+        make: Returns the value of the id at a position of ``ids``, the same every time.
+    """
+
+    def __init__(self, ids: Iterable[str], make: Callable[[int], V]) -> None:
+        given = tuple(ids)
+        self._order = np.array(sorted(range(len(given)), key=given.__getitem__), np.int64)
+        self._ids = tuple(given[at] for at in self._order.tolist())
+        self._make = make
+
+    def __getitem__(self, id: str) -> V:
+        at = bisect_left(self._ids, id)
+        if at == len(self._ids) or self._ids[at] != id:
+            raise KeyError(id)
+        return self._make(int(self._order[at]))
+
+    def __contains__(self, id: object) -> bool:
+        if not isinstance(id, str):
+            return False
+        at = bisect_left(self._ids, id)
+        return at < len(self._ids) and self._ids[at] == id
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+
+class OverlayMapping(Mapping[str, V], Generic[V]):
+    """A mapping with changes on top of another one, which is not changed.
+
+    Args:
+        below: The mapping below.
+        changes: Values that replace those below; this dict is modified.
+    """
+
+    def __init__(self, below: Mapping[str, V], changes: dict[str, V]) -> None:
+        self.below = below
+        self.changes = changes
+
+    def __getitem__(self, key: str) -> V:
+        return self.changes[key] if key in self.changes else self.below[key]
+
+    def __setitem__(self, key: str, value: V) -> None:
+        self.changes[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.changes or key in self.below
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.below
+        yield from (key for key in self.changes if key not in self.below)
+
+    def __len__(self) -> int:
+        return len(self.below) + sum(key not in self.below for key in self.changes)
+
+
+def overlay(values: Mapping[str, V]) -> dict[str, V] | OverlayMapping[V]:
+    """Return a mutable copy that leaves the given values unchanged; nothing is read from disk."""
+    if isinstance(values, OverlayMapping):
+        return OverlayMapping(values.below, dict(values.changes))
+    return dict(values) if isinstance(values, dict) else OverlayMapping(values, {})
+
 
 Version = tuple[str, str, int]
 """A stored version: the name of its kind, the client, and the round that wrote it."""

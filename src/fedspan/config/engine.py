@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedspan.config.section import Section
-from fedspan.training.settings import PrefixSettings
+from fedspan.training.jobs import PrefixSettings
 
 __all__ = ["EngineConfig"]
 

@@ -11,7 +11,7 @@ from fedspan.config.section import Section
 from fedspan.core.method import Claims
 from fedspan.core.noise import key_of_seed
 from fedspan.errors import FedspanError
-from fedspan.training.settings import Privacy
+from fedspan.training.jobs import Privacy
 
 __all__ = ["PrivacyConfig"]
 

@@ -27,7 +27,7 @@ from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
 from fedspan.models.names import architecture_of
 from fedspan.tasks.metrics import CLASSIFIERS, METRICS_OF
-from fedspan.training.settings import Privacy, TrainingSettings
+from fedspan.training.jobs import Privacy, TrainingSettings
 
 __all__ = ["EvaluationConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
 

@@ -1,4 +1,10 @@
-"""Masks: uniform integers of a ring, from a 32-byte seed.
+"""Real numbers as integers of a ring, so that they can be summed under masks without rounding or overflow.
+
+    x in [-c, c]  ->  round(x / c L) mod 2^b,   L = floor(2^(b - 1) / m) - 1   for at most m addends
+
+A sum of m encodings is within +- m L < 2^(b - 1), so its sign is unambiguous.
+
+Masks: uniform integers of a ring, from a 32-byte seed.
 
 The generator is AES-256 in counter mode with the seed as its key: the integers are the keystream, so all values of the
 ring are equally likely, and guessing a mask means guessing 256 bits.
@@ -6,14 +12,78 @@ ring are equally likely, and guessing a mask means guessing 256 bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
+from numpy.typing import NDArray
 
-from fedspan.crypto.ring import Integers
+__all__ = ["Integers", "Ring", "add_mask", "mask"]
 
-__all__ = ["add_mask", "mask"]
+Integers = NDArray[Any]
+"""Array of uint32 or uint64."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The integers modulo 2^bits, and their encoding of real numbers.
+
+    Args:
+        bits: Bits per integer, 32 or 64.
+        clip: Maximum magnitude of an addend's entries.
+        addends: Maximum number of addends in a sum.
+    """
+
+    bits: int
+    clip: float
+    addends: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the integers; little-endian, as the masks' keystream is read."""
+        return np.dtype(f"<u{self.bits // 8}")
+
+    @property
+    def levels(self) -> int:
+        """Number L of steps between 0 and ``clip``.
+
+        Raises:
+            ValueError: If there is no room for so many addends.
+        """
+        levels = 2 ** (self.bits - 1) // self.addends - 1
+        if self.bits not in (32, 64) or self.addends < 2 or levels < 1:
+            raise ValueError(f"no ring of {self.bits} bits has room for {self.addends} addends")
+        return levels
+
+    def encode(self, values: NDArray[np.float64]) -> Integers:
+        """Encode real numbers as integers of the ring.
+
+        Args:
+            values: Numbers within +- ``clip``; excess from rounding is clipped.
+        """
+        signed = np.rint(values / self.clip * self.levels)
+        # In 64 bits a float may round to 2^62, above L: the bound is enforced on integers.
+        bounded = np.clip(signed, -float(self.levels), float(self.levels)).astype(np.int64)
+        return np.clip(bounded, -self.levels, self.levels).astype(self.dtype)
+
+    def decode(self, total: Integers) -> NDArray[np.float64]:
+        """Decode a sum of encodings to real numbers."""
+        return total.view(f"<i{self.bits // 8}").astype(np.float64) * (self.clip / self.levels)
+
+    def error(self, count: int) -> float:
+        """Bound the error of a decoded sum of encodings, in any entry.
+
+        Every addend has an error of at most half a step, plus float64 rounding errors, which matter where steps are as
+        small as these: at most 2^-49 of ``clip``.
+
+        Args:
+            count: Number of addends.
+        """
+        return count * self.clip * (0.5 / self.levels + 2.0**-49)
+
 
 _CHUNK = 1 << 20
 """Bytes of keystream per step; a whole number of any ring's integers."""

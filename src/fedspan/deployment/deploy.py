@@ -13,8 +13,8 @@ from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, base_digest, server_config
+from fedspan.deployment.node import Supervisor
 from fedspan.deployment.status import store_named_run
-from fedspan.deployment.supervisor import Supervisor
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.files import disk_errors, read_bytes, write_atomic
@@ -22,8 +22,7 @@ from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.remote import connect, prepare_server, server_clients
-from fedspan.runs.results import is_run, read_report
-from fedspan.runs.session import RunReport
+from fedspan.runs.session import RunReport, is_run, read_report
 from fedspan.runs.setup import Prepared
 from fedspan.transports.flower import require
 
@@ -92,8 +91,8 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.attached import attach
-    from fedspan.transports.flower.roster import known_names
+    from fedspan.transports.flower.server import known_names
+    from fedspan.transports.flower.transport import attach
 
     parsed: RunConfig | None = None
     if resume and is_run(folder) and RunFolder(folder).report.is_file():

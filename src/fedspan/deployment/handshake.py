@@ -18,8 +18,7 @@ from pydantic import Field
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Envelope, HeaderPart, Name
-from fedspan.runs.model_setup import RunModel
-from fedspan.runs.task_setup import PROBLEMS
+from fedspan.runs.model_setup import PROBLEMS, RunModel
 
 __all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
 

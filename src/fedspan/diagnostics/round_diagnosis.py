@@ -1,10 +1,4 @@
-"""Diagnosis of one additional round of a run: the clients' updates and their aggregate.
-
-The round is discarded. A client's update is the change of a layer's whole weight (base, factors, whatever the method
-trains) between the model that it started from and the one that it ended with, before any compression, clipping or
-noise; means use the clients' weights. Methods need no support for it: jobs and replies are recorded on their way
-through the engine.
-"""
+"""A round's diagnosis, layer by layer, from a record of its local training."""
 
 from __future__ import annotations
 
@@ -18,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.clients.recording import ClientTraining, TrainingRecord
 from fedspan.core.base import BaseUpdate, Delta, materialise
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import DenseChange, LoRA, Parametrization, dense_change
 from fedspan.core.tensors import generator, is_extra, slots_of, tensor_name
-from fedspan.core.values import Job
+from fedspan.core.values import Job, Trained
 from fedspan.diagnostics.updates import (
     Shape,
     Together,
@@ -39,8 +32,36 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.tasks.task import Examples
 from fedspan.training.engine import Engine
+from fedspan.training.jobs import Assignment
 
-__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "diagnose_round", "layers_of"]
+__all__ = ["STEPS", "Barrier", "Diagnosis", "LayerDiagnosis", "TrainingRecord", "diagnose_round", "layers_of"]
+
+
+@dataclass(frozen=True)
+class ClientTraining:
+    """One client's training.
+
+    Args:
+        first: The client's first job of the round.
+        last: The client's last job of the round.
+        trained: The result of the last job.
+    """
+
+    first: Job
+    last: Job
+    trained: Trained
+
+
+class TrainingRecord:
+    """Records the jobs of a round (as the ``on_trained`` callback)."""
+
+    def __init__(self) -> None:
+        self.by_client: dict[str, ClientTraining] = {}
+
+    def __call__(self, work: Assignment, trained: Trained) -> None:
+        before = self.by_client.get(work.client)
+        self.by_client[work.client] = ClientTraining(before.first if before else work.job, work.job, trained)
+
 
 STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Positions between one client's model and another's."""

@@ -16,8 +16,7 @@ from fedspan.experiments.series import Step, Watcher
 from fedspan.files import disk_errors, read_bytes, sweep, write_atomic
 from fedspan.runs import train
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.results import is_run, read_config
-from fedspan.runs.session import RunReport
+from fedspan.runs.session import RunReport, is_run, read_config
 from fedspan.training.prefix_rows import next_run
 
 __all__ = ["ConfigLike", "begin", "command_line", "plain_values", "read_settings", "run_step"]

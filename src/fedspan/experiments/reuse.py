@@ -15,8 +15,7 @@ from fedspan.data.images import holds_images
 from fedspan.data.path_patterns import has_places, matching
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, is_temporary, temporary
-from fedspan.runs.environment import same_environment
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import RunFolder, same_environment
 from fedspan.runs.privacy_budget import is_secret
 
 __all__ = ["FinishedRuns", "finished_runs", "runs_in_use"]

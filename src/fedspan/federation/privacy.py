@@ -29,12 +29,11 @@ from fedspan.core.noise import digest_of, gaussian
 from fedspan.core.tensors import Tensors, generator
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
-from fedspan.federation.changes import apply_change, change_of, clip_change
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import untrained_jobs
+from fedspan.federation.validation import apply_change, change_of, clip_change, untrained_jobs
 from fedspan.training.accounting import Charge, Mechanism, calibrate_noise
-from fedspan.training.poisson import noise_for, release_of
-from fedspan.training.settings import Privacy, TrainingSettings
+from fedspan.training.dp_sgd import noise_for, release_of
+from fedspan.training.jobs import Privacy, TrainingSettings
 
 __all__ = [
     "expected_charges",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedspan.training.settings import Privacy
+from fedspan.training.jobs import Privacy
 
 __all__ = ["RoundSettings", "SecureSettings"]
 

@@ -27,7 +27,7 @@ from fedspan.models.prefix import FrozenPrefix, live_modules
 from fedspan.planning.layer_counts import Computation, StandIn
 from fedspan.runs.setup import max_length
 from fedspan.tasks.losses import widened
-from fedspan.training.settings import TrainingSettings
+from fedspan.training.jobs import TrainingSettings
 
 __all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "local_training"]
 

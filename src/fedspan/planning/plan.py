@@ -14,15 +14,15 @@ from fedspan.config import RunConfig
 from fedspan.core.values import Job
 from fedspan.data.assign import numbered
 from fedspan.errors import FedspanError
-from fedspan.federation.sampling import cohort_of
+from fedspan.federation.federation import cohort_of
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.quantized import left_out
 from fedspan.planning.accelerators import Duration, Speed
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, local_training
 from fedspan.planning.traffic import RankCounts, Traffic, extras_of
 from fedspan.runs.model_setup import empty_model
-from fedspan.runs.ranks import client_ranks
-from fedspan.training.poisson import private_steps
+from fedspan.runs.setup import client_ranks
+from fedspan.training.dp_sgd import private_steps
 
 __all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "plan_run", "planned_model", "timed"]
 

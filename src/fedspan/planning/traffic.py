@@ -11,10 +11,10 @@ from typing import Self
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import LayerSpec, Spec
-from fedspan.federation.sampling import cohort_of
+from fedspan.federation.federation import cohort_of
 from fedspan.models.adapted import AdaptedModel
 from fedspan.planning.layer_counts import Computation, LayerCounts, count_layer
-from fedspan.runs.ranks import client_scaling
+from fedspan.runs.setup import client_scaling
 from fedspan.wrappers.extras import ExtrasPolicy
 
 __all__ = ["Extras", "RankCounts", "Sent", "Traffic", "extras_of"]

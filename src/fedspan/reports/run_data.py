@@ -14,7 +14,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs.curves import score_of
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import Totals, read_lines, read_totals
-from fedspan.runs.report import RunReport
+from fedspan.runs.model_card import RunReport
 from fedspan.tasks.metrics import METRICS, METRICS_OF
 
 __all__ = ["Row", "RunData", "stories"]

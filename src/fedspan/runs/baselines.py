@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedspan.clients.data import LazyMapping
-from fedspan.clients.store import store
+from fedspan.clients.store import LazyMapping, store
 from fedspan.config import MethodConfig, RunConfig
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
@@ -19,12 +18,10 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
 from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.callbacks import Listener, final_scores, round_score
 from fedspan.runs.checkpoint import Checkpoint
-from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.scores import final_scores, round_score
-from fedspan.runs.setup import Prepared
+from fedspan.runs.setup import Prepared, make_engine
 from fedspan.transports.in_process import simulate
 
 __all__ = ["BASELINES", "alone", "pooled", "train_baseline"]

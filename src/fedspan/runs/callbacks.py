@@ -1,13 +1,18 @@
-"""The events that a run reports to a listener."""
+"""What a run reports while it runs: events for listeners, scores of rounds, and failures by client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
+import numpy as np
+
+from fedspan.federation.evaluation import summarised
+from fedspan.federation.progress import Failure, Progress
 from fedspan.runs.setup import Prepared
+from fedspan.tasks.metrics import rank_of
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "failures_by_client", "final_scores", "round_score", "sample_predictions"]
 
 
 class Listener:
@@ -33,3 +38,79 @@ class Listener:
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
         """An epoch of a baseline is finished."""
+
+
+_WORST = -1e308
+
+
+def round_score(prepared: Prepared, number: int, validation: Mapping[str, float] | None) -> float:
+    """Return the score that selects the best round, the highest; without validation parts, the round's number."""
+    if validation is None:
+        return float(number)
+    return max(_WORST, rank_of(prepared.task.metric, validation))  # finite, as JSON requires
+
+
+def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """Compute the final scores: on the held-out set and on the clients' own test parts."""
+    metric, scores = prepared.task.metric, dict[str, Any]()
+    validation, own = prepared.evaluator.clients(progress)
+    if validation is not None:
+        scores["validation"] = dict(validation.pooled)
+    if own is not None:
+        scores["clients"] = own.summary(metric)
+    if prepared.test is not None:
+        heldout = prepared.evaluator.heldout(progress, prepared.test, thorough=prepared.config.evaluation.generate)
+        scores["test"] = summarised(heldout, metric)
+        if len(heldout) == 1:
+            del scores["test"]["worst"]
+    return scores, {} if own is None else {id: dict(row) for id, row in own.by_client.items()}
+
+
+def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -> tuple[dict[str, str], ...]:
+    """Predict a few held-out texts, spread over the set, with the first model."""
+    if prepared.test is None:
+        return ()
+    indices = np.unique(np.linspace(0, len(prepared.test) - 1, count).astype(np.int64))
+    _, job = next(prepared.evaluator.models(progress), (None, None))
+    if job is None:  # personal models, which stay with the clients
+        return ()
+    batch_size = prepared.config.evaluation.batch_size
+    predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
+    answers = prepared.task.answers(predictions)
+    truths = prepared.task.truths(prepared.test, indices.tolist())
+    return tuple(
+        {"text": prepared.test_names[index], "label": truth, "prediction": answer}
+        for index, truth, answer in zip(indices.tolist(), truths, answers, strict=True)
+    )
+
+
+def failures_by_client(
+    rows: Iterable[Mapping[str, object]], last: int = 0, more: Iterable[Failure] = ()
+) -> dict[str, dict[str, Any]]:
+    """Count the failures by client, sorted by client id.
+
+    Args:
+        rows: Lines of metrics.jsonl; entries that are not failures as a run writes them are ignored.
+        last: The round that was evaluated and exported at the end of the run.
+        more: Failures of that evaluation and export.
+
+    Returns:
+        By client id, ``count``, and the ``round`` and ``reason`` of its last failure.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        failures = row.get("failures")
+        for failure in cast(list[object], failures) if isinstance(failures, list) else ():
+            match failure:
+                case {"client": str() as client, "reason": str() as reason}:
+                    _count(found, client, row.get("round"), reason)
+                case _:
+                    continue
+    for failure in more:
+        _count(found, failure.client, last, failure.reason)
+    return dict(sorted(found.items()))
+
+
+def _count(found: dict[str, dict[str, Any]], client: str, round: object, reason: str) -> None:
+    count = found[client]["count"] if client in found else 0
+    found[client] = {"count": count + 1, "round": round, "reason": reason}

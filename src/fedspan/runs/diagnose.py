@@ -10,8 +10,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.results import is_run, read_config, read_partition
-from fedspan.runs.session import require_same_run
+from fedspan.runs.session import is_run, read_config, read_partition, require_same_run
 from fedspan.runs.setup import prepare
 
 __all__ = ["diagnose"]

@@ -15,9 +15,8 @@ from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.errors import FedspanError
 from fedspan.runs.load import adapter_folder, load_served
-from fedspan.runs.notes import facts_of, read_notes
-from fedspan.runs.results import is_run, read_config
-from fedspan.runs.task_setup import PROBLEMS, Facts
+from fedspan.runs.model_setup import PROBLEMS, Facts, facts_of, read_notes
+from fedspan.runs.session import is_run, read_config
 from fedspan.tasks.metrics import shown
 
 __all__ = ["evaluate"]

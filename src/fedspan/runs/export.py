@@ -19,9 +19,8 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.load import ADAPTER, adapter_folder, load_served
 from fedspan.runs.model_card import CARD, cut_card, merged_card
-from fedspan.runs.notes import NOTES
-from fedspan.runs.results import is_run, read_config, read_partition, read_report, require_client
-from fedspan.runs.session import require_same_run
+from fedspan.runs.model_setup import NOTES
+from fedspan.runs.session import is_run, read_config, read_partition, read_report, require_client, require_same_run
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_adapters
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.loading import Processor, load_pretrained
-from fedspan.runs.notes import NOTES, facts_of, read_notes
-from fedspan.runs.results import is_run, read_report, require_client
+from fedspan.runs.model_setup import NOTES, PROBLEMS, Facts, facts_of, read_notes
+from fedspan.runs.session import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
-from fedspan.runs.task_setup import PROBLEMS, Facts
 from fedspan.tasks.task import Examples, RunTask
 from fedspan.training.batching import evaluation_batches
 

@@ -1,10 +1,13 @@
-"""Runs with remote clients: the server's half of a prepared run, and the clients' half as a service."""
+"""Runs with remote clients: the server's half of a prepared run, and the clients' half as a service.
+
+Runs on Flower's simulation engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,28 +20,43 @@ from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require
-from fedspan.federation.evaluation import Evaluator
-from fedspan.federation.evaluation_exchange import RemoteEvaluator
+from fedspan.federation.evaluation import Evaluator, RemoteEvaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.orders import Transport
 from fedspan.federation.progress import ClientData
-from fedspan.federation.protocol import Envelope
+from fedspan.federation.protocol import Envelope, Transport
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.validation import ReplyRules
-from fedspan.runs.engine_setup import make_engine
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.model_setup import build_model
+from fedspan.runs.model_setup import PROBLEMS, Facts, build_model
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.ranks import client_ranks, client_scaling
-from fedspan.runs.session import load_partition
-from fedspan.runs.setup import Prepared, aggregation_of, choose_device, max_length, prepare, require_private_model
-from fedspan.runs.task_setup import PROBLEMS, Facts
+from fedspan.runs.session import RunReport, load_partition
+from fedspan.runs.setup import (
+    Prepared,
+    aggregation_of,
+    choose_device,
+    client_ranks,
+    client_scaling,
+    make_engine,
+    max_length,
+    prepare,
+    require_private_model,
+)
 from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["connect", "method_for", "nodes_folder", "prepare_server", "reply_as", "secure_client", "server_clients"]
+
+__all__ = [
+    "connect",
+    "flower_simulation",
+    "method_for",
+    "nodes_folder",
+    "prepare_server",
+    "reply_as",
+    "secure_client",
+    "server_clients",
+]
 
 
 def nodes_folder(run: Path) -> Path:
@@ -167,8 +185,10 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> S
     if config.federation.secure is None:
         return None
     require()
-    from fedspan.clients.secagg import SecureClient  # needs fedspan[secagg]
-    from fedspan.clients.secagg_store import DiskSessionStore
+    from fedspan.clients.secagg import (
+        DiskSessionStore,
+        SecureClient,  # needs fedspan[secagg]
+    )
 
     return SecureClient(id, DiskSessionStore(folder), least)
 
@@ -209,4 +229,26 @@ def _host(run: str) -> Host:
         DiskClientStore(folder),
         config.evaluation.batch_size,
         secure=secure,
+    )
+
+
+def flower_simulation(place: RunFolder, prepared: Prepared, played: Callable[[Prepared], RunReport]) -> RunReport:
+    """Run a federation with its clients in the processes of Flower's simulation engine (``runs.session.Host``).
+
+    Raises:
+        FedspanError: If nodes do not start; also any error that ``played`` raises.
+    """
+    from fedspan.transports.flower.simulation import simulate
+
+    threads = torch.get_num_threads()
+    actors = min(prepared.config.engine.workers or threads, len(prepared.federation.clients))
+    cuda = prepared.engine.adapted.device.type == "cuda"
+    answering = partial(reply_as, str(place.path.resolve()), max(1, threads // actors))
+
+    def serving(transport: Transport) -> RunReport:
+        rules = prepared.config.federation.reply_rules()
+        return played(connect(prepared, transport, rules, nodes=nodes_folder(place.path)))
+
+    return simulate(
+        list(prepared.federation.clients), answering, serving, actors=actors, gpus=1 / actors if cuda else 0.0
     )

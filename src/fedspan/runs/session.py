@@ -1,42 +1,67 @@
-"""A run from its first round to its report, checkpointed after every round, with events for a listener."""
+"""A run from its start or last checkpoint to its end, and its result."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from fedspan.clients.store import store
 from fedspan.config import RunConfig, parse_config, parse_text
 from fedspan.data.partition import Partition
-from fedspan.diagnostics.recorder import DiagnosticsRecorder
-from fedspan.errors import FedspanError
-from fedspan.federation.outcomes import Transfer
-from fedspan.federation.progress import Progress, RoundResult
-from fedspan.files import disk_errors, write_atomic
+from fedspan.diagnostics.measures import DiagnosticsRecorder
+from fedspan.errors import FedspanError, nearest
+from fedspan.federation.progress import Progress, RoundResult, Transfer
+from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.callbacks import Listener, failures_by_client, final_scores, round_score, sample_predictions
 from fedspan.runs.checkpoint import Checkpoint
-from fedspan.runs.engine_setup import engine_note, load_stacking_plan, store_stacking_plan
-from fedspan.runs.environment import record_environment
-from fedspan.runs.failures import failures_by_client
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import RunFolder, record_environment
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
-from fedspan.runs.model_card import write_cards
+from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
-from fedspan.runs.report import RunReport
-from fedspan.runs.resume import load_partition, require_same_run
-from fedspan.runs.scores import final_scores, round_score, sample_predictions
-from fedspan.runs.setup import Prepared, prepare
+from fedspan.runs.setup import Prepared, engine_note, load_stacking_plan, prepare, store_stacking_plan
 from fedspan.runs.trained_models import write_adapters
 
-__all__ = ["Host", "RunReport", "load_partition", "require_same_run", "run", "write_adapters"]
+__all__ = [
+    "Host",
+    "RunReport",
+    "is_run",
+    "load_partition",
+    "read_config",
+    "read_partition",
+    "read_report",
+    "require_client",
+    "require_same_run",
+    "run",
+    "write_adapters",
+]
+
+
+def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
+    """Check that config.yaml still describes the run of a checkpoint.
+
+    Raises:
+        FedspanError: If it was changed in a section that the checkpoint's tensors depend on.
+    """
+    if kept is not None and kept.extra.get("config", config.identity) != config.identity:
+        expected = "the seed, task, model, data, partition and method that the run began with; only paths may change"
+        raise FedspanError("config", str(place.config), expected)
+
+
+def load_partition(place: RunFolder) -> Partition | None:
+    """Load the partition that a run was started with, if it is stored."""
+    if not place.partition.exists():
+        return None
+    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
 
 
 Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
@@ -290,3 +315,68 @@ class _Session:
             write_cards(prepared, report, place)
         place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
         return report
+
+
+_LATER = {"failures", "other_bytes", "privacy"}
+"""Fields that reports of earlier versions lack."""
+
+
+def is_run(folder: str | Path) -> bool:
+    """Check whether a folder holds a run (an exported model has a config.json, but no config.yaml)."""
+    return os.path.isfile(RunFolder(folder).config)  # Path's own raises for a name that is too long for the disk
+
+
+def read_report(folder: str | Path) -> RunReport:
+    """Read the report of a finished run.
+
+    Raises:
+        FedspanError: If there is no run in the folder, it is not finished, or report.json was changed.
+    """
+    place = RunFolder(folder)
+    if not is_run(folder):
+        raise FedspanError("run folder", str(folder), "no run was begun here")
+    if not place.report.is_file():
+        raise FedspanError("run folder", str(folder), f"this run is not finished; go on with --resume {folder}")
+    values = place.read_json(place.report)
+    names = {field.name for field in dataclasses.fields(RunReport)}
+    if not isinstance(values, dict) or not names - _LATER <= set(values) <= names:
+        found = sorted(values) if isinstance(values, dict) else values
+        raise FedspanError(str(place.report), found, f"a report with {', '.join(sorted(names))}")
+    content = cast(dict[str, Any], values)
+    adapters, examples = content["adapters"], content.pop("examples")
+    if not isinstance(adapters, dict) or not all(isinstance(path, str) for path in adapters.values()):
+        raise FedspanError(f"{place.report}, adapters", adapters, "folders by client id, or under global")
+    if not isinstance(examples, list):
+        raise FedspanError(f"{place.report}, examples", examples, "a list")
+    return RunReport(examples=tuple(examples), **content)
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """Read the config of a run.
+
+    Raises:
+        FedspanError: If config.yaml is missing or no longer a valid config.
+    """
+    place = RunFolder(folder)
+    return parse_config(parse_text(place.config_text(), str(place.config)))
+
+
+def read_partition(folder: str | Path) -> Partition:
+    """Read the partition of a run: the examples of each client.
+
+    Raises:
+        FedspanError: If partition.json is missing or was changed.
+    """
+    place = RunFolder(folder)
+    return Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
+
+
+def require_client(folder: str | Path, client: str) -> None:
+    """Check that a run has a client.
+
+    Raises:
+        FedspanError: If it has not; the error names the nearest ids.
+    """
+    ids = [part.id for part in read_partition(folder).clients]
+    if client not in ids:
+        raise FedspanError("client", client, f"no such client in {folder}; the nearest are {nearest(client, ids)}")

@@ -1,9 +1,10 @@
-"""The parts of a run, built from its config: data, partition, model, method, federation."""
+"""Construction of a run from its config: clients with their ranks, engine with its stacking plan, federation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,35 +12,180 @@ import datasets
 import numpy as np
 import torch
 
-from fedspan.clients.data import LazyMapping
+from fedspan.clients.store import LazyMapping
 from fedspan.config import RunConfig
-from fedspan.core.method import RegisteredMethod
+from fedspan.config.federation import DrawnRanks, FractionRanks
+from fedspan.core.method import RegisteredMethod, scaling_of
+from fedspan.core.tensors import generator
 from fedspan.core.values import Client
 from fedspan.crypto import require
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
-from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.aggregation import AggregationFactory
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
+from fedspan.errors import FedspanError, nearest
+from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
-from fedspan.runs.engine_setup import make_engine
-from fedspan.runs.model_setup import RunModel, build_model
-from fedspan.runs.ranks import client_ranks, client_scaling
-from fedspan.runs.task_setup import PROBLEMS, Facts, require_size
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_setup import PROBLEMS, Facts, RunModel, build_model, require_size
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.images import EncodedImages
-from fedspan.tasks.task import Examples, RunTask
+from fedspan.tasks.task import Examples, RunTask, Task
+from fedspan.training.batched import BatchedEngine, StackingPlan, StackingRequest
 from fedspan.training.engine import Engine
+from fedspan.training.jobs import TrainingSettings
+from fedspan.training.loop import LoopEngine
+from fedspan.training.prefix import PrefixCaches
 from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
     from fedspan.clients.secagg import SecureClient
 
-__all__ = ["Prepared", "choose_device", "max_length", "prepare", "require_private_model"]
+
+__all__ = [
+    "Prepared",
+    "choose_device",
+    "client_ranks",
+    "client_scaling",
+    "engine_note",
+    "load_stacking_plan",
+    "make_engine",
+    "max_length",
+    "prepare",
+    "require_private_model",
+    "store_stacking_plan",
+]
+
+
+def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]) -> dict[str, int]:
+    """Determine the rank of every client.
+
+    Args:
+        config: Config of the run.
+        method: The method, bound to the model's target layers.
+        ids: Ids of the clients, in their order.
+
+    Raises:
+        FedspanError: If a client does not exist, a rank is larger than the layers allow, or ranks differ and the method
+            supports only one.
+    """
+    wanted = _wanted(config, ids)
+    most, whose = _most(method)
+    known = set(ids)
+    for id, rank in wanted.items():
+        field = f"federation.ranks.{id}"
+        if id not in known:
+            raise FedspanError(field, rank, f"no such client; the nearest are {nearest(id, ids)}")
+        if rank > most:
+            raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")
+        if rank != method.r and not method.claims.heterogeneous_ranks:
+            raise FedspanError(field, rank, f"{config.method.name} needs one rank for all clients, {method.r}")
+    return {id: wanted.get(id, method.r) for id in ids}
+
+
+def client_scaling(config: RunConfig, method: RegisteredMethod, rank: int) -> float:
+    """Return the factor on a client's B A."""
+    counted = method.r if config.federation.scaling == "equal" else rank
+    return scaling_of(method.lora_alpha, counted, method.use_rslora)
+
+
+def _most(method: RegisteredMethod) -> tuple[int, str]:
+    """Return the highest rank and its source: adapters have one rank for all layers, full weights one per layer."""
+    layers = method.spec.layers
+    if method.claims.adapter:
+        return min(min(layer.shape) for layer in layers), "the smallest layer's side"
+    return max(min(layer.rectangle) for layer in layers), "the full rank of the largest layer"
+
+
+def _wanted(config: RunConfig, ids: Sequence[str]) -> Mapping[str, int]:
+    match config.federation.ranks:
+        case None:
+            return {}
+        case list() as turns:
+            return {id: turns[index % len(turns)] for index, id in enumerate(ids)} if turns else {}
+        case dict() as by_client:
+            return by_client
+        case DrawnRanks() as drawn:
+            seed = config.data_seed if drawn.seed is None else drawn.seed
+            count = len(drawn.of)
+            return {id: drawn.of[int(torch.randint(count, (), generator=generator(seed, "rank", id)))] for id in ids}
+        case FractionRanks() as fractions:
+            seed = config.data_seed if fractions.seed is None else fractions.seed
+            order = torch.randperm(len(ids), generator=generator(seed, "ranks")).tolist()
+            ranks = _counted_out(fractions.of, len(ids))
+            return {ids[int(at)]: rank for at, rank in zip(order, ranks, strict=True)}
+
+
+def _counted_out(shares: Mapping[int, float], clients: int) -> list[int]:
+    """List the clients' ranks, ascending, each as often as its share demands; the largest remainders are rounded up."""
+    exact = {rank: share * clients for rank, share in sorted(shares.items())}
+    counts = {rank: math.floor(value + 1e-9) for rank, value in exact.items()}
+    remainders = sorted(exact, key=lambda rank: counts[rank] - exact[rank])
+    for rank in remainders[: clients - sum(counts.values())]:
+        counts[rank] += 1
+    return [rank for rank, count in counts.items() for _ in range(count)]
+
+
+def make_engine(
+    config: RunConfig,
+    adapted: AdaptedModel,
+    task: Task,
+    settings: TrainingSettings,
+    prefixes: PrefixCaches | None = None,
+) -> Engine:
+    """Build the engine that a config names.
+
+    Args:
+        config: Config of the run.
+        adapted: The adapted model.
+        task: The learning problem.
+        settings: Settings of local training.
+        prefixes: Prefix caches of another engine on the same model and task, to be shared.
+
+    Raises:
+        FedspanError: If the config asks to compile blocks that cannot be compiled.
+    """
+    chosen, seed = config.engine, config.seed
+    prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
+    refusals = {
+        f"with engine.name: {chosen.name}; only batched compiles": chosen.name != "batched",
+        "with training.lora_dropout, whose masks are drawn client by client": settings.dropout > 0,
+    }
+    if chosen.compile and (why := next((why for why, holds in refusals.items() if holds), None)):
+        raise FedspanError("engine.compile", True, f"false {why}")
+    if chosen.name != "batched":
+        return LoopEngine(adapted, task, settings, seed, prefix)
+    wish = StackingRequest(chosen.clients_at_once, chosen.workers)
+    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile)
+
+
+def engine_note(engine: Engine) -> str | None:
+    """Return a note for the user on how the clients trained; None if they trained as requested."""
+    why = engine.why_not if isinstance(engine, BatchedEngine) else None
+    return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
+
+
+def load_stacking_plan(place: RunFolder, engine: Engine) -> None:
+    """Restore the stacking plan of a resumed run: the bits of its results depend on the number of stacked clients.
+
+    Raises:
+        FedspanError: If the file cannot be read.
+    """
+    if not isinstance(engine, BatchedEngine) or not place.engine.exists():
+        return
+    found = place.read_json(place.engine)
+    try:
+        engine.stacking = StackingPlan(int(found["at_once"]), int(found["workers"]))  # pyright: ignore
+    except (TypeError, KeyError, ValueError):
+        raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
+
+
+def store_stacking_plan(place: RunFolder, engine: Engine) -> None:
+    """Write the engine's stacking plan to the run folder, if there is one and the file does not exist yet."""
+    if isinstance(engine, BatchedEngine) and engine.stacking is not None and not place.engine.exists():
+        place.write_json(place.engine, asdict(engine.stacking))
 
 
 @dataclass(frozen=True)

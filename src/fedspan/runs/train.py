@@ -11,10 +11,9 @@ from fedspan.config import RunConfig, load_config, override, parse_config
 from fedspan.errors import FedspanError
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.flower_simulation import flower_simulation
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.results import is_run, read_config, read_report
-from fedspan.runs.session import RunReport
+from fedspan.runs.remote import flower_simulation
+from fedspan.runs.session import RunReport, is_run, read_config, read_report
 from fedspan.transports.flower import require
 
 __all__ = ["resume", "run"]

@@ -1,24 +1,22 @@
-"""A client slot: one client's job in the batched engine, from its start to its result."""
+"""Slots of stacked clients, and which clients share a stack."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import EXTRAS, by_layer, is_extra
+from fedspan.core.tensors import EXTRAS, by_layer, generator, is_extra
 from fedspan.core.values import OptimizerState, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import job_batches
-from fedspan.training.jobs import Assignment, not_finite, spec_of
-from fedspan.training.optimizers import join_states
-from fedspan.training.settings import TrainingSettings
-from fedspan.training.stacked_optimizer import Layout
+from fedspan.training.jobs import Assignment, TrainingSettings, not_finite, spec_of
+from fedspan.training.optimizers import Layout, join_states
 
-__all__ = ["ClientSlot"]
+__all__ = ["ClientSlot", "perturb", "select_group", "stack_frozen"]
 
 
 class ClientSlot:
@@ -191,3 +189,46 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in tensors.items()
     }
+
+
+_LIKE = 1.2
+"""Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
+
+
+def select_group(seats: Sequence[ClientSlot], at_once: int, padded: bool = True) -> list[ClientSlot]:
+    """Select the clients of the next pass: the one with the most batches left, and those with the most similar batches.
+
+    Args:
+        seats: Open client slots.
+        at_once: Number of clients in a pass.
+        padded: Whether batches of different lengths would be padded to the longest.
+    """
+    leader = max(seats, key=lambda seat: seat.left)
+    same = [seat for seat in seats if seat.kind == leader.kind]
+    if leader.work.job.buffers:  # norm layers that use statistics of their batch
+        same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
+    low, high = leader.cost / _LIKE, leader.cost * _LIKE
+    same = [seat for seat in same if seat is not leader and (not padded or low <= seat.cost <= high)]
+    same.sort(key=lambda seat: (abs(len(seat.batch) - len(leader.batch)), abs(seat.cost - leader.cost)))
+    kept = {id(seat) for seat in (leader, *same[: at_once - 1])}
+    return [seat for seat in seats if id(seat) in kept]
+
+
+def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
+    """Stack the tensors that do not train, (C, ...) each; tensors that all clients share are not copied."""
+    made: dict[str, Tensor] = {}
+    for name, first in group[0].others.items():
+        own = [seat.others[name] for seat in group]
+        shared = all(value is first for value in own) and len(own) > 1
+        made[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
+    return made
+
+
+def perturb(seat: ClientSlot) -> dict[str, Tensor]:
+    """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal."""
+    rng = generator(0, "verify", seat.work.client)
+    tensors = {name: value.clone() for name, value in seat.tensors().items()}
+    for name in seat.layout.names:
+        noise = torch.randn(tensors[name].shape, generator=rng) * 0.02
+        tensors[name] = tensors[name] + noise.to(tensors[name])
+    return tensors

@@ -1,4 +1,10 @@
-"""DP-SGD: each example's gradient is clipped, and noise is added to their sum.
+"""Poisson samples of DP-SGD, and the noise that a privacy budget requires.
+
+Noisy sums of clipped gradients, step by step. This module imports Opacus: call ``require_opacus`` first.
+
+Shapes: K examples.
+
+DP-SGD: each example's gradient is clipped, and noise is added to their sum.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1:
 
@@ -13,26 +19,158 @@ Shapes: K examples in a pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
 
-from fedspan.core.noise import gaussian, key_of_seed
-from fedspan.core.tensors import Tensors, norm, subtract
+from fedspan.core.noise import digest_of, gaussian, key_of_seed
+from fedspan.core.tensors import Tensors, generator, norm, subtract
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
-from fedspan.training.accounting import require_opacus
-from fedspan.training.jobs import Assignment, not_finite
-from fedspan.training.poisson import expected_batch, poisson_batches
-from fedspan.training.settings import Privacy
-from fedspan.training.trainer import Trainer
+from fedspan.training.accounting import Mechanism, calibrate_noise, require_opacus
+from fedspan.training.engine import Trainer
+from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, not_finite
 
-__all__ = ["PrivateTraining"]
+__all__ = ["NoisySum", "PrivateTraining", "noise_for", "poisson_batches", "private_steps", "release_of"]
+
+
+def expected_batch(settings: TrainingSettings, count: int) -> int:
+    """Compute the average number of examples of an optimizer step for a client with ``count`` examples."""
+    return min(count, settings.batch_size * settings.accumulate)
+
+
+def private_steps(settings: TrainingSettings, job: Job, count: int) -> int:
+    """Compute the optimizer steps of a job over ``count`` examples: as many as without privacy."""
+    if not count:
+        return 0
+    steps = settings.steps if job.steps is None and job.epochs is None else job.steps
+    if steps:
+        return steps
+    epochs = settings.epochs if job.epochs is None else job.epochs
+    return math.ceil(math.ceil(count / settings.batch_size) * epochs / settings.accumulate)
+
+
+def noise_for(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> float:
+    """Compute a client's noise over the clipping norm: the run's, or the smallest noise that its budget allows.
+
+    Args:
+        privacy: Privacy settings of the run.
+        settings: Settings of local training.
+        jobs: Jobs of a round.
+        count: Number of the client's training examples.
+    """
+    if privacy.noise is not None:
+        return privacy.noise
+    assert privacy.epsilon is not None  # the config has noise or epsilon
+    steps = privacy.rounds * sum(private_steps(settings, job, count) for job in jobs)
+    if not steps:
+        return 0.0
+    rate = expected_batch(settings, count) / count
+    return calibrate_noise(rate, steps, privacy.epsilon, privacy.delta, privacy.accounting)
+
+
+def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job], count: int) -> tuple[Mechanism, int]:
+    """Return what a round's jobs release about a client with ``count`` examples: the mechanism and how often."""
+    rate = expected_batch(settings, count) / max(1, count)
+    steps = sum(private_steps(settings, job, count) for job in jobs)
+    return Mechanism(rate, noise_for(privacy, settings, jobs, count)), steps
+
+
+def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignment) -> Iterator[np.ndarray]:
+    """Yield the samples of a job, drawing each example independently; a sample may be empty.
+
+    Raises:
+        FedspanError: If Opacus is not installed.
+    """
+    require_opacus()
+    from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+
+    count = len(work.indices)
+    steps = private_steps(settings, work.job, count)
+    if not steps:
+        return
+    seed = int.from_bytes(privacy.key, "big")
+    sampler = UniformWithReplacementSampler(
+        num_samples=count,
+        sample_rate=expected_batch(settings, count) / count,
+        generator=generator(seed, "poisson", work.round, work.client, work.job.phase),
+        steps=steps,
+    )
+    for chosen in sampler:
+        yield work.indices[np.array(chosen, np.int64)]
+
+
+class _Keyed(DPOptimizer):
+    """Opacus' optimizer with noise from a key: torch's generators have too few streams to be secret."""
+
+    label: tuple[int | str, ...] = ()
+    names: tuple[str, ...] = ()
+    key: bytes = b""
+    secret: bool = False
+
+    def add_noise(self) -> None:
+        """``DPOptimizer.add_noise``."""
+        sums: dict[str, Tensor] = dict(zip(self.names, (_summed(p) for p in self.params), strict=True))
+        label = (*self.label, digest_of(sums)) if self.secret else self.label
+        for (name, total), p in zip(sums.items(), self.params, strict=True):
+            noise = gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
+            p.grad = (total + noise.to(total)).view_as(p)
+
+
+def _summed(parameter: Tensor) -> Tensor:
+    """Return the sum of the gradients that ``DPOptimizer`` has clipped."""
+    return parameter.__dict__["summed_grad"]
+
+
+class NoisySum:
+    """Clips, sums, and adds noise, step by step.
+
+    Args:
+        privacy: Privacy settings of the run.
+        work: The assignment that the gradients belong to.
+        like: The trainable tensors by name.
+    """
+
+    def __init__(self, privacy: Privacy, work: Assignment, like: Mapping[str, Tensor]) -> None:
+        self._work, self._names = work, tuple(like)
+        self._params = [nn.Parameter(torch.zeros_like(value)) for value in like.values()]
+        # Its own step is never called: the run's optimizer uses what it leaves in ``grad``.
+        self._optimizer = _Keyed(
+            torch.optim.SGD(self._params, lr=0.0),
+            noise_multiplier=work.noise,
+            max_grad_norm=privacy.clip,
+            expected_batch_size=1,
+            loss_reduction="mean",
+        )
+        self._optimizer.names, self._optimizer.key, self._optimizer.secret = self._names, privacy.key, privacy.secret
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add examples' gradients, (K, ...) each, to the step's sum; each example may be added only once."""
+        for name, p in zip(self._names, self._params, strict=True):
+            p.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
+        self._optimizer.clip_and_accumulate()
+
+    def taken(self, step: int, expected: int) -> dict[str, Tensor]:
+        """Return the step's noisy sum over the expected number of examples, and reset the sum.
+
+        Args:
+            step: The step's number in the job, from 0.
+            expected: Average number of examples of a step.
+        """
+        work = self._work
+        self._optimizer.label = ("dp-sgd", work.round, work.client, work.job.phase, step)
+        self._optimizer.expected_batch_size = expected
+        self._optimizer.add_noise()
+        self._optimizer.scale_grad()
+        found = {name: p.grad.detach() for name, p in zip(self._names, self._params, strict=True) if p.grad is not None}
+        self._optimizer.zero_grad(set_to_none=True)
+        return found
 
 
 class PrivateTraining:
@@ -61,7 +199,6 @@ class PrivateTraining:
             FedspanError: If the loss stops being finite, or if the job would release more than the noisy sums.
         """
         require_opacus()
-        from fedspan.training.noisy_sum import NoisySum
 
         trainer, job, adapted, settings = self.trainer, work.job, self.trainer.adapted, self.trainer.settings
         _require_private(job, getattr(trainer.task, "packing", False))

@@ -1,21 +1,28 @@
-"""The interface of every engine."""
+"""The interface of every engine, and the basis of every way of training: model, caches, dropout, projector refresh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from fedspan.core.values import Job, Trained
+from fedspan.core.lowrank import LowRank
+from fedspan.core.parametrization import Projected
+from fedspan.core.projectors import reproject, seeded_projector, sketch_projector, svd_projector
+from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.values import Job, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
-from fedspan.training.jobs import Assignment
-from fedspan.training.prefix_caches import PrefixCaches
-from fedspan.training.settings import TrainingSettings
+from fedspan.training.batching import Padding, evaluation_batches
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, spec_of
+from fedspan.training.optimizers import LocalOptimizer, clip, join_states
+from fedspan.training.prefix import PrefixCaches
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Moments", "Trainer", "dropout_mask", "refresh_due", "refresh_projectors"]
 
 
 class Engine(Protocol):
@@ -78,3 +85,243 @@ class Engine(Protocol):
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
         ...
+
+
+class Trainer:
+    """A model with everything that an engine needs to train a job on it.
+
+    Args:
+        adapted: The model.
+        task: The learning problem.
+        settings: Settings of local training.
+        seed: Seed of every random draw (batches, dropout).
+        prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
+            this model and task; None: they are computed every time.
+        padding_free: Train without padding where the model can.
+    """
+
+    def __init__(
+        self,
+        adapted: AdaptedModel,
+        task: Task,
+        settings: TrainingSettings,
+        seed: int,
+        prefix: PrefixSettings | PrefixCaches | None = None,
+        padding_free: bool = False,
+    ) -> None:
+        self.adapted = adapted
+        self.task = task
+        self.settings = settings
+        self.seed = seed
+        self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix)
+        refusals = {
+            "it was not asked for": not padding_free,
+            "dropout masks have the shape of padded batches": settings.dropout > 0,
+            "packed batches have none": getattr(task, "packing", False),
+        }
+        self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
+
+    def ready(self, examples: Examples, indices: np.ndarray) -> None:
+        """``Engine.ready``."""
+        self.padding.ensure(examples)
+        self.prefixes.ensure(examples, indices)
+
+    def make_optimizer(self, work: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
+        """Make the optimizer of a job whose tensors are installed."""
+        job = work.job
+        return LocalOptimizer(
+            spec_of(work, self.settings), job.trainable, live, join_states(work.kept, job.optimizer_state), job.masks
+        )
+
+    @torch.no_grad()
+    def decay_frozen(self, work: Assignment, live: Mapping[str, Tensor]) -> float:
+        """Apply the job's decoupled weight decay to what does not train: the frozen base and finished segments."""
+        job, spec = work.job, spec_of(work, self.settings)
+        if not job.decay_base or job.steps == 0:
+            return 1.0
+        factor = 1 - spec.lr * spec.weight_decay
+        for layer in self.adapted.layers.values():
+            layer.shrink *= factor
+        for layer, parametrization in job.parametrization.items():
+            if isinstance(parametrization, Projected) and (name := f"{layer}/{parametrization.finished[0]}") in live:
+                live[name].mul_(factor)
+        return factor
+
+    def set_dropout(self, work: Assignment, step: int | str) -> None:
+        """Draw the adapters' dropout of a forward pass."""
+        rate, client, round, phase = self.settings.dropout, work.client, work.round, work.job.phase
+        if not rate:
+            return
+
+        def dropout(x: Tensor, layer: str) -> Tensor:
+            kept = dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
+            return x * kept.to(x.device, x.dtype) / (1 - rate)
+
+        self.adapted.set_dropout(dropout)
+
+    def apply(
+        self,
+        job: Job,
+        live: Mapping[str, Tensor],
+        optimizer: LocalOptimizer,
+        gradients: dict[str, Tensor],
+        clipping: bool = True,
+    ) -> None:
+        """Take an optimizer step: penalties, masks, clipping and offsets, then the update."""
+        names = optimizer.names
+        if job.penalties:
+            penalty = torch.stack([penalty.value(live) for penalty in job.penalties]).sum()
+            added = torch.autograd.grad(penalty, [live[name] for name in names], allow_unused=True)
+            for name, extra in zip(names, added, strict=True):
+                gradients[name] = gradients[name] if extra is None else gradients[name] + extra
+        for name, mask in job.masks.items():
+            gradients[name] = gradients[name] * mask.to(gradients[name])
+        if self.settings.max_grad_norm and clipping:
+            clip(gradients, self.settings.max_grad_norm)
+        for name in names:
+            if name in job.gradient_offset:
+                gradients[name] = gradients[name] + job.gradient_offset[name].to(gradients[name].device)
+        optimizer.step(gradients)
+
+    def predict(
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
+    ) -> Tensor:
+        """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
+        rows = self.rows(job, examples, evaluation_batches(indices, examples.lengths, batch_size), thorough=thorough)
+        return torch.stack([rows[index] for index in indices.tolist()])
+
+    @torch.no_grad()
+    def rows(
+        self, job: Job, examples: Examples, batches: Sequence[np.ndarray], *, thorough: bool = False
+    ) -> dict[int, Tensor]:
+        """Predict some batches and return the rows by example, float32 on the CPU."""
+        adapted = self.adapted
+        if batches and not thorough:  # generated answers have other lengths
+            self.prefixes.ensure(examples, np.concatenate(batches))
+        adapted.model.eval()
+        adapted.install(job.parametrization, job.tensors, frozenset())
+        rows: dict[int, Tensor] = {}
+        for indices in batches:
+            batch = self.task.batch(examples, indices.tolist(), adapted.device)
+            with nullcontext() if thorough else self.prefixes.feed(examples, indices.tolist()):
+                predictions = self.task.predict(adapted.model, batch, thorough=thorough).float().cpu()
+            rows.update(zip(indices.tolist(), predictions, strict=True))
+        return rows
+
+
+def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:
+    """Draw the dropout mask of a layer's input; true: the entry is kept.
+
+    The key identifies the draw (seed, round, client, phase, micro-batch, layer), and the mask is drawn on the CPU, so
+    every engine draws the same mask.
+    """
+    seed, *rest = key
+    rng = generator(int(seed), "dropout", *rest)
+    return torch.rand(tuple(shape), generator=rng) >= rate
+
+
+class Moments(Protocol):
+    """The part of an optimizer's interface that projectors need."""
+
+    def moment(self, kind: str, name: str) -> Tensor:
+        """Return a live moment; writing to it changes the optimizer."""
+        ...
+
+
+def refresh_projectors(
+    trainer: Trainer,
+    job: Job,
+    live: dict[str, Tensor],
+    optimizer: Moments,
+    step: int,
+    examples: Examples,
+    batch_indices: np.ndarray,
+) -> None:
+    """Replace every ``Projected`` layer's projector (in ``live``, in place) at the steps that ``job.refresh`` names.
+
+    The finished segment ``acc, P`` moves to ``done_B, done_A``; ``acc`` restarts at 0, so the weight does not jump.
+    If projectors come from the gradient, a layer without a gradient keeps its projector.
+    """
+    refresh = job.refresh
+    assert refresh is not None
+    if not refresh_due(refresh, step):
+        return
+    number = step // refresh.period if refresh.period else 0
+    layers = {name: one for name, one in job.parametrization.items() if isinstance(one, Projected)}
+    if refresh.rule == "random" or (refresh.until is not None and number >= refresh.until):
+        new = {name: _random(refresh.seed + number, name, one, live) for name, one in layers.items()}
+    else:
+        new = _from_gradients(trainer, refresh, layers, live, number, examples, batch_indices)
+    for layer, parametrization in layers.items():
+        side, old = parametrization.side, live[tensor_name(layer, "P")]
+        if step:
+            _close_segment(live, layer, parametrization)
+        live[tensor_name(layer, "P")] = P = new[layer].to(old) if layer in new else old
+        for kind, second in (("exp_avg", False), ("exp_avg_sq", True)):
+            moment = optimizer.moment(kind, tensor_name(layer, "acc"))
+            moment.copy_(reproject(moment, old, P, side, refresh.moments, second))
+    trainer.adapted.bind(job.parametrization, live)
+
+
+def refresh_due(refresh: Refresh, step: int) -> bool:
+    """Return whether projectors are refreshed before a step."""
+    return refresh.at_start if step == 0 else bool(refresh.period) and step % (refresh.period or 1) == 0
+
+
+def _random(seed: int, layer: str, parametrization: Projected, live: dict[str, Tensor]) -> Tensor:
+    acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
+    rows, columns = parametrization.pair(acc, P).shape
+    return seeded_projector(layer, (rows, columns), _rank(P, parametrization.side), parametrization.side, seed)
+
+
+def _rank(P: Tensor, side: str) -> int:
+    return P.shape[0] if side == "right" else P.shape[1]
+
+
+def _close_segment(live: dict[str, Tensor], layer: str, parametrization: Projected) -> None:
+    acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
+    segment = parametrization.pair(acc.detach().clone(), P)
+    name_B, name_A = tensor_name(layer, "done_B"), tensor_name(layer, "done_A")
+    done_B, done_A = live.get(name_B), live.get(name_A)
+    live[name_B] = segment.B if done_B is None else torch.cat([done_B, segment.B], 1)
+    live[name_A] = segment.A if done_A is None else torch.cat([done_A, segment.A], 0)
+    with torch.no_grad():
+        acc.zero_()
+
+
+def _from_gradients(
+    trainer: Trainer,
+    refresh: Refresh,
+    layers: dict[str, Projected],
+    live: dict[str, Tensor],
+    number: int,
+    examples: Examples,
+    batch_indices: np.ndarray,
+) -> dict[str, Tensor]:
+    """Compute projectors from the minibatch gradient of each target layer's full weight, in one extra pass.
+
+    The gradient itself is not stored.
+    """
+    found: dict[str, Tensor] = {}
+
+    def take(layer: str, gradient: LowRank) -> None:
+        if layer not in layers:
+            return
+        side = layers[layer].side
+        rank = _rank(live[tensor_name(layer, "P")], side)
+        if refresh.rule == "svd":
+            found[layer] = svd_projector(gradient, rank, side)
+        else:
+            rng = generator(refresh.seed + number, "sketch", layer)
+            found[layer] = sketch_projector(gradient, rank, side, rng)
+
+    adapted = trainer.adapted
+    adapted.set_dropout(None)
+    with adapted.captured_gradients(take):
+        batch = trainer.task.batch(examples, batch_indices.tolist(), adapted.device)
+        with trainer.prefixes.feed(examples, batch_indices.tolist()):
+            loss = trainer.task.loss(adapted.model, batch)
+        loss.backward()
+    for tensor in live.values():
+        tensor.grad = None
+    return found

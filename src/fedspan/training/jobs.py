@@ -1,16 +1,117 @@
-"""The assignments that a federation gives an engine."""
+"""Settings of local training, and the jobs that a federation gives an engine."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from fedspan.core.noise import key_of_seed
 from fedspan.core.values import Job, OptimizerSpec, OptimizerState
 from fedspan.errors import FedspanError
-from fedspan.training.settings import TrainingSettings
+from fedspan.training.accounting import Accounting
 
-__all__ = ["Assignment", "not_finite", "spec_of"]
+__all__ = ["Assignment", "PrefixSettings", "Privacy", "TrainingSettings", "not_finite", "spec_of"]
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differential privacy of the released updates.
+
+    Args:
+        mechanism: ``central``: the server clips clients' changes and adds noise to their sum. ``local``: every client
+            clips its change and adds noise to it. ``dp-sgd``: every client clips each example's gradient and adds
+            noise to their sum.
+        clip: Bound on the L2 norm of a change, or of an example's gradient.
+        noise: Standard deviation over ``clip``; None: the smallest that ``epsilon`` allows for ``rounds``.
+        epsilon: The privacy budget; None: unlimited.
+        delta: Delta of the guarantee.
+        accounting: The accountant.
+        rounds: Number of rounds of the run.
+        key: Key of the noise, 32 bytes.
+        secret: Whether the key is secret; if so, noise also depends on what it is added to, so that it is never reused.
+    """
+
+    mechanism: Literal["central", "local", "dp-sgd"]
+    clip: float
+    noise: float | None = None
+    epsilon: float | None = None
+    delta: float = 1e-5
+    accounting: Accounting = "rdp"
+    rounds: int = 1
+    key: bytes = key_of_seed(0)
+    secret: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Settings of local training.
+
+    Args:
+        optimizer: Algorithm and hyperparameters; ``lr`` is the peak of the schedule.
+        schedule: Schedule of the learning rate across rounds (constant within one).
+        warmup_rounds: Rounds of linear warm-up before the schedule starts.
+        min_lr: Lowest learning rate of a schedule.
+        cycle_rounds: Rounds after which a schedule restarts (SGDR, arXiv:1608.03983); None: it falls once.
+        batch_size: Number of examples in one forward and backward pass.
+        accumulate: Number of passes in one optimizer step.
+        epochs: Local epochs a round, unless ``steps`` is given.
+        steps: Local optimizer steps a round.
+        max_grad_norm: Clipping norm of the client's whole gradient (0: none).
+        keep_optimizer: Whether a client's moments persist between its rounds, unless its tensors were re-initialized.
+        dropout: Dropout rate on the adapters' input (PEFT's ``lora_dropout``).
+        group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
+        privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of
+            ``batch_size * accumulate`` examples on average, and ``max_grad_norm`` has no effect.
+    """
+
+    optimizer: OptimizerSpec
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_rounds: int = 0
+    min_lr: float = 0.0
+    cycle_rounds: int | None = None
+    batch_size: int = 16
+    accumulate: int = 1
+    epochs: int = 1
+    steps: int | None = None
+    max_grad_norm: float = 1.0
+    keep_optimizer: bool = False
+    dropout: float = 0.0
+    group_by_length: bool = True
+    privacy: Privacy | None = None
+
+    def lr(self, round: int, rounds: int) -> float:
+        """Compute the learning rate of a round (counted from 0) of ``rounds``."""
+        peak = self.optimizer.lr
+        if round < self.warmup_rounds:
+            return peak * (round + 1) / (self.warmup_rounds + 1)
+        after, span = round - self.warmup_rounds, max(1, rounds - self.warmup_rounds)
+        if self.cycle_rounds is not None:
+            after, span = after % self.cycle_rounds, self.cycle_rounds
+        progress = after / span
+        if self.schedule == "linear":
+            return self.min_lr + (peak - self.min_lr) * (1 - progress)
+        if self.schedule == "cosine":
+            return self.min_lr + (peak - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+        return peak
+
+
+@dataclass(frozen=True)
+class PrefixSettings:
+    """Storage of the hidden states that leave a model's frozen prefix.
+
+    Args:
+        budget: Memory in bytes, for all data sets together.
+        folder: Folder for the hidden states of data sets that exceed the budget; None: those are not cached.
+        batch_size: Number of examples in the forward passes that compute them.
+    """
+
+    budget: int = 2 << 30
+    folder: Path | None = None
+    batch_size: int = 32
 
 
 @dataclass(frozen=True)

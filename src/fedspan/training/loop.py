@@ -17,12 +17,10 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import job_batches
 from fedspan.training.dp_sgd import PrivateTraining
-from fedspan.training.jobs import Assignment, not_finite
+from fedspan.training.engine import Trainer, refresh_projectors
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, not_finite
 from fedspan.training.optimizers import LocalOptimizer
-from fedspan.training.prefix_caches import PrefixCaches
-from fedspan.training.projector_refresh import refresh_projectors
-from fedspan.training.settings import PrefixSettings, TrainingSettings
-from fedspan.training.trainer import Trainer
+from fedspan.training.prefix import PrefixCaches
 
 __all__ = ["LoopEngine"]
 

@@ -1,21 +1,19 @@
-"""Local optimizers over dicts of named tensors: SGD and AdamW, each step equal to that of ``torch.optim``.
-
-Why not ``torch.optim``: methods hand over initial second moments, switch bias correction off per moment, mask entries
-and store moments by tensor name across rounds in which different tensors train; and state must be a plain value.
-"""
+"""Optimizers of local training: one client's, and the same over stacked clients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from fedspan.core.values import Group, OptimizerSpec, OptimizerState
+from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
 
-__all__ = ["LocalOptimizer", "clip", "join_states"]
+__all__ = ["Layout", "LocalOptimizer", "clip", "clip_rows", "fused_step", "join_states", "step_rows"]
 
 
 @dataclass(frozen=True)
@@ -143,3 +141,188 @@ def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
     factor = torch.clamp(max_norm / (norms.norm() + 1e-6), max=1.0)
     for name in gradients:
         gradients[name] = gradients[name] * factor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range of columns, from ``start`` to ``stop``, that share optimizer settings."""
+
+    start: int
+    stop: int
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The position of each trainable tensor in a client's row.
+
+    Args:
+        names: Names of the tensors, in their order.
+        shapes: Shape of each tensor.
+        segments: Learning rates and weight decays; together they cover all columns.
+        dtype: Data type of all tensors.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, job: Job, spec: OptimizerSpec) -> Layout | None:
+        """Build a job's layout; None if its trainable tensors differ in number format, or if there are none."""
+        names = job.trainable_names
+        dtypes = {job.tensors[name].dtype for name in names}
+        if len(dtypes) != 1:
+            return None
+        segments: list[Segment] = []
+        at = 0
+        for group in job.trainable:
+            size = sum(job.tensors[name].numel() for name in group.names)
+            decay = spec.weight_decay if group.weight_decay is None else group.weight_decay
+            segment = Segment(at, at + size, spec.lr * group.lr_scale, decay)
+            at += size
+            last = segments[-1] if segments else None
+            if last is not None and (last.lr, last.weight_decay) == (segment.lr, segment.weight_decay):
+                segments[-1] = Segment(last.start, segment.stop, segment.lr, segment.weight_decay)
+            else:
+                segments.append(segment)
+        return cls(names, tuple(job.tensors[name].shape for name in names), tuple(segments), dtypes.pop())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each tensor."""
+        return [shape.numel() for shape in self.shapes]
+
+    def row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
+        """Copy a client's tensors into a row (P,); a missing tensor is filled with ``missing``."""
+        parts = [
+            tensors[name].detach().to(device, self.dtype).reshape(-1)
+            if name in tensors
+            else torch.full((size,), missing, dtype=self.dtype, device=device)
+            for name, size in zip(self.names, self.sizes, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def views(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
+        parts = rows.split(self.sizes, -1)
+        return {
+            name: part.view(*rows.shape[:-1], *shape)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        }
+
+    def joined(self, gradients: Sequence[Tensor | None], clients: int, like: Tensor) -> Tensor:
+        """Join gradients by tensor, (C, ...) each, into rows (C, P); None is zero."""
+        parts = [
+            like.new_zeros(clients, size) if gradient is None else gradient.reshape(clients, size)
+            for gradient, size in zip(gradients, self.sizes, strict=True)
+        ]
+        return torch.cat(parts, 1)
+
+
+def clip_rows(gradients: Tensor, max_norm: float) -> Tensor:
+    """Scale each client's gradient (C, P) so that its norm is at most ``max_norm``, like ``clip_grad_norm_``."""
+    norms = gradients.norm(dim=1, keepdim=True)
+    return gradients * torch.clamp(max_norm / (norms + 1e-6), max=1.0)
+
+
+def step_rows(
+    spec: OptimizerSpec,
+    layout: Layout,
+    values: Tensor,
+    gradients: Tensor,
+    moments: Mapping[str, Tensor],
+    steps: np.ndarray,
+    before: np.ndarray,
+    masks: Tensor | None = None,
+) -> None:
+    """Update every client's tensors once, in place.
+
+    Args:
+        spec: Algorithm; the layout's segments hold its learning rate and weight decay.
+        layout: Layout of the rows.
+        values: Trainable values (C, P), updated in place.
+        gradients: Gradients (C, P); not changed.
+        moments: Moments by kind, (C, P) each, updated in place.
+        steps: Steps taken by each tensor, this one included, int64 (C, N).
+        before: Steps taken before the first moment began, int64 (C, N).
+        masks: Masks (C, P) of 0 and 1; masked entries neither move nor accumulate moments.
+    """
+    old = None if masks is None else values.clone()
+    for segment in layout.segments:
+        columns = slice(segment.start, segment.stop)
+        own, gradient = values[:, columns], gradients[:, columns]
+        mask = None if masks is None else masks[:, columns]
+        if spec.name == "sgd":
+            if segment.weight_decay:
+                gradient = gradient.add(own, alpha=segment.weight_decay)
+            if mask is not None:
+                gradient = gradient * mask
+            if spec.momentum:
+                gradient = moments["momentum_buffer"][:, columns].mul_(spec.momentum).add_(gradient)
+            own.add_(gradient, alpha=-segment.lr)
+            continue
+        if mask is not None:
+            gradient = gradient * mask
+        first, second = moments["exp_avg"][:, columns], moments["exp_avg_sq"][:, columns]
+        beta1, beta2 = spec.betas
+        own.mul_(1 - segment.lr * segment.weight_decay)
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        one = np.ones(steps.shape)
+        correct1 = 1 - beta1 ** (steps - before) if spec.bias_correction[0] else one
+        correct2 = 1 - beta2**steps if spec.bias_correction[1] else one
+        root2 = _columns(1 / np.sqrt(correct2), layout, own, segment)
+        denominator = second.sqrt().mul_(root2).add_(spec.eps)
+        own.sub_(first / denominator * _columns(segment.lr / correct1, layout, own, segment))
+    if masks is not None and old is not None:
+        values.copy_(torch.where(masks.bool(), values, old))
+
+
+def fused_step(
+    spec: OptimizerSpec,
+    layout: Layout,
+    values: Sequence[Tensor],
+    gradients: Tensor,
+    moments: Mapping[str, Sequence[Tensor]],
+    steps: Sequence[int],
+) -> None:
+    """Run ``step_rows`` by PyTorch's fused AdamW, with both bias corrections: one pass over memory, no copies.
+
+    Args:
+        spec: Algorithm.
+        layout: Layout of the rows.
+        values: Trainable values (P,) of each client, updated in place.
+        gradients: Gradients (C, P); not changed.
+        moments: Moments by kind, (P,) of each client, updated in place.
+        steps: Steps taken by each client, this one included; the same for all of its tensors and both moments.
+    """
+    for segment in layout.segments:
+        columns = slice(segment.start, segment.stop)
+        adamw(
+            [value[columns] for value in values],
+            [gradient[columns] for gradient in gradients],
+            [moment[columns] for moment in moments["exp_avg"]],
+            [moment[columns] for moment in moments["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # adamw increments it
+            fused=True,
+            amsgrad=False,
+            beta1=spec.betas[0],
+            beta2=spec.betas[1],
+            lr=segment.lr,
+            weight_decay=segment.weight_decay,
+            eps=spec.eps,
+            maximize=False,
+        )
+
+
+def _columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:
+    """Expand factors (C, N): to (C, 1) if all tensors of each client share one factor, else to one a column."""
+    made = torch.from_numpy(factors).to(like.device, like.dtype)
+    if (factors == factors[:, :1]).all():
+        return made[:, :1]
+    sizes = torch.tensor(layout.sizes, device=like.device)
+    return made.repeat_interleave(sizes, 1)[:, segment.start : segment.stop]

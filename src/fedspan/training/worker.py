@@ -16,13 +16,11 @@ from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
 from fedspan.tasks.task import Examples
-from fedspan.training.client_slot import ClientSlot
-from fedspan.training.grouping import perturb, select_group, stack_frozen
+from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
+from fedspan.training.engine import dropout_mask, refresh_due, refresh_projectors
 from fedspan.training.jobs import Assignment, spec_of
 from fedspan.training.loop import LoopEngine
-from fedspan.training.projector_refresh import refresh_due, refresh_projectors
-from fedspan.training.stacked_optimizer import Layout, clip_rows, fused_step, step_rows
-from fedspan.training.trainer import dropout_mask
+from fedspan.training.optimizers import Layout, clip_rows, fused_step, step_rows
 
 __all__ = ["Worker"]
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedspan.clients.data import OverlayMapping, overlay
 from fedspan.clients.host import Host, refuse_any
-from fedspan.clients.store import ClientState
+from fedspan.clients.store import ClientState, OverlayMapping, overlay
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Message, OptimizerState, ServerState
-from fedspan.federation.aggregation.aggregation import AggregationFactory
-from fedspan.federation.aggregation.plaintext import PlaintextAggregation
+from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
 from fedspan.federation.conditions import PHASES, Conditions, corrupt
 from fedspan.federation.federation import Federation, clients_by_id
-from fedspan.federation.orders import OnReply, OnTrained, Orders, Transport
 from fedspan.federation.progress import ClientData, Progress
-from fedspan.federation.protocol import Order, Reply, decode_order
+from fedspan.federation.protocol import OnReply, OnTrained, Order, Orders, Reply, Transport, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules, untrained_jobs

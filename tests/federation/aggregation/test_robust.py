@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from fedspan.config import parse_config
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.reducers import reducer_for
-from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.aggregation.reduction import Reducer, reducer_for
 from fedspan.federation.settings import RoundSettings
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.core.values import Client, Contribution, Message
-from fedspan.crypto.ring import Ring
+from fedspan.crypto.masks import Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation

@@ -30,7 +30,7 @@ from fedspan.federation.secagg.messages import (
 )
 
 app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not installed")
-codec = pytest.importorskip("fedspan.transports.flower.codec")
+codec = pytest.importorskip("fedspan.transports.flower.messages")
 adapter = pytest.importorskip("fedspan.transports.flower.adapter")
 messages = pytest.importorskip("fedspan.transports.flower.messages")
 

@@ -324,11 +324,9 @@ serve(Link(sys.argv[1], None, None, 2**20, poll=0.1), lambda envelope: envelope,
 
 def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
     """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
-    from fedspan.transports.flower.attached import attach
-    from fedspan.transports.flower.roster import nodes
-    from fedspan.transports.flower.server import prepare_folder
-    from fedspan.transports.flower.superlink_process import supervise
-    from fedspan.transports.flower.transport import GridTransport, invite
+    from fedspan.transports.flower.server import nodes, prepare_folder
+    from fedspan.transports.flower.superlink import supervise
+    from fedspan.transports.flower.transport import GridTransport, attach, invite
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -13,7 +13,6 @@ from fedspan.cli import app
 from fedspan.deployment.status import store_named_run
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
-roster = pytest.importorskip("fedspan.transports.flower.roster")
 
 SAID = [
     {"node-id": "11", "status": "online", "online-elapsed": 75.4, "offline-at": "N/A"},
@@ -30,7 +29,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def flower(link: Any, *arguments: str) -> dict[str, Any]:
         return {"node-id": 11} if "register" in arguments else {"nodes": SAID}
 
-    monkeypatch.setattr(roster, "call_flower", flower)
+    monkeypatch.setattr(servers, "call_flower", flower)
     return folder
 
 
@@ -38,11 +37,11 @@ def test_nodes_have_the_names_that_they_were_admitted_as(server: Path, tmp_path:
     key = tmp_path / "node.key.pub"
     key.write_text("key")
     link = servers.link_of(server)
-    roster.admit(link, key, "")
-    assert roster.known_names(link) == {}
-    roster.admit(link, key, "clinic-a")
-    assert roster.known_names(link) == {"11": "clinic-a"}
-    first, second, third = roster.nodes(link)
+    servers.admit_node(link, key, "")
+    assert servers.known_names(link) == {}
+    servers.admit_node(link, key, "clinic-a")
+    assert servers.known_names(link) == {"11": "clinic-a"}
+    first, second, third = servers.nodes_of(link)
     assert (first.name, first.status, first.online_seconds, first.offline_since) == ("clinic-a", "online", 75.4, None)
     assert second.offline_since == 1767323045.0
     assert (third.status, third.offline_since) == ("registered", None)

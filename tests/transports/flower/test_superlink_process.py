@@ -11,7 +11,7 @@ import pytest
 from fedspan.errors import FedspanError
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
-superlink_process = pytest.importorskip("fedspan.transports.flower.superlink_process")
+superlink_process = pytest.importorskip("fedspan.transports.flower.superlink")
 
 
 @pytest.mark.parametrize("insecure", [True, False])

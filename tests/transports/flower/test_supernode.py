@@ -21,7 +21,7 @@ from fedspan.transports.flower.adapter import (
     RunNotRunningException,
     deflate_message,
 )
-from fedspan.transports.flower.codec import to_records
+from fedspan.transports.flower.messages import to_records
 
 pytestmark = pytest.mark.usefixtures("identity")
 

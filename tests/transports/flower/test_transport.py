@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from fedspan.federation.orders import Orders
-from fedspan.federation.protocol import Envelope
+from fedspan.federation.protocol import Envelope, Orders
 from helpers.reply_transport import exchanged
 
 transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
 )
-codec = pytest.importorskip("fedspan.transports.flower.codec")
+codec = pytest.importorskip("fedspan.transports.flower.messages")
 
 
 pytestmark = pytest.mark.usefixtures("identity")

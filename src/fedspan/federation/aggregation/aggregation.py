@@ -1,4 +1,4 @@
-"""The interface of a round's aggregation: exchanges besides training, and the replies that its reduction uses."""
+"""The interface of a round's aggregation, and aggregation of replies that the server sees individually."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fedspan.core.method import Method
-from fedspan.core.values import Client, Reduced, ServerState
-from fedspan.federation.orders import Transport
-from fedspan.federation.outcomes import Failure, Transfer
-from fedspan.federation.progress import ClientData
-from fedspan.federation.protocol import Masking, Reply
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import Client, Message, Reduced, ServerState
+from fedspan.errors import FedspanError
+from fedspan.federation import serialization
+from fedspan.federation.aggregation.reduction import Reducer, reducer_for
+from fedspan.federation.progress import ClientData, Failure, TooFew, Transfer
+from fedspan.federation.protocol import Masking, Reply, Transport
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import ReplyRules
-from fedspan.training.settings import TrainingSettings
+from fedspan.federation.validation import (
+    ReplyRules,
+    ValidatedReply,
+    find_outliers,
+    origin_of,
+    require_requested,
+    untrained_reply,
+    validate_reply,
+)
+from fedspan.training.jobs import TrainingSettings
 
-__all__ = ["Aggregation", "AggregationFactory", "RoundContext", "Tally"]
+__all__ = ["Aggregation", "AggregationFactory", "PlaintextAggregation", "RoundContext", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -131,3 +141,123 @@ class Aggregation(Protocol):
 
 AggregationFactory = Callable[[RoundContext, Tally], Aggregation]
 """Creates the aggregation of a round."""
+
+
+class PlaintextAggregation:
+    """Aggregation of replies that the server sees individually.
+
+    If a rule compares replies with each other, all of them stay in memory until the attempt ends; otherwise each reply
+    is folded into the reduction on arrival. A later attempt sends orders only to clients without an accepted reply.
+
+    Args:
+        context: The round.
+        tally: Collects the events of the round.
+    """
+
+    def __init__(self, context: RoundContext, tally: Tally) -> None:
+        self.context, self.tally = context, tally
+        self.quorum = context.rules.quorum(context.wanted)
+        self.answers: dict[str, Reply] = {}
+        self._held: dict[str, ValidatedReply] = {}
+        self._expected: dict[tuple[int, float], Message] = {}
+        self._folds = not context.rules.validate and not context.rules.over_select
+        clients = [replace(context.clients[id].client, held=None) for id in context.ids]
+        self._reducer: Reducer = reducer_for(
+            context.settings, clients, len(context.clients), context.state.round, self._origin
+        )
+
+    def missing(self) -> tuple[str, ...]:
+        """``Aggregation.missing``."""
+        return tuple(id for id in self.context.ids if id not in self.answers)
+
+    def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
+        """``Aggregation.open``."""
+        return dict.fromkeys(clients)
+
+    def take(self, client: Client, answer: Reply, attempt: int) -> bool:
+        """``Aggregation.take``."""
+        context, rules = self.context, self.context.rules
+        require_requested(answer, client.id, context.state.round, attempt)
+        if self._folds:
+            message = serialization.decode(answer.body)
+            self._reducer.add(client.id, context.method.contribute(message, client))
+            self._count(client.id, answer, message)
+            return False
+        if rules.validate:
+            budget = context.method.declared().budgets
+            reply = validate_reply(answer, self._untrained(client), budget)
+        else:
+            reply = ValidatedReply(serialization.decode(answer.body), 0.0)
+        self._held[client.id] = reply
+        self._count(client.id, answer, reply.message)
+        return len(self._held) - len(self._outliers()) >= context.wanted
+
+    def _untrained(self, client: Client) -> Message:
+        """Return the reply of a client of this rank whose training changes nothing."""
+        context, key = self.context, (client.rank, client.scaling)
+        if key not in self._expected:
+            fresh = replace(client, held=None)
+            sent = context.method.sync(context.state, fresh)
+            self._expected[key] = untrained_reply(context.method, sent, fresh, context.state.round)
+        return self._expected[key]
+
+    def _outliers(self) -> dict[str, str]:
+        rules, privacy = self.context.rules, self.context.settings.privacy
+        if not rules.validate or (privacy is not None and privacy.mechanism == "central"):
+            return {}  # under central privacy one client must not decide whether others count; replies are clipped
+        return find_outliers(self._held, rules.norm_factor)
+
+    def _count(self, id: str, answer: Reply, message: Message) -> None:
+        self.answers[id] = replace(answer, body=b"")
+        self.tally.transfers.append(Transfer(id, "up", len(answer.body), serialization.payload_size(message)))
+
+    def close(self, attempt: int) -> Reduced:
+        """``Aggregation.close``."""
+        context, held = self.context, self._held
+        if self._folds:
+            if len(self.answers) < self.quorum:
+                raise TooFew
+            for id in self.missing():
+                self._reducer.add(id, None)
+            return self._reduced()
+        for id, why in self._outliers().items():
+            self._drop(id)
+            self.tally.failures.append(Failure(id, attempt, why))
+        if len(held) < self.quorum:
+            raise TooFew
+        for id in [id for id in context.drawn if id in held][context.wanted :]:
+            self._drop(id)
+        for id in context.ids:
+            reply = held.get(id)
+            client = context.clients[id].client
+            self._reducer.add(id, None if reply is None else context.method.contribute(reply.message, client))
+        return self._reduced()
+
+    def _reduced(self) -> Reduced:
+        """Return the reduction of all replies that were added.
+
+        Raises:
+            FedspanError: If the reduction cannot take a reply that was not validated, such as one with NaN.
+        """
+        try:
+            return self._reducer.result()
+        except ValueError as error:
+            reduction = self.context.settings.reduction
+            raise FedspanError("federation.reduction", reduction, f"replies that it can reduce; {error}") from error
+
+    def _drop(self, id: str) -> None:
+        del self._held[id]
+        del self.answers[id]
+
+    def good(self) -> Collection[str]:
+        """``Aggregation.good``."""
+        return self.answers
+
+    def remark(self) -> str | None:
+        """``Aggregation.remark``."""
+        return None
+
+    def _origin(self) -> Tensors:
+        context = self.context
+        fresh = replace(context.clients[next(iter(context.clients))].client, held=None)
+        return origin_of(context.method, context.method.sync(context.state, fresh), fresh, context.state.round)

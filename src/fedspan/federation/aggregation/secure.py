@@ -17,19 +17,17 @@ from torch import Tensor
 
 from fedspan.core.tensors import Tensors, norm
 from fedspan.core.values import Client, Reduced
-from fedspan.crypto.ring import Integers, Ring
+from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import RoundContext, Tally
-from fedspan.federation.changes import apply_change, origin_of
-from fedspan.federation.outcomes import TooFew, Transfer
 from fedspan.federation.privacy import private_mean
+from fedspan.federation.progress import TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply
-from fedspan.federation.secagg.messages import MASKED
+from fedspan.federation.secagg.messages import MASKED, initial_values, layout_of, unflatten
 from fedspan.federation.secagg.session import SecureSession
-from fedspan.federation.secagg.sums import initial_values, layout_of, unflatten
 from fedspan.federation.settings import SecureSettings
-from fedspan.federation.validation import require_requested
+from fedspan.federation.validation import apply_change, origin_of, require_requested
 
 __all__ = ["SecureAggregation"]
 

@@ -1,15 +1,20 @@
-"""The server half of a secure aggregation session: keys and shares before training, unmasking after it."""
+"""The server's last step of a secure sum: removal of the clients' own masks and of masks shared with dropouts.
+
+The server half of a secure aggregation session: keys and shares before training, unmasking after it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fedspan.crypto.graph import neighbourhoods, threshold_of
-from fedspan.crypto.ring import Integers
-from fedspan.federation.orders import Orders, Transport, serial
-from fedspan.federation.outcomes import Failure, TooFew, Transfer
-from fedspan.federation.protocol import Envelope, read_header
+from fedspan.crypto.keys import mask_key_of, pair_seed
+from fedspan.crypto.masks import Integers, add_mask
+from fedspan.crypto.shares import combine
+from fedspan.federation.progress import Failure, TooFew, Transfer
+from fedspan.federation.protocol import Envelope, Orders, Transport, read_header, serial
 from fedspan.federation.secagg.messages import (
     KeysOrder,
     KeysReply,
@@ -23,10 +28,60 @@ from fedspan.federation.secagg.messages import (
     context_of,
     size_of,
 )
-from fedspan.federation.secagg.unmasking import Masked, unmask
 from fedspan.federation.settings import SecureSettings
 
-__all__ = ["SecureSession"]
+__all__ = ["Masked", "SecureSession", "unmask"]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The masking partners of a session.
+
+    Args:
+        context: Text that identifies the run and the session.
+        present: The masking partners of every client that was ordered to train, including itself.
+        needed: Number of shares that reconstruct a client's secret, by client.
+        keys: Public keys of all clients.
+        survivors: Clients whose vectors are in the sum.
+    """
+
+    context: str
+    present: Mapping[str, tuple[str, ...]]
+    needed: Mapping[str, int]
+    keys: Mapping[str, PublicKeys]
+    survivors: Collection[str]
+
+
+def unmask(total: Integers, masked: Masked, given: Mapping[str, Mapping[str, bytes]]) -> None:
+    """Remove all masks from a sum, in place.
+
+    Args:
+        total: Sum of the survivors' vectors.
+        masked: The masking partners of the session.
+        given: Shares by the client that stored them and the client whose secret they share: a survivor's own mask, a
+            dropout's masking key.
+
+    Raises:
+        ValueError: If the shares of a client are too few or inconsistent; the sum is then unusable.
+    """
+    for id, members in sorted(masked.present.items()):
+        partners = [peer for peer in members if peer in masked.survivors and peer != id]
+        if id not in masked.survivors and not partners:
+            continue  # no mask in the sum is shared with this client
+        shares = [given[holder][id] for holder in members if holder in given and id in given[holder]]
+        try:
+            secret = combine(shares, masked.needed[id])
+        except ValueError as error:
+            raise ValueError(f"of {id!r}: {error}") from error
+        if id in masked.survivors:
+            add_mask(total, secret, -1)
+            continue
+        if mask_key_of(secret) != masked.keys[id].masking:
+            raise ValueError(f"of {id!r}: shares that are not of its key")
+        for peer in partners:
+            seed = pair_seed(secret, masked.keys[peer].masking, masked.context)
+            add_mask(total, seed, -1 if peer < id else 1)
+
 
 A = TypeVar("A", bound=PhaseReply)
 

@@ -1,19 +1,51 @@
-"""Messages from the other side of the network: fetched and assembled with a limit on their size.
-
-Objects are named by the hash of their content, so equal pieces of an array are transmitted once, and a list holds their
-positions. A few bytes can thus expand to many: the size of the assembled message is computed before assembly. Whatever
-the other side sends, only the errors named here are raised.
-"""
+"""Messages between server and nodes through Flower: records, and encoding of envelopes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
+from fedspan.federation.protocol import Envelope
 from fedspan.transports.flower.adapter import ObjectPullError, ObjectTree, array_layout, inflate_message, pull_tree
 
-__all__ = ["TooLarge", "assemble_message", "fetch_objects", "whole_bytes"]
+__all__ = ["SMALL", "TooLarge", "assemble_message", "fetch_objects", "from_records", "to_records", "whole_bytes"]
+
+SMALL = 4 * 2**20
+"""Maximum size in bytes of a body that is sent as one piece, which a lost connection forces to resend."""
+_HEADER, _BODY = "fedspan.header", "fedspan.body"
+_STYPE = "fedspan.bytes"
+
+
+def to_records(envelope: Envelope) -> RecordDict:
+    """Convert an envelope to the content of a Flower message."""
+    header, data = ConfigRecord({"header": envelope.header}), envelope.body
+    if len(data) <= SMALL:
+        return RecordDict({_HEADER: header, _BODY: ConfigRecord({"body": data})})
+    body = Array(dtype="uint8", shape=(len(data),), stype=_STYPE, data=data)
+    return RecordDict({_HEADER: header, _BODY: ArrayRecord({"body": body})})
+
+
+def from_records(records: RecordDict) -> Envelope:
+    """Convert the content of a Flower message to an envelope.
+
+    Raises:
+        ValueError: If it is not the output of ``to_records``; no input raises any other error.
+    """
+    if set(records) != {_HEADER, _BODY}:
+        raise ValueError(f"records {sorted(records)[:4]}, not {sorted((_HEADER, _BODY))}")
+    header, body = records[_HEADER], records[_BODY]
+    if not isinstance(header, ConfigRecord) or not isinstance(body, ConfigRecord | ArrayRecord):
+        raise ValueError("records of other kinds than fedspan's")
+    text = header.get("header")
+    if set(header) != {"header"} or not isinstance(text, str) or set(body) != {"body"}:
+        raise ValueError("records hold something else than a header and a body")
+    data = body["body"]
+    if isinstance(data, Array) and (data.dtype, data.stype, tuple(data.shape)) == ("uint8", _STYPE, (len(data.data),)):
+        data = data.data
+    if not isinstance(data, bytes):
+        raise ValueError("the body is no bytes")
+    return Envelope(text, data)
 
 
 class TooLarge(ObjectPullError):

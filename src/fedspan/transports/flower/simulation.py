@@ -12,9 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from fedspan.federation.orders import Transport
-from fedspan.federation.protocol import Envelope
-from fedspan.transports.flower.codec import from_records, to_records
+from fedspan.federation.protocol import Envelope, Transport
+from fedspan.transports.flower.messages import from_records, to_records
 from fedspan.transports.flower.transport import GridTransport, roll_call
 
 __all__ = ["client_app", "simulate"]

@@ -1,4 +1,4 @@
-"""Flower's SuperLink with an access filter: nodes may connect from anywhere, operators only from this machine.
+"""The SuperLink of a deployment: an access filter around Flower's, and its supervision as a process.
 
 Flower serves nodes, commands and running servers on one port, and accepts commands (registering a node's key,
 submitting an app) from any machine that can reach it. Run as a module, this is ``flower-superlink`` with the same
@@ -9,18 +9,30 @@ mostly wait for each other.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import logging
+import os
+import socket
+import ssl
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
+from fedspan.errors import FedspanError
 from fedspan.transports.flower.adapter import NODE_API, run_superlink
+from fedspan.transports.flower.keys import CERTIFICATE, KEY
+from fedspan.transports.flower.server import ServerLink
 
-__all__ = ["Door", "main"]
+__all__ = ["Door", "main", "supervise"]
 
 _THREADS = 3
 """Number of requests processed at once; more than one, because Flower's log streams occupy their threads."""
@@ -59,6 +71,94 @@ def _local(client: tuple[str, int] | None) -> bool:
 def main() -> None:
     """Run ``flower-superlink`` with the access filter."""
     run_superlink([Middleware(Door)])  # pyright: ignore[reportArgumentType]
+
+
+_DATABASE, _LOG = "flower.db", "superlink.log"
+_STARTING = 60.0
+"""Time limit for the start of a SuperLink, in seconds."""
+
+log = logging.getLogger("fedspan.server")
+
+
+def supervise(folder: Path, link: ServerLink, host: str, stop: Event, ready: Callable[[], None]) -> None:
+    """Run a SuperLink until ``stop`` is set, and restart it when it ends by itself.
+
+    Args:
+        folder: The server's folder.
+        link: Connection data of the SuperLink.
+        host: Address to listen on.
+        stop: Event that ends the function when set.
+        ready: Called once, when the SuperLink is reachable for the first time.
+
+    Raises:
+        FedspanError: If the SuperLink does not start, or another process listens on its port.
+    """
+    _require_free(host, int(link.address.rpartition(":")[2]))
+    command = [sys.executable, "-m", "fedspan.transports.flower.superlink", "--isolation", "process", "--host", host]
+    command += ["--port", link.address.rpartition(":")[2], "--database", str(folder / _DATABASE)]
+    command += ["--superexec-auth-secret-file", str(link.secret), "--disable-runtime-dependency-installation"]
+    if link.authority is None:
+        command.append("--insecure")
+    else:
+        command += ["--ssl-ca-certfile", str(link.authority), "--ssl-certfile", str(folder / CERTIFICATE)]
+        command += ["--ssl-keyfile", str(folder / KEY), "--enable-supernode-auth"]
+    first = True
+    while not stop.is_set():
+        with (folder / _LOG).open("ab") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, "FLWR_HOME": str(folder / "flower")}
+            )
+        try:
+            _await(link, process, folder)
+            if first:
+                ready()
+                first = False
+            else:
+                log.warning("the SuperLink had ended; it runs again")
+            while process.poll() is None and not stop.is_set():
+                stop.wait(0.5)
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _require_free(host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except socket.gaierror as error:
+        raise FedspanError("--host", host, f"an address of this machine ({error.strerror})") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise FedspanError("--port", port, "a port on which nobody else listens") from error
+        raise FedspanError("--host", host, f"an address and a port to listen on ({error.strerror})") from error
+
+
+def _await(link: ServerLink, process: subprocess.Popen[bytes], folder: Path) -> None:
+    host, _, port = link.address.rpartition(":")
+    until = time.monotonic() + _STARTING
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with socket.create_connection((host, int(port)), 1) as plain:
+                if link.authority is not None:
+                    ssl.create_default_context(cafile=str(link.authority)).wrap_socket(
+                        plain, server_hostname=host
+                    ).close()
+                return
+        except ssl.SSLError as error:
+            raise FedspanError("port", int(port), f"a port on which nobody else listens ({error})") from error
+        except OSError:
+            time.sleep(0.2)
+    lines = (folder / _LOG).read_text(errors="replace").strip().splitlines()
+    raise FedspanError("server", link.address, f"a SuperLink that starts; see {folder / _LOG} ({lines[-1:]})")
 
 
 if __name__ == "__main__":

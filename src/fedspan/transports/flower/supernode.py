@@ -29,8 +29,7 @@ from fedspan.transports.flower.adapter import (
     connect_node,
     set_identity,
 )
-from fedspan.transports.flower.codec import from_records, to_records
-from fedspan.transports.flower.messages import TooLarge, assemble_message, fetch_objects
+from fedspan.transports.flower.messages import TooLarge, assemble_message, fetch_objects, from_records, to_records
 
 __all__ = ["Link", "serve"]
 

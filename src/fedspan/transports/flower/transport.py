@@ -1,19 +1,33 @@
-"""Transmission of envelopes through Flower's grid: the server side of the network."""
+"""The server side of a deployment: a transport over Flower's grid, and a run on a SuperLink served by this process.
+
+In Flower, the SuperLink starts a ServerApp in a separate process, from a bundle that anyone who can reach it may
+submit. Here the SuperLink starts nothing (``--isolation process`` without a SuperExec). A process that has the
+SuperLink's secret takes over the run, and the process with the run folder and the terminal uses the grid.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedspan.errors import FedspanError
-from fedspan.federation.orders import OnReply, Orders, Transport
-from fedspan.federation.protocol import Envelope
-from fedspan.transports.flower.codec import from_records, to_records
+from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
+from fedspan.transports.flower.adapter import (
+    ObjectPullError,
+    RunNotRunningException,
+    TaskGrid,
+    acquire_task,
+    pull_failure,
+)
+from fedspan.transports.flower.messages import TooLarge, assemble_message, fetch_objects, from_records, to_records
+from fedspan.transports.flower.server import ServerLink, call_flower
 
-__all__ = ["Grid", "GridTransport", "invite", "roll_call"]
+__all__ = ["Grid", "GridTransport", "attach", "invite", "roll_call"]
 
 A = TypeVar("A", str, int)
 
@@ -163,3 +177,74 @@ def invite(grid: Grid, envelope: Envelope, seconds: float) -> Iterator[tuple[int
             waiting.update({id: node for id in grid.push_messages([message]) if id})
         yield from _opened(grid, waiting)
         time.sleep(_POLL[1] / 2)
+
+
+_PATIENCE = 60.0
+"""Time limit for taking over a submitted run, in seconds."""
+
+
+class LimitedGrid(TaskGrid):
+    """A grid that stops fetching a reply at the size limit and has the SuperLink delete it."""
+
+    most = 1 << 31
+    """Maximum size of a reply, in bytes."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies that are ready; one that is too large or incomplete is replaced by an error."""
+        messages: list[Message] = []
+        for head in self.list_replies(message_ids):
+            contents, why = None, ""
+            try:
+                contents = fetch_objects(head.tree, self.pull_object, self.most)
+            except TooLarge as error:
+                why = f"the reply has {pull_failure(error)}"
+            except ObjectPullError as error:
+                why = pull_failure(error)
+            self.confirm(head)
+            if contents is not None:
+                try:
+                    messages.append(assemble_message(head.id, contents, self.most))
+                    continue
+                except ValueError as error:
+                    why = f"the reply: {error}"
+            messages.append(self.make_error(head.reply_to, why))
+        return messages
+
+
+@contextmanager
+def attach(link: ServerLink, most: int) -> Generator[LimitedGrid]:
+    """Make this process the server of a new run on a SuperLink for the duration of the context.
+
+    Args:
+        link: Connection data of the SuperLink.
+        most: Maximum size of a reply, in bytes.
+
+    Raises:
+        FedspanError: If the SuperLink is unreachable, refuses, rejects the secret, or later no longer knows the run.
+    """
+    run = int(call_flower(link, "run", "%", "@")["run-id"])
+    authority = None if link.authority is None else link.authority.read_bytes()
+    grid = LimitedGrid(link.address, authority, _take_over(link, authority, run))
+    grid.most = most
+    try:
+        with grid.serve_task():
+            yield grid
+    except (httpx.HTTPError, RunNotRunningException) as error:
+        expected = "one that knows this run: it was down for too long, or was asked to stop it; go on with --resume"
+        raise FedspanError("server", link.address, expected) from error
+
+
+def _take_over(link: ServerLink, authority: bytes | None, run: int) -> str:
+    """Take over the server part of a run and return its token.
+
+    Raises:
+        FedspanError: If the SuperLink refuses, or another process took over the run first.
+    """
+    try:
+        token = acquire_task(link.address, authority, link.secret.read_bytes(), run, _PATIENCE)
+    except httpx.HTTPStatusError as error:
+        expected = f"the file that fedspan server wrote (the SuperLink answered {error.response.status_code})"
+        raise FedspanError("secret", str(link.secret), expected) from error
+    if token is None:
+        raise FedspanError("server", link.address, "a SuperLink without a SuperExec of its own (fedspan server)")
+    return token

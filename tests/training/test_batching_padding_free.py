@@ -15,8 +15,7 @@ from fedspan.config import parse_config
 from fedspan.core.values import Job
 from fedspan.models.layout import TokenLayout
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.training.autotuning import StackingRequest
-from fedspan.training.batched import BatchedEngine
+from fedspan.training.batched import BatchedEngine, StackingRequest
 from fedspan.training.loop import LoopEngine
 from helpers import tiny, tiny_decoders
 
