@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fedspan.config.privacy import PrivacyConfig
 from fedspan.experiments.reuse import FinishedRuns
 from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce
-from fedspan.reproduction.presets import list_presets, read_preset
+from fedspan.reproduction.presets import Preset, list_presets, read_preset
 from helpers import tiny
 
 Call = Callable[..., Result]
@@ -45,9 +46,9 @@ class StopAfter(Watcher):
             raise Stop
 
 
-@pytest.fixture
-def preset(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A preset ``tiny-table1`` on the tiny model; its data are in the folder that is given back."""
+@pytest.fixture(scope="module")
+def tiny_preset(tiny_folder: Path) -> Preset:
+    """``tiny-table1``: two methods on the tiny model."""
     config = tiny.settings(tiny_folder, data={"train": "{data}/corpus.csv"}, federation={"clients_per_round": None})
     del config["method"]
     values = {
@@ -71,9 +72,54 @@ def preset(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "small": {"axes": {"rounds": {"two": {"federation": {"rounds": 2}}}}},
         "notes": ["It is tiny."],
     }
-    made = read_preset(values, "tiny-table1")
-    monkeypatch.setattr(reproduce, "preset_of", lambda id: made)
+    return read_preset(values, "tiny-table1")
+
+
+@pytest.fixture
+def preset(tiny_preset: Preset, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes ``tiny-table1`` known; its data are in the folder that is given back."""
+    monkeypatch.setattr(reproduce, "preset_of", lambda id: tiny_preset)
     return tiny_folder
+
+
+class Played(Watcher):
+    """Keeps the names of runs that were played, and of those that were only read."""
+
+    def __init__(self) -> None:
+        self.names: dict[bool, list[str]] = {True: [], False: []}
+
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+        self.names[played].append(step.name)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A table that was reproduced once; ``folder`` is not to be changed."""
+
+    folder: Path
+    report: reproduce.Reproduction
+    watcher: Played
+
+    def copy(self, to: Path) -> Path:
+        """Its folder once more, with the times of its files."""
+        return shutil.copytree(self.folder, to)
+
+    def is_reused(self, runs: Path, to: Path) -> bool:
+        """Whether a copy of a run is made for a config of this table, from what is found in a folder."""
+        config = parse_config(yaml.safe_load((self.folder / RUN / "config.yaml").read_text()))
+        return FinishedRuns([runs]).copy(config, to)
+
+
+RUN = Path("two") / "lora" / "seeds" / "fedit-seed1"
+"""One of the runs of the table."""
+
+
+@pytest.fixture(scope="module")
+def finished_table(tiny_preset: Preset, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder, watcher = tmp_path_factory.mktemp("tables") / "one", Played()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduce, "preset_of", lambda id: tiny_preset)
+        return Finished(folder, reproduce.reproduce("tiny-table1", folder, data=tiny_folder, listener=watcher), watcher)
 
 
 def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path, call: Call) -> None:
@@ -108,67 +154,63 @@ def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path
         reproduce.reproduce("tiny-table1", folder, data=preset, scale="full")
 
 
-class Played(Watcher):
-    """Keeps the names of runs that were played, and of those that were only read."""
-
-    def __init__(self) -> None:
-        self.names: dict[bool, list[str]] = {True: [], False: []}
-
-    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
-        self.names[played].append(step.name)
-
-
-def test_no_run_is_played_twice(preset: Path, tmp_path: Path, call: Call) -> None:
-    first, second = Played(), Played()
-    found = reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=first)
+def test_no_run_is_played_twice(preset: Path, finished_table: Finished, tmp_path: Path, call: Call) -> None:
+    first, second = finished_table.watcher, Played()
     # two trials and two seeds for each of two rows; the first seed of what was chosen is a trial
     assert len(first.names[True]) == 6
     assert [name for name in first.names[False] if not name.endswith("-seed0")] == []
     assert len(first.names[False]) == 2
 
-    for path in (tmp_path / "one").rglob("config.yaml"):  # as if of before an option was added, or damaged
+    one = finished_table.copy(tmp_path / "one")
+    for path in one.rglob("config.yaml"):  # as if of before an option was added, or damaged
         values = yaml.safe_load(path.read_text())
         del values["training"]["min_lr"]
         path.write_text(yaml.safe_dump(values))
-    damaged = tmp_path / "one" / "damaged"
-    shutil.copytree(tmp_path / "one" / "two" / "lora" / "seeds" / "fedit-seed1", damaged)
-    (damaged / "config.yaml").write_text("{")
-    shutil.copytree(tmp_path / "one" / "two" / "lora" / "seeds" / "fedit-seed1", tmp_path / "one" / "a-damaged")
-    (tmp_path / "one" / "a-damaged" / "environment.json").write_text("{")
-    reproduce.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=second)
+    for damaged, file in (("damaged", "config.yaml"), ("a-damaged", "environment.json")):
+        shutil.copytree(one / RUN, one / damaged)
+        (one / damaged / file).write_text("{")
+    reproduce.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[one], listener=second)
     assert second.names[True] == []
-    one, two = (json.loads((tmp_path / name / "table.json").read_text()) for name in ("one", "two"))
-    assert one["scores"] == two["scores"]
-    assert [judged.verdict for judged in found.verdicts] == [each["verdict"] for each in two["verdicts"]]
-    copied = tmp_path / "two" / "two" / "lora" / "seeds" / "fedit-seed1"
-    assert call("predict", copied, "a tree").exit_code == 0, "a copy is a run like any other"
+    before, after = (json.loads((tmp_path / name / "table.json").read_text()) for name in ("one", "two"))
+    assert before["scores"] == after["scores"]
+    assert [judged.verdict for judged in finished_table.report.verdicts] == [
+        each["verdict"] for each in after["verdicts"]
+    ]
+    assert call("predict", tmp_path / "two" / RUN, "a tree").exit_code == 0, "a copy is a run like any other"
 
 
-def test_runs_of_other_versions_are_played_anew(preset: Path, tmp_path: Path) -> None:
-    reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset)
-    for path in (tmp_path / "one").rglob("environment.json"):
+def test_runs_of_other_versions_are_played_anew(finished_table: Finished, tmp_path: Path) -> None:
+    one = finished_table.copy(tmp_path / "one")
+    assert finished_table.is_reused(one, tmp_path / "copy")
+    for path in one.rglob("environment.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "1.0"}))
-    seen = Played()
-    reproduce.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
-    assert len(seen.names[True]) == 6
+    assert not finished_table.is_reused(one, tmp_path / "other")
 
 
-def test_runs_that_are_timed_are_all_played(preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = reproduce.preset_of("tiny-table1")
-    timed = made.model_copy(update={"claims": [made.claims[1].model_copy(update={"measure": "seconds_to"})]})
+def test_runs_that_are_timed_are_all_played(
+    tiny_preset: Preset, preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = tiny_preset.model_copy(
+        update={"claims": [tiny_preset.claims[1].model_copy(update={"measure": "seconds_to"})]}
+    )
     monkeypatch.setattr(reproduce, "preset_of", lambda id: timed)
     seen = Played()
     reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset, listener=seen)
     assert len(seen.names[True]) == 8
 
 
-def test_runs_that_read_what_was_changed_since_are_played_anew(preset: Path, tmp_path: Path) -> None:
-    reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset)
-    later = (tmp_path / "one" / "table.json").stat().st_mtime + 1
-    os.utime(preset / "corpus.csv", (later, later))
-    seen = Played()
-    reproduce.reproduce("tiny-table1", tmp_path / "two", data=preset, reuse=[tmp_path / "one"], listener=seen)
-    assert len(seen.names[True]) >= 6
+def test_runs_that_read_what_was_changed_since_are_played_anew(
+    preset: Path, finished_table: Finished, tmp_path: Path
+) -> None:
+    data = preset / "corpus.csv"
+    before = data.stat()
+    assert finished_table.is_reused(finished_table.folder, tmp_path / "copy")
+    try:
+        later = (finished_table.folder / "table.json").stat().st_mtime + 1
+        os.utime(data, (later, later))
+        assert not finished_table.is_reused(finished_table.folder, tmp_path / "other")
+    finally:
+        os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def test_labels_beside_images_are_part_of_what_was_read(tmp_path: Path) -> None:
@@ -209,12 +251,14 @@ def test_noise_that_is_secret_has_no_equal(preset: Path, tmp_path: Path) -> None
     assert not known.copy(other_threads, tmp_path / "other")
 
 
-def test_what_was_begun_before_there_was_reuse_is_gone_on_with(preset: Path, tmp_path: Path) -> None:
-    first = reproduce.reproduce("tiny-table1", tmp_path / "one", data=preset)
-    settings = yaml.safe_load((tmp_path / "one" / "reproduce.yaml").read_text())
+def test_what_was_begun_before_there_was_reuse_is_gone_on_with(
+    preset: Path, finished_table: Finished, tmp_path: Path
+) -> None:
+    one = finished_table.copy(tmp_path / "one")
+    settings = yaml.safe_load((one / "reproduce.yaml").read_text())
     del settings["reuse"]
-    (tmp_path / "one" / "reproduce.yaml").write_text(yaml.safe_dump(settings))
-    assert reproduce.resume_reproduction(tmp_path / "one").scores == first.scores
+    (one / "reproduce.yaml").write_text(yaml.safe_dump(settings))
+    assert reproduce.resume_reproduction(one).scores == finished_table.report.scores
 
 
 def test_presets_are_listed_and_planned(call: Call) -> None:

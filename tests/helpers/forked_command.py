@@ -1,9 +1,9 @@
 """Runs ``fedspan`` commands in processes of their own, to be stopped from outside.
 
-As a script: for a JSON list on a line of stdin, a file for the output and then the arguments, forks a process that runs
-the command and prints ``started`` and its id; for an empty line after that, waits for its end and prints ``ended`` and
-how. Until it is asked, the process is not waited for, so its id stays its own and may be sent signals. Forking spares
-every command the seconds that importing torch takes.
+As a script: for a JSON list on a line of stdin (a file for the output, the round after which a run waits for a signal,
+or null, and then the arguments), forks a process that runs the command and prints ``started`` and its id; for an empty
+line after that, waits for its end and prints ``ended`` and how. Until it is asked, the process is not waited for, so
+its id stays its own and may be sent signals. Forking spares every command the seconds that importing torch takes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import json
 import os
 import signal
 import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -21,11 +25,25 @@ import fedspan.runs.train  # noqa: F401  so that it is there when a command asks
 from fedspan.cli import app, live, run_summary  # noqa: F401
 
 
-def command(output: str, arguments: list[str]) -> None:
+def wait_after(round: int) -> None:
+    """Have a run wait after a round, so that a signal finds it there however busy the machine is."""
+    finished = live.RunView.round_finished
+
+    def waiting(self: live.RunView, row: Mapping[str, Any]) -> None:
+        finished(self, row)
+        if row["round"] == round:
+            time.sleep(600)
+
+    live.RunView.round_finished = waiting
+
+
+def command(output: str, waits: int | None, arguments: list[str]) -> None:
     """Be the process of a command."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    if waits is not None:
+        wait_after(waits)
     sys.argv = ["fedspan", *arguments]
     app()
 
@@ -42,14 +60,16 @@ def main() -> None:
         if not line.strip():
             print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
             continue
-        output, *arguments = json.loads(line)
+        output, waits, *arguments = json.loads(line)
         pid = os.fork()
         if pid == 0:
             code: object = 99
             try:
-                command(output, arguments)
+                command(output, waits, arguments)
             except SystemExit as end:
                 code = end.code or 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
