@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +247,15 @@ def _untimed(value: Any) -> Any:
     return [_untimed(one) for one in value] if isinstance(value, list) else value
 
 
-def record_host(host: str, folder: Path, only: str) -> dict[str, Any]:
-    """Run every case on one host; a case that the checkout refuses is recorded with its refusal."""
+def record_host(host: str, folder: Path, only: str, write: Callable[[Mapping[str, Any]], object]) -> None:
+    """Run every case on one host; a case that the checkout refuses is recorded with its refusal.
+
+    Args:
+        host: One of ``HOSTS``.
+        folder: For runs; its ``inputs`` are there.
+        only: A regular expression that the cases' names match.
+        write: Called after each case with what is recorded so far, so that a recording that is cut off is of use.
+    """
     import fedspan
 
     found: dict[str, Any] = {}
@@ -269,10 +276,10 @@ def record_host(host: str, folder: Path, only: str) -> dict[str, Any]:
                 if os.environ.get("DIGESTS_TRACE"):
                     traceback.print_exc()
             print(f"{host}: {name}: {found[name].get('refused', 'recorded')}", file=sys.stderr, flush=True)
+            write(found)
     finally:
         if deployment is not None:
             deployment.__exit__()
-    return found
 
 
 def _without(text: str, folder: Path) -> str:
@@ -296,9 +303,9 @@ def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Pat
     sent["federation"] = {**values["federation"], "deadline": 60.0}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(sent))
-    done = deployment.submit(config, out, check=False)
-    if done.returncode:
-        return {"refused": _without(done.stdout + done.stderr, folder)}
+    log = folder / "submit.txt"
+    if _forked(["submit", str(config), "--out", str(out), "--server", str(deployment.server)], log):
+        return {"refused": _without(log.read_text(), folder)}
     found = digest_folder(out)
     for site in SITES:
         runs = sorted((deployment.folder / f"{site}-state").glob("*/kept"), key=lambda path: path.stat().st_mtime)
@@ -306,6 +313,33 @@ def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Pat
             own = {key: value for key, value in digest_folder(path).items()}
             found |= {f"node {site}/{key}": value for key, value in own.items()}
     return found
+
+
+def _forked(arguments: list[str], log: Path) -> int:
+    """Run a command of the recorded checkout in a fork of this process, which has torch loaded; its exit code."""
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+
+    from fedspan.cli import app
+
+    torch.set_num_threads(1)
+    sys.stdout.flush()
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code: object = 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.argv = ["fedspan", *arguments]
+        app()
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any], changes: Mapping[str, Any]) -> Iterator[str]:
@@ -361,6 +395,7 @@ def _record(arguments: argparse.Namespace) -> int:
         save_inputs(folder / "inputs")
         paths = [str(source / "src"), str(HERE)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        environment |= {"COLUMNS": "160", "OMP_NUM_THREADS": "1"}
         for host in arguments.hosts.split(","):
             out = folder / f"{host}.json"
             command = [sys.executable, __file__, "run", host, str(out), str(folder), arguments.only]
@@ -399,7 +434,7 @@ def main() -> int:
     comparing.set_defaults(call=_compare)
     if sys.argv[1:2] == ["run"]:  # the process that `record` starts, on the recorded checkout's own code
         host, out, folder, only = sys.argv[2:6]
-        Path(out).write_text(json.dumps(record_host(host, Path(folder), only)))
+        record_host(host, Path(folder), only, lambda found: Path(out).write_text(json.dumps(found)))
         return 0
     arguments = parser.parse_args()
     return int(arguments.call(arguments))
