@@ -15,13 +15,14 @@ from helpers.mistakes import SECTIONS
 from helpers.mistakes.world import Mistake, World
 
 PAGE = Path(__file__).parent / "errors.md"
-INTRO = """# What fedspan says to mistakes
+INTRO = """# Error messages
 
-Every mistake is answered with one line: the field, the value, and what would be right. The command line prints it
-behind `error:`, and below it the page that says more, and exits with code 2; in Python it is a `FedspanError` with
-`field`, `value` and `expected`. This page is written by `python docs/generate_errors.py`, which makes every one of
-these mistakes; the tests make them, too.
-FOLDER stands for a folder of the user's, and `...` at the end for a library's words, which differ between versions.
+This page lists the error messages of mistakes that a user can correct. A message names the field, the problem, and
+what is expected. The command line prints it on one line after `error:`, prints the page with more information below
+it, and exits with code 2. In Python it is a `FedspanError` with the attributes `field`, `value`, `expected` and
+`problem`. `python docs/generate_errors.py` provokes every one of these mistakes and writes this page; the tests
+provoke them, too. FOLDER stands for a folder of the user, and `...` at the end for a library's text, which differs
+between its versions.
 """
 
 
@@ -40,9 +41,7 @@ def page(said: Callable[[Mistake], str]) -> str:
     parts = [INTRO]
     for title, mistakes in SECTIONS.items():
         rows = [row(mistake, said(mistake)) for mistake in mistakes]
-        parts.append(
-            "\n".join([f"## {title}", "", "| what went wrong | what fedspan says |", "|---|---|", *rows]) + "\n"
-        )
+        parts.append("\n".join([f"## {title}", "", "| mistake | message |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 

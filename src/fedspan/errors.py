@@ -1,4 +1,4 @@
-"""The one error that a user's mistake turns into: a line that names the field, the value and what would be right."""
+"""The one class of errors that a user can correct: sentences that name the field, the problem and what is expected."""
 
 from __future__ import annotations
 
@@ -6,30 +6,63 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["FedspanError", "nearest"]
+__all__ = ["FedspanError", "nearest", "similar"]
 
 
 class FedspanError(Exception):
-    """Something that the user can put right.
+    """A mistake that the user can correct.
 
+    The message reads ``"`data.label`: no column named 'lable'. The columns are text, label. Did you mean 'label'?"``.
     The command line prints it on one line and exits with code 2; Python callers catch this one class.
 
     Args:
-        field: where the wrong value stands, as the user wrote it (``method.name``, ``data.train``).
-        value: the wrong value.
-        expected: what would be right, as a clause that can follow a semicolon.
+        field: The place of the wrong value, as the user wrote it (``method.name``, ``data.train``).
+        value: The wrong value; None if none was given.
+        expected: What would be right, as a noun phrase that can follow "Expected". Empty if ``problem`` is complete.
+        problem: The problem, as one or more sentences that can follow ``field:``. None: that no value is given, or
+            that this one is not accepted.
     """
 
-    def __init__(self, field: str, value: object, expected: str) -> None:
+    def __init__(self, field: str, value: object, expected: str = "", *, problem: str | None = None) -> None:
         self.field = field
         self.value = value
         self.expected = expected
-        shown = _shown(value)
-        if len(shown) > 200:
-            shown = shown[:197] + "..."
-        line = " ".join(f"{field}: {shown}; {expected}".split())
+        self.problem = problem
+        sentences = [_default_problem(value) if problem is None else problem]
+        if expected:
+            sentences.append(f"Expected {expected}")
+        line = " ".join(f"`{field}`: {' '.join(_end(sentence) for sentence in sentences)}".split())
         # File names and JSON may hold half a character, which no terminal can print.
         super().__init__(line.encode(errors="backslashreplace").decode())
+
+    def at(self, field: str | None = None, value: object = None, note: str = "") -> FedspanError:
+        """Return the same error at another place.
+
+        Args:
+            field: The new field; None: this error's.
+            value: The new value; None: this error's.
+            note: A sentence that is put behind the problem.
+        """
+        value = self.value if value is None else value
+        problem = self.problem
+        if note:
+            problem = f"{_end(_default_problem(value) if problem is None else problem)} {note}"
+        return FedspanError(self.field if field is None else field, value, self.expected, problem=problem)
+
+
+def _default_problem(value: object) -> str:
+    if value is None:
+        return "no value is given"
+    shown = _shown(value)
+    if len(shown) > 200:
+        shown = shown[:197] + "..."
+    return f"{shown} is not accepted"
+
+
+def _end(sentence: str) -> str:
+    """Return the sentence with a full stop, unless it ends in a mark of its own."""
+    sentence = sentence.rstrip()
+    return sentence if sentence.endswith((".", "?", "!")) else f"{sentence}."
 
 
 def _shown(value: object) -> str:
@@ -39,17 +72,28 @@ def _shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The known names closest to a misspelt one (the first few if none is close), for an error's ``expected``.
+def similar(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Return the known names that are closest to a misspelt one, the closest first; empty if none is close.
 
-    A known name that holds just the initials counts as close (``lr`` for ``learning_rate``), and one that begins with
-    the name, as far as that says something: ``fedsa-lora`` for ``fedsa``.
+    A known name that consists of the initials counts as close (``lr`` for ``learning_rate``), and so does one that
+    begins with the name (``fedsa-lora`` for ``fedsa``).
     """
     known = sorted(set(known))
     initials = "".join(word[0] for word in re.findall(r"[a-z]+", name.lower()))
     close = [candidate for candidate in known if candidate == initials != name]
     longer = [candidate for candidate in known if len(name) > 2 and candidate.startswith(name)]
-    close = list(dict.fromkeys([*close, *longer, *get_close_matches(name, known, n=count, cutoff=0.4)]))[:count]
-    if not close:
-        close = known[: 2 * count]
-    return ", ".join(close)
+    return list(dict.fromkeys([*close, *longer, *get_close_matches(name, known, n=count, cutoff=0.4)]))[:count]
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """Return a sentence that suggests the known names closest to a misspelt one, for an error's ``problem``.
+
+    Where none is close, the sentence lists the first known names; it is empty if none is known.
+    """
+    known = sorted(set(known))
+    if close := [repr(candidate) for candidate in similar(name, known, count)]:
+        return f"Did you mean {' or '.join([', '.join(close[:-1]), close[-1]] if close[1:] else close)}?"
+    if not known:
+        return ""
+    more = ", ..." if len(known) > 2 * count else ""
+    return f"Possible values: {', '.join(map(repr, known[: 2 * count]))}{more}."

@@ -56,7 +56,7 @@ def disk_errors(folder: Path, cure: str = "") -> Generator[None, None, None]:
         why = "the disk is full" if full else f"{error.strerror or error} ({error.filename or 'on writing'})"
         remedy = "free some space" if full else "put that right"
         cure = cure or f"the last finished round is intact: {remedy}, then go on with --resume"
-        raise FedspanError("run folder", str(folder), f"{why}; {cure}") from error
+        raise FedspanError("run folder", str(folder), problem=f"{why}. {cure[0].upper()}{cure[1:]}") from error
 
 
 def temporary(path: Path) -> Path:
@@ -136,14 +136,16 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise FedspanError(str(path), error.strerror or str(error), "a readable file is expected here") from error
+        raise FedspanError(
+            str(path), error.strerror or str(error), problem=f"the file cannot be read ({error.strerror or error})"
+        ) from error
 
 
 class DamagedFileError(FedspanError):
     """A file of a checkpoint is not what was written; an older checkpoint may be. Not raised for another version's."""
 
     def __init__(self, path: Path, how: str) -> None:
-        super().__init__(str(path), how, "the checkpoint is damaged; use another one")
+        super().__init__(str(path), how, problem=f"the checkpoint is damaged ({how})")
 
 
 def read_whole(path: Path) -> bytes:
@@ -156,7 +158,9 @@ def read_whole(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except PermissionError as error:
-        raise FedspanError(str(path), "no permission", "make it readable for this user") from error
+        raise FedspanError(
+            str(path), "no permission", problem="this user has no permission to read the file"
+        ) from error
     except OSError as error:
         raise DamagedFileError(path, error.strerror or str(error)) from error
 

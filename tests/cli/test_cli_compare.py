@@ -107,7 +107,8 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
     assert result.exit_code == 2
     assert "failed" in result.stdout
     assert result.stderr == (
-        "error: training.lr: ['1e30']; a lower one: every trial diverged\nsee docs/config.md#training\n"
+        "`error`: training.lr: ['1e30'] is not accepted. Expected a lower one: every trial diverged\nsee "
+        "docs/config.md#training\n"
     )
 
 
@@ -166,12 +167,12 @@ def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str],
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["compare"], "CONFIG: None; a YAML file, or --resume FOLDER"),
-        (["compare", "CONFIG"], "--out: None; a folder"),
-        (["compare", "CONFIG", "--out", "OUT"], "--methods: []; keys of methods"),
+        (["compare"], "`CONFIG`: no value is given. Expected a YAML file, or --resume FOLDER"),
+        (["compare", "CONFIG"], "`--out`: no value is given. Expected a folder"),
+        (["compare", "CONFIG", "--out", "OUT"], "`--methods`: [] is not accepted. Expected keys of methods"),
         (
             ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--seeds", "0,x"],
-            "--seeds: '0,x'; whole numbers",
+            "`--seeds`: '0,x' is not accepted. Expected whole numbers",
         ),
         (["compare", "CONFIG", "--out", "OUT", "--methods", "fedot"], "no such method; the nearest are fedit"),
         (
@@ -179,13 +180,22 @@ def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str],
             "METHOD:section.field",
         ),
         (["compare", "CONFIG", "--resume", "OUT"], "nothing beside --resume"),
-        (["compare", "--methods", "fedit", "--resume", "OUT"], "--methods: 'fedit'; nothing beside --resume"),
+        (
+            ["compare", "--methods", "fedit", "--resume", "OUT"],
+            "`--methods`: 'fedit' is not accepted. Expected nothing beside --resume",
+        ),
         (["compare", "--resume", "OUT"], "no compare.yaml in it"),
-        (["sweep", "CONFIG", "--out", "OUT"], "--over: None; at least one field"),
-        (["sweep", "CONFIG", "--out", "OUT", "--over", "method.r"], "--over: 'method.r'; section.field=value"),
+        (["sweep", "CONFIG", "--out", "OUT"], "`--over`: no value is given. Expected at least one field"),
+        (
+            ["sweep", "CONFIG", "--out", "OUT", "--over", "method.r"],
+            "`--over`: 'method.r' is not accepted. Expected section.field=value",
+        ),
         (["sweep", "CONFIG", "--out", "OUT", "--over", "seed=1", "--over", "seed=2"], "seed once, with all its values"),
         (["sweep", "CONFIG", "--out", "OUT", "--over", "training.lr=1e-3..1"], "or --trials N"),
-        (["sweep", "--trials", "3", "--resume", "OUT"], "--trials: '3'; nothing beside --resume"),
+        (
+            ["sweep", "--trials", "3", "--resume", "OUT"],
+            "`--trials`: '3' is not accepted. Expected nothing beside --resume",
+        ),
     ],
 )
 def test_mistakes_are_said_on_one_line(
@@ -239,5 +249,5 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     lines = out.file.getvalue()
     assert "50.0%     1:01" in lines
     assert lines.count("torch was 1.0 and is 2.0") == 1
-    assert "note: training.lr: 9; too much" in lines
+    assert "`note`: training.lr: 9 is not accepted. Expected too much" in lines
     assert shown.done == 2

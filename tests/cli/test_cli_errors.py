@@ -50,7 +50,7 @@ def test_a_label_of_the_test_set_that_training_lacks(refused: Refused, write: Wr
     test = tmp_path / "test.csv"
     test.write_text("text,label\nword1 admin1,admin\nword2,gossip\n")
     said = refused("run", write(data={"test": str(test)}), "--out", tmp_path / "run")
-    assert said.startswith("data.test: 'gossip'; label unknown, in row 3 of")
+    assert said.startswith("`data.test`: 'gossip' is not accepted. Expected label unknown, in row 3 of")
     assert not (tmp_path / "run").exists()
 
 
@@ -72,9 +72,11 @@ def test_files_that_are_no_config(refused: Refused, tmp_path: Path, content: str
 
 
 def test_run_without_and_with_too_much(refused: Refused, stopped: Path, write: Write) -> None:
-    assert refused("run").startswith("CONFIG: None; a YAML file, or --resume FOLDER")
+    assert refused("run").startswith("`CONFIG`: no value is given. Expected a YAML file, or --resume FOLDER")
     config = write()
-    assert refused("run", config, "--resume", stopped).startswith(f"CONFIG: '{config}'; nothing beside --resume")
+    assert refused("run", config, "--resume", stopped).startswith(
+        f"`CONFIG`: '{config}' is not accepted. Expected nothing beside --resume"
+    )
     assert refused("run", "--out", "x", "--resume", stopped).startswith("--out: 'x'")
     assert refused("run", "--set", "seed=1", "--resume", stopped).startswith("--set: 'seed=1'")
 
@@ -83,7 +85,9 @@ def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, sto
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     said = refused("run", write(), "--out", tmp_path / "taken")
-    assert said.startswith(f"run folder: '{tmp_path / 'taken'}'; it holds other things (thesis.tex)")
+    assert said.startswith(
+        f"`run folder`: '{tmp_path / 'taken'}' is not accepted. Expected it holds other things (thesis.tex)"
+    )
     missing = write(model={"name": "nobody/no-such-model"})  # the folder is looked at before a model is loaded
     assert "thesis.tex" in refused("run", missing, "--out", tmp_path / "taken")
     assert "it holds a run" in refused("run", write(), "--out", stopped)
@@ -115,9 +119,11 @@ def test_a_damaged_checkpoint(refused: Refused, stopped: Path) -> None:
 
 
 def test_unknown_clients(refused: Refused, finished: Path, personal: Path, tmp_path: Path) -> None:
-    assert refused("predict", finished, "word1", "--client", "weast").startswith("client: 'weast'; no such client")
+    assert refused("predict", finished, "word1", "--client", "weast").startswith(
+        "`client`: 'weast' is not accepted. Expected no such client"
+    )
     assert "the nearest are west" in refused("predict", finished, "word1", "--client", "weast")
-    assert refused("predict", personal, "word1").startswith("client: None; one of east, north")
+    assert refused("predict", personal, "word1").startswith("`client`: no value is given. Expected one of east, north")
     assert "no such client" in refused("evaluate", personal, "--client", "weast")
     assert "no such client" in refused("export", personal, "--client", "weast", "--out", tmp_path / "out")
 
@@ -132,8 +138,10 @@ def test_folders_without_a_model(refused: Refused, stopped: Path, tmp_path: Path
 def test_adapters_that_were_damaged(refused: Refused, call: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "adapter"
     assert call("export", finished, "--out", out).exit_code == 0
-    assert refused("evaluate", out).startswith("data: None; a file to measure on")
-    assert refused("predict", out, "word1", "--client", "east").startswith("client: 'east'; no client of its own here")
+    assert refused("evaluate", out).startswith("`data`: no value is given. Expected a file to measure on")
+    assert refused("predict", out, "word1", "--client", "east").startswith(
+        "`client`: 'east' is not accepted. Expected no client of its own here"
+    )
     (out / "adapter_model.safetensors").write_bytes(b"no tensors")
     assert "an adapter that PEFT can read" in refused("predict", out, "word1")
     (out / "adapter_config.json").write_text("{")
@@ -145,29 +153,44 @@ def test_adapters_that_were_damaged(refused: Refused, call: Callable[..., Any], 
 
 
 def test_exports_that_cannot_be(refused: Refused, finished: Path, tmp_path: Path) -> None:
-    assert refused("export", finished, "--out", finished).startswith(f"out: '{finished}'; an empty folder")
-    assert refused("export", finished, "--out", tmp_path / "x", "--round", "7").startswith("round: 7; best, last")
-    assert refused("export", finished, "--out", tmp_path / "x", "--round", "all").startswith("round: 'all'; best, last")
+    assert refused("export", finished, "--out", finished).startswith(
+        f"`out`: '{finished}' is not accepted. Expected an empty folder"
+    )
+    assert refused("export", finished, "--out", tmp_path / "x", "--round", "7").startswith(
+        "`round`: 7 is not accepted. Expected best, last"
+    )
+    assert refused("export", finished, "--out", tmp_path / "x", "--round", "all").startswith(
+        "`round`: 'all' is not accepted. Expected best, last"
+    )
     (tmp_path / "file").touch()
     assert refused("export", finished, "--out", tmp_path / "file" / "x").startswith("out: ")
 
 
 def test_texts_that_are_missing(refused: Refused, finished: Path, tmp_path: Path) -> None:
-    assert refused("predict", finished).startswith("TEXT: None; texts to label")
+    assert refused("predict", finished).startswith("`TEXT`: no value is given. Expected texts to label")
     assert refused("predict", finished, "--file", tmp_path / "no.txt").startswith("--file: ")
     (tmp_path / "empty.txt").write_text("\n\n")
     assert "this one is empty" in refused("predict", finished, "--file", tmp_path / "empty.txt")
-    assert refused("predict", finished, "--pairs", "one text").startswith("--pairs: 'one text'; two texts with a tab")
+    assert refused("predict", finished, "--pairs", "one text").startswith(
+        "`--pairs`: 'one text' is not accepted. Expected two texts with a tab"
+    )
 
 
 def test_files_that_cannot_be_measured_on(refused: Refused, finished: Path, tmp_path: Path) -> None:
     path = tmp_path / "new.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([["message", "intent"], ["word1 admin1", "admin"], ["word2", "gossip"]])
-    assert refused("evaluate", finished, "--data", path).startswith("text: 'text'; a column of ")
-    assert refused("evaluate", finished, "--data", path, "--text", "message").startswith("label: 'label'; a column of ")
+    assert refused("evaluate", finished, "--data", path).startswith(
+        "`text`: 'text' is not accepted. Expected a column of "
+    )
+    assert refused("evaluate", finished, "--data", path, "--text", "message").startswith(
+        "`label`: 'label' is not accepted. Expected a column of "
+    )
     said = refused("evaluate", finished, "--data", path, "--text", "message", "--label", "intent")
-    assert said == f"data: 'gossip'; label unknown, in row 3 of {path}; the model knows admin, billing, lab, symptom"
+    assert said == (
+        f"`data`: 'gossip' is not accepted. Expected label unknown, in row 3 of {path}; the model knows "
+        "admin, billing, lab, symptom"
+    )
     assert refused("evaluate", finished, "--data", tmp_path / "no.csv").startswith("data: ")
 
 
@@ -177,5 +200,5 @@ def test_a_picture_that_cannot_be_written(refused: Refused, write: Write, tmp_pa
 
 def test_unknown_method_to_look_at(refused: Refused) -> None:
     said = refused("methods", "fedsa")
-    assert said.startswith("METHOD: 'fedsa'; no such method")
+    assert said.startswith("`METHOD`: 'fedsa' is not accepted. Expected no such method")
     assert "fedsa-lora" in said

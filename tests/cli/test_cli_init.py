@@ -89,11 +89,11 @@ def test_prompts_and_answers(row: dict[str, Any], wanted: dict[str, Any], call: 
     ("arguments", "said"),
     [
         (["gone.csv"], "DATA"),
-        (["{file}", "--text", "note"], "--text: 'note'; a column of the file: "),
-        (["{file}", "--task", "chess"], "--task: 'chess'; one of sequence-classification"),
+        (["{file}", "--text", "note"], "`--text`: 'note' is not accepted. Expected a column of the file: "),
+        (["{file}", "--task", "chess"], "`--task`: 'chess' is not accepted. Expected one of sequence-classification"),
         (["{file}", "--out", "{file}"], "a name that is not taken, or --force"),
-        (["{numbers}"], "--label: None; the column of labels: a"),
-        (["{file}", "--task", "causal-lm"], "--answer: None; the column of answers: "),
+        (["{numbers}"], "`--label`: no value is given. Expected the column of labels: a"),
+        (["{file}", "--task", "causal-lm"], "`--answer`: no value is given. Expected the column of answers: "),
         (["{file}", "--method", "fedot"], "method"),
     ],
 )

@@ -277,16 +277,28 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rolora-tabel1", "--dry-run"], "ID: 'rolora-tabel1'; no such preset; the nearest are rolora-table1"),
-        (["rolora-table1", "--dry-run", "--scale", "tiny"], "--scale: 'tiny'; one of full, small"),
-        (["rolora-table1"], "--out: None; a folder for the runs and the tables, or --dry-run"),
-        (["rolora-table1", "--out", "x"], "--data: None; a folder with local data sets"),
-        (["rolora-table2", "--data", ".", "--out", "x"], "--model: None; a folder with a causal language model"),
-        (["rolora-table1", "--resume", "x"], "ID: 'rolora-table1'; nothing beside --resume"),
-        (["florg-bytes", "--data", ".", "--out", "x", "--reuse", "none"], "--reuse: 'none'; a folder that holds"),
-        (["--reuse", "x"], "ID: None; a preset beside --reuse"),
-        (["--out", "x"], "ID: None; a preset beside --out"),
-        (["--resume", "x"], "folder: 'x'; no reproduce.yaml in it"),
+        (
+            ["rolora-tabel1", "--dry-run"],
+            "`ID`: 'rolora-tabel1' is not accepted. Expected no such preset; the nearest are rolora-table1",
+        ),
+        (
+            ["rolora-table1", "--dry-run", "--scale", "tiny"],
+            "`--scale`: 'tiny' is not accepted. Expected one of full, small",
+        ),
+        (["rolora-table1"], "`--out`: no value is given. Expected a folder for the runs and the tables, or --dry-run"),
+        (["rolora-table1", "--out", "x"], "`--data`: no value is given. Expected a folder with local data sets"),
+        (
+            ["rolora-table2", "--data", ".", "--out", "x"],
+            "`--model`: no value is given. Expected a folder with a causal language model",
+        ),
+        (["rolora-table1", "--resume", "x"], "`ID`: 'rolora-table1' is not accepted. Expected nothing beside --resume"),
+        (
+            ["florg-bytes", "--data", ".", "--out", "x", "--reuse", "none"],
+            "`--reuse`: 'none' is not accepted. Expected a folder that holds",
+        ),
+        (["--reuse", "x"], "`ID`: no value is given. Expected a preset beside --reuse"),
+        (["--out", "x"], "`ID`: no value is given. Expected a preset beside --out"),
+        (["--resume", "x"], "`folder`: 'x' is not accepted. Expected no reproduce.yaml in it"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:

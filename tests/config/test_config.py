@@ -55,7 +55,7 @@ def refused(changes: dict[str, Any], field: str, value: object, *words: str) -> 
     with pytest.raises(FedspanError) as caught:
         parse_config(values)
     assert (caught.value.field, caught.value.value) == (field, value)
-    assert [word for word in words if word not in caught.value.expected] == []
+    assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 
 
@@ -93,7 +93,9 @@ def test_settings_carry_every_field_of_the_config() -> None:
 
 
 def test_a_schedule_falls_and_does_not_rise() -> None:
-    with pytest.raises(FedspanError, match=r"^training.min_lr: 0.5; .*at most training.lr, 0.01"):
+    with pytest.raises(
+        FedspanError, match=r"^`training.min_lr`: 0.5 is not accepted\. Expected .*at most training.lr, 0.01"
+    ):
         parse_config({**VALID, "training": {"lr": 0.01, "min_lr": 0.5}})
 
 
@@ -230,7 +232,7 @@ def test_broken_overrides_are_refused() -> None:
         with pytest.raises(FedspanError) as caught:
             override(VALID, [text])
         assert (caught.value.field, caught.value.value) == ("--set", text)
-        assert words in caught.value.expected
+        assert words in str(caught.value)
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FedspanError) as caught:
             load_config(path)
         assert (caught.value.field, caught.value.value) == ("config", str(path))
-        assert words in caught.value.expected
+        assert words in str(caught.value)
     path.write_text(yaml.safe_dump(VALID))
     assert load_config(path) == parse_config(VALID)
     assert load_config(str(path), ["seed=9"]).seed == 9

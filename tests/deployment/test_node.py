@@ -60,9 +60,13 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
 @pytest.mark.parametrize(
     ("limits", "config", "why"),
     [
-        ({"methods": ["rolora"]}, {}, "limits.methods: 'fedit'; one that this node allows: rolora"),
+        (
+            {"methods": ["rolora"]},
+            {},
+            "`limits.methods`: 'fedit' is not accepted. Expected one that this node allows: rolora",
+        ),
         ({"models": ["roberta-base"]}, {}, "limits.models"),
-        ({"rounds": 2}, {}, "limits.rounds: 3; at most 2 on this node"),
+        ({"rounds": 2}, {}, "`limits.rounds`: 3 is not accepted. Expected at most 2 on this node"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
         ({}, {"data": {"labels": ["admin", "billing"]}}, "data.train; see"),
         ({}, {"unknown": 1}, "unknown"),

@@ -117,7 +117,7 @@ def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_f
     service = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
     invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
     told = read_header(Introduction, service.answer(invitation.envelope()))
-    assert "limits.secure_only: None; a run with federation.secure" in (told.refused or "")
+    assert "`limits.secure_only`: no value is given. Expected a run with federation.secure" in (told.refused or "")
     assert not list(tmp_path.rglob("invitation.json"))
 
 
@@ -141,7 +141,7 @@ def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_fol
         result = run.federation.run_round(begin)
         assert set(result.progress.held) == set(CLINICS[:2])
         return
-    with pytest.raises(FedspanError, match=r"limits\.secure_clients: 2; at least 3"):
+    with pytest.raises(FedspanError, match=r"`limits\.secure_clients`: 2 is not accepted\. Expected at least 3"):
         run.federation.run_round(begin)
     answers = [one for one in transport.came if '"task":"unmask"' in one.header]
     assert len(answers) == 2

@@ -34,7 +34,7 @@ def test_a_mistake_is_answered_as_the_page_says(
     field, message = world.said(mistake)
     assert field == mistake.field
     assert message.splitlines() == [message]
-    assert message.startswith(f"{field}: ")
+    assert message.startswith(f"`{field}`: ")
     assert row(mistake, message) in tables[title], "python docs/generate_errors.py writes the page anew"
 
 
@@ -57,5 +57,5 @@ def test_the_command_line_says_it_behind_error_and_exits_with_2(tmp_path: Path) 
     result = CliRunner().invoke(app, ["run", str(tmp_path / "no.yaml")])
     line, page = result.stderr.splitlines()
     assert (result.exit_code, page) == (2, "see docs/config.md")
-    assert line.startswith("error: config: ")
+    assert line.startswith("error: `config`: ")
     assert "Traceback" not in result.output

@@ -220,7 +220,10 @@ def test_seeds_can_be_added_and_other_configs_are_refused(tiny_folder: Path, tmp
 
 def test_a_mistake_that_only_a_run_finds_can_be_put_right_in_the_same_folder(tiny_folder: Path, tmp_path: Path) -> None:
     values = tiny.settings(tiny_folder, federation={"rounds": 1})
-    with pytest.raises(FedspanError, match=r"^method.r: 99; larger than a target layer.*\(in the run fedit-seed0\)"):
+    with pytest.raises(
+        FedspanError,
+        match=r"^`method.r`: 99 is not accepted\. Expected larger than a target layer.*\(in the run fedit-seed0\)",
+    ):
         fedspan.compare(values, tmp_path / "made", ["fedit"], [0], overrides=["method.r=99"])
     assert fedspan.compare(values, tmp_path / "made", ["fedit"], [0]).rows[0].mean is not None
 
@@ -279,20 +282,41 @@ def test_a_score_that_is_missing_leaves_no_mean() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"methods": ["fedit", "rolara"]}, "--methods: 'rolara'; no such method; the nearest are rolora"),
-        ({"methods": ["fedit", "fedit"]}, "--methods: 'fedit'; every method once"),
-        ({"methods": []}, "--methods: []; keys of methods"),
-        ({"seeds": []}, "--seeds: []; at least one"),
-        ({"seeds": [0, 1, 0]}, "--seeds: 0; every seed once"),
-        ({"seeds": [-1]}, "--seeds: -1; a whole number from 0"),
-        ({"against": "flora"}, "--against: 'flora'; a row of the table: fedit, fedloru"),
-        ({"overrides": ["method.tao=3"]}, "method.tao: 3; an option of one of fedit, fedloru; the nearest are tau"),
-        ({"overrides": ["method=fedit"]}, "method: 'fedit'; input should be"),
-        ({"overrides_for": {"flora": ["method.r=3"]}}, "--set-for: 'flora:method.r=3'; one of fedit, fedloru"),
-        ({"overrides_for": {"fedit": ["method.tau=3"]}}, "method.tau: 3; fedit has the options"),
-        ({"overrides_for": {"fedit": ["training.rate=3"]}}, "training.rate: 3; no such field; the nearest are"),
-        ({"overrides_for": {"fedit": ["method.name=flora"]}}, "--set-for: 'fedit:method.name=flora'; another field"),
-        ({"overrides_for": {"fedit": ["partition.alpha=3"]}}, "--set-for: 'fedit:partition.alpha=3'; another field"),
+        (
+            {"methods": ["fedit", "rolara"]},
+            "`--methods`: 'rolara' is not accepted. Expected no such method; the nearest are rolora",
+        ),
+        ({"methods": ["fedit", "fedit"]}, "`--methods`: 'fedit' is not accepted. Expected every method once"),
+        ({"methods": []}, "`--methods`: [] is not accepted. Expected keys of methods"),
+        ({"seeds": []}, "`--seeds`: [] is not accepted. Expected at least one"),
+        ({"seeds": [0, 1, 0]}, "`--seeds`: 0 is not accepted. Expected every seed once"),
+        ({"seeds": [-1]}, "`--seeds`: -1 is not accepted. Expected a whole number from 0"),
+        ({"against": "flora"}, "`--against`: 'flora' is not accepted. Expected a row of the table: fedit, fedloru"),
+        (
+            {"overrides": ["method.tao=3"]},
+            "`method.tao`: 3 is not accepted. Expected an option of one of fedit, fedloru; the nearest are tau",
+        ),
+        ({"overrides": ["method=fedit"]}, "`method`: 'fedit' is not accepted. Expected input should be"),
+        (
+            {"overrides_for": {"flora": ["method.r=3"]}},
+            "`--set-for`: 'flora:method.r=3' is not accepted. Expected one of fedit, fedloru",
+        ),
+        (
+            {"overrides_for": {"fedit": ["method.tau=3"]}},
+            "`method.tau`: 3 is not accepted. Expected fedit has the options",
+        ),
+        (
+            {"overrides_for": {"fedit": ["training.rate=3"]}},
+            "`training.rate`: 3 is not accepted. Expected no such field; the nearest are",
+        ),
+        (
+            {"overrides_for": {"fedit": ["method.name=flora"]}},
+            "`--set-for`: 'fedit:method.name=flora' is not accepted. Expected another field",
+        ),
+        (
+            {"overrides_for": {"fedit": ["partition.alpha=3"]}},
+            "`--set-for`: 'fedit:partition.alpha=3' is not accepted. Expected another field",
+        ),
         ({"overrides_for": {"fedit": ["evaluation.metric=loss"]}}, "evaluation.metric is the same in all runs"),
     ],
 )

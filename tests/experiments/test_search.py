@@ -223,7 +223,7 @@ def test_every_combination_is_drawn_once() -> None:
     assert sorted(map(str, drawn)) == sorted(
         str({"method.r": r, "training.lr": lr}) for r in (1, 2, 3) for lr in (0.1, 0.2)
     )
-    with pytest.raises(FedspanError, match="--trials: 7; at most 6"):
+    with pytest.raises(FedspanError, match="`--trials`: 7 is not accepted\. Expected at most 6"):
         combinations(space, 7, 0)
     with pytest.raises(FedspanError, match="or wider ranges"):
         combinations({"a": Range(1.0, 1.0001)}, 20, 0)
@@ -239,25 +239,43 @@ def test_values_are_yaml() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"over": {}}, "--over: None; at least one field"),
-        ({"over": {"method.r": ""}}, "--over: 'method.r='; values with commas in between"),
-        ({"over": {"method.r": "[1"}}, "--over: 'method.r=[1'; values with commas in between"),
-        ({"over": {"method.r": "4,8,4"}}, "--over: 'method.r=4,8,4'; every value once"),
-        ({"over": {"method..r": "4"}}, "--over: 'method..r=4'; section.field=value"),
+        ({"over": {}}, "`--over`: no value is given. Expected at least one field"),
+        ({"over": {"method.r": ""}}, "`--over`: 'method.r=' is not accepted. Expected values with commas in between"),
+        (
+            {"over": {"method.r": "[1"}},
+            "`--over`: 'method.r=[1' is not accepted. Expected values with commas in between",
+        ),
+        ({"over": {"method.r": "4,8,4"}}, "`--over`: 'method.r=4,8,4' is not accepted. Expected every value once"),
+        ({"over": {"method..r": "4"}}, "`--over`: 'method..r=4' is not accepted. Expected section.field=value"),
         ({"over": {"method.r": "8..4"}, "trials": 2}, "'method.r=8..4'; a range from the smaller to the larger"),
         ({"over": {"training.lr": "0.0..0.1"}, "trials": 2}, "'training.lr=0.0..0.1'; a range above 0"),
-        ({"over": {"training.lr": "1e-4..0.1"}}, "--over: 'training.lr=0.0001..0.1'; a list of values, or --trials"),
-        ({"over": {"method.r": "1..4"}, "trials": 9}, "--trials: 9; at most 4"),
-        ({"trials": 0}, "--trials: 0; a whole number from 1"),
-        ({"rounds": 0}, "--rounds: 0; a whole number from 1"),
-        ({"seeds": []}, "--seeds: []; at least one"),
-        ({"over": {"training.rate": "1,2"}}, "training.rate: 1; no such field; the nearest are"),
-        ({"over": {"method.r": "4,zwei"}}, "method.r: 'zwei'; "),
-        ({"over": {"training.lr": "0.1,-1"}}, "training.lr: -1; "),
-        ({"over": {"seed": "1,2"}}, "--over: 'seed=1'; another field: seed is the same in all runs"),
-        ({"over": {"data.max_examples": "50"}}, "--over: 'data.max_examples=50'; another field: data is the same"),
+        (
+            {"over": {"training.lr": "1e-4..0.1"}},
+            "`--over`: 'training.lr=0.0001..0.1' is not accepted. Expected a list of values, or --trials",
+        ),
+        ({"over": {"method.r": "1..4"}, "trials": 9}, "`--trials`: 9 is not accepted. Expected at most 4"),
+        ({"trials": 0}, "`--trials`: 0 is not accepted. Expected a whole number from 1"),
+        ({"rounds": 0}, "`--rounds`: 0 is not accepted. Expected a whole number from 1"),
+        ({"seeds": []}, "`--seeds`: [] is not accepted. Expected at least one"),
+        (
+            {"over": {"training.rate": "1,2"}},
+            "`training.rate`: 1 is not accepted. Expected no such field; the nearest are",
+        ),
+        ({"over": {"method.r": "4,zwei"}}, "`method.r`: 'zwei' is not accepted. Expected "),
+        ({"over": {"training.lr": "0.1,-1"}}, "`training.lr`: -1 is not accepted. Expected "),
+        (
+            {"over": {"seed": "1,2"}},
+            "`--over`: 'seed=1' is not accepted. Expected another field: seed is the same in all runs",
+        ),
+        (
+            {"over": {"data.max_examples": "50"}},
+            "`--over`: 'data.max_examples=50' is not accepted. Expected another field: data is the same",
+        ),
         ({"over": {"training.lr": [np.float64(0.1)]}}, "plain numbers, texts and lists"),
-        ({"overrides": ["partition.validation=0"]}, "partition.validation: 0.0; above 0: settings are chosen on"),
+        (
+            {"overrides": ["partition.validation=0"]},
+            "`partition.validation`: 0.0 is not accepted. Expected above 0: settings are chosen on",
+        ),
     ],
 )
 def test_mistakes_are_named_before_anything_is_played(

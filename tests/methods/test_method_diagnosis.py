@@ -185,9 +185,13 @@ def test_a_look_changes_no_bit_of_the_run(run: Path, tmp_path: Path) -> None:
 def test_where_nobody_may_look(tiny_folder: Path, tmp_path: Path) -> None:
     private = {"mechanism": "central", "noise": 1.0}
     values = tiny.settings(tiny_folder, evaluation={"diagnostics": 1})
-    with pytest.raises(FedspanError, match=r"evaluation\.diagnostics: 1; left out under privacy"):
+    with pytest.raises(
+        FedspanError, match=r"`evaluation\.diagnostics`: 1 is not accepted\. Expected left out under privacy"
+    ):
         parse_config(values | {"privacy": private, "federation": {"weights": "uniform", "clients_per_round": 2}})
-    with pytest.raises(FedspanError, match=r"evaluation\.diagnostics: 1; left out, or engine\.name"):
+    with pytest.raises(
+        FedspanError, match=r"`evaluation\.diagnostics`: 1 is not accepted\. Expected left out, or engine\.name"
+    ):
         session.run(parse_config(values), tmp_path / "run", host=lambda place, prepared, played: played(prepared))
     assert not (tmp_path / "run").exists()
 
@@ -211,10 +215,10 @@ def test_as_people_read_it_and_as_json(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--round", "7"], "round: 7; best, last, or a round with a checkpoint: 1, 2"),
-        (["--round", "first"], "--round: 'first'; best, last, or a number"),
-        (["--pairs", "-1"], "pairs: -1; a whole number from 0"),
-        (["--examples", "0"], "examples: 0; a whole number from 1"),
+        (["--round", "7"], "`round`: 7 is not accepted. Expected best, last, or a round with a checkpoint: 1, 2"),
+        (["--round", "first"], "`--round`: 'first' is not accepted. Expected best, last, or a number"),
+        (["--pairs", "-1"], "`pairs`: -1 is not accepted. Expected a whole number from 0"),
+        (["--examples", "0"], "`examples`: 0 is not accepted. Expected a whole number from 1"),
     ],
 )
 def test_mistakes(run: Path, arguments: list[str], said: str) -> None:

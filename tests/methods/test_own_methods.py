@@ -100,7 +100,10 @@ def test_an_installed_package_s_is_found_by_its_entry_point(
     installed(tmp_path, {"packaged": "own_package:Packaged", "lost": "own_package:Nothing"}, monkeypatch)
     fedspan.run(tiny.settings(tiny_folder, method={"name": "packaged"}, federation={"rounds": 1}), tmp_path / "run")
     assert method_class("packaged").__module__ == "own_package"
-    with pytest.raises(FedspanError, match=r"method\.name: 'lost'; own_package:Nothing, which can be imported"):
+    with pytest.raises(
+        FedspanError,
+        match=r"`method\.name`: 'lost' is not accepted\. Expected own_package:Nothing, which can be imported",
+    ):
         method_class("lost")
     with pytest.raises(FedspanError, match="no such method"):
         method_class("own_package:Packaged")  # no module by its name: a server could name one
@@ -146,5 +149,7 @@ def test_a_wrapper_s_key_breaks_no_wrapper(tiny_folder: Path) -> None:
     register("fedprox", Own)
     values = tiny.settings(tiny_folder)
     assert parse_config(values | {"method": {"name": "fedit", "wrappers": ["fedprox"]}}).method.title == "fedit+fedprox"
-    with pytest.raises(FedspanError, match=r"method\.name: 'fedprox'; a method; this is a wrapper"):
+    with pytest.raises(
+        FedspanError, match=r"`method\.name`: 'fedprox' is not accepted\. Expected a method; this is a wrapper"
+    ):
         parse_config(values | {"method": {"name": "fedprox"}})

@@ -142,7 +142,9 @@ def test_flops_are_of_the_mean_length_and_memory_of_the_greatest() -> None:
     assert 4 < long.compute.example / short.compute.example < 4.3
     assert long.client == short.client
     for length in (0, 513):
-        with pytest.raises(FedspanError, match=rf"^--length: {length}; a whole number from 1 to 512"):
+        with pytest.raises(
+            FedspanError, match=rf"^`--length`: {length} is not accepted\. Expected a whole number from 1 to 512"
+        ):
             fedspan.plan(llama(), architecture=LLAMA, length=length)
 
 
@@ -184,7 +186,9 @@ def test_a_model_that_asks_for_values_or_another_dtype_is_refused(
 ) -> None:
     """T5 looks for the last end-of-text token of a batch; a mixture's fused experts are multiplied in bfloat16."""
     model = {"name": "org/model", "target_modules": [target], "max_length": 64, "dtype": "float32"}
-    with pytest.raises(FedspanError, match=f"^model.name: 'org/model'; a model that can be planned.*{why}"):
+    with pytest.raises(
+        FedspanError, match=f"^`model.name`: 'org/model' is not accepted\. Expected a model that can be planned.*{why}"
+    ):
         fedspan.plan(llama(model=model, **config), architecture=architecture)
 
 
@@ -198,5 +202,5 @@ def test_images_have_no_length(tmp_path: Path) -> None:
     found = fedspan.plan(values, labels=10)
     assert found.compute.length is None
     assert found.compute.example > 0
-    with pytest.raises(FedspanError, match=r"^--length: 5; left out: images have none"):
+    with pytest.raises(FedspanError, match=r"^`--length`: 5 is not accepted\. Expected left out: images have none"):
         fedspan.plan(values, labels=10, length=5)

@@ -128,14 +128,17 @@ def changed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"nots": ["n"]}, r"x\.nots: \['n'\]; no such field; the nearest are notes"),
+        ({"nots": ["n"]}, r"`x\.nots`: \['n'\] is not accepted. Expected no such field; the nearest are notes"),
         ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora': the nearest are"),
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]}, "'two' is none"),
         ({"small": {"axes": {"clients": {}}}}, "small.axes: 'clients' is none of task"),
         ({"small": {"skip": [{"task": ["two"]}]}}, "small.skip.task: 'two' is none of one"),
-        ({"small": {"skip": [{}]}}, r"x\.small\.skip\.0: {}; dictionary should have at least 1 item"),
-        ({"seeds": []}, r"x\.seeds: \[\]; list should have at least 1 item"),
+        (
+            {"small": {"skip": [{}]}},
+            r"`x\.small\.skip\.0`: {} is not accepted. Expected dictionary should have at least 1 item",
+        ),
+        ({"seeds": []}, r"`x\.seeds`: \[\] is not accepted. Expected list should have at least 1 item"),
     ],
 )
 def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -> None:
@@ -145,7 +148,10 @@ def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -
 
 
 def test_a_preset_that_there_is_none_of() -> None:
-    with pytest.raises(FedspanError, match=r"^ID: 'rolora-table99'; no such preset; the nearest are rolora-table"):
+    with pytest.raises(
+        FedspanError,
+        match=r"^`ID`: 'rolora-table99' is not accepted\. Expected no such preset; the nearest are rolora-table",
+    ):
         preset_of("rolora-table99")
 
 

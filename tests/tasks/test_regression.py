@@ -116,7 +116,10 @@ def test_numbers_are_divided_by_ranges(partitioner: str) -> None:
     classes = partition(datasets.Dataset.from_dict({"label": ranks // 80}), config.model_copy(update={"bins": None}), 7)
     assert found.fingerprint == classes.fingerprint
     tied = datasets.Dataset.from_dict({"target": [1.0] * 300 + [2.0] * 100})
-    with pytest.raises(FedspanError, match=r"^partition.bins: 5; at most 2, as many as there are different numbers"):
+    with pytest.raises(
+        FedspanError,
+        match=r"^`partition.bins`: 5 is not accepted\. Expected at most 2, as many as there are different numbers",
+    ):
         partition(tied, config, 7)
 
 
@@ -127,7 +130,9 @@ def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> 
         prepare(parse_config({**values, "partition": dirichlet}))
     assert (caught.value.field, caught.value.value) == ("partition.partitioner", "dirichlet")
     labelled = tiny.settings(tiny_folder, partition={**dirichlet, "column": None, "bins": 4})
-    with pytest.raises(FedspanError, match=r"^partition.bins: 4; left out: these examples have labels"):
+    with pytest.raises(
+        FedspanError, match=r"^`partition.bins`: 4 is not accepted\. Expected left out: these examples have labels"
+    ):
         prepare(parse_config(labelled))
     with pytest.raises(FedspanError, match=r"a column of numbers; row 2 of .* has 'site0'") as caught:
         prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))

@@ -142,7 +142,7 @@ def sweep(
     if report.best is None:
         tried = [trial.values.get("training.lr") for trial in report.trials]
         shown = [value for value in tried if value is not None]
-        raise FedspanError("training.lr", shown or None, "a lower one: every trial diverged")
+        raise FedspanError("training.lr", shown or None, problem="every trial diverged. Try lower learning rates")
     if not as_json:
         typer.echo(f"table {folder / 'table.md'}, {folder / 'table.csv'}")
         typer.echo(f"the best, to be run: fedspan run {shlex.quote(report.best)}")
@@ -179,7 +179,11 @@ def _folder(config: Path | None, out: Path | None, resume: Path | None, given: M
     if resume is not None:
         for name, value in {"CONFIG": config, "--out": out, **given}.items():
             if value:
-                raise FedspanError(name, str(value), "nothing beside --resume: it goes on under its own settings")
+                raise FedspanError(
+                    name,
+                    str(value),
+                    problem="it cannot be combined with --resume, which goes on under its own settings",
+                )
         return resume
     if config is None:
         raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER")
@@ -192,7 +196,7 @@ def _seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise FedspanError("--seeds", text, "whole numbers with commas in between, such as 0,1,2") from None
+        raise FedspanError("--seeds", text, "whole numbers separated by commas, such as 0,1,2") from None
 
 
 def _for(texts: list[str]) -> dict[str, list[str]]:
@@ -214,7 +218,9 @@ def _over(texts: list[str]) -> dict[str, str]:
         if not equals:
             raise FedspanError("--over", text, "section.field=value,value,...")
         if path.strip() in by_path:
-            raise FedspanError("--over", text, f"{path.strip()} once, with all its values")
+            raise FedspanError(
+                "--over", text, problem=f"{path.strip()} is given twice. Give it once, with all its values"
+            )
         by_path[path.strip()] = values
     return by_path
 

@@ -37,7 +37,7 @@ def methods(
     if key is not None:
         known = [row.key for row in (*rows, *wrappers)]
         if key not in known:
-            raise FedspanError("METHOD", key, f"no such method or wrapper; the nearest are {nearest(key, known)}")
+            raise FedspanError("METHOD", key, problem=f"no method or wrapper is named {key!r}. {nearest(key, known)}")
         rows = tuple(row for row in rows if row.key == key)
         wrappers = tuple(row for row in wrappers if row.key == key)
     if as_json:

@@ -81,9 +81,9 @@ def plan(
     hospitals is planned on a laptop. Bytes are those that a run's ledger will count.
     """
     if config is None and model is None:
-        raise FedspanError("--model", None, "a model, or a config")
+        raise FedspanError("--model", None, "the name of a model, or a config")
     if config is not None and task is not None:
-        raise FedspanError("--task", task, "nothing beside a config, which says it")
+        raise FedspanError("--task", task, problem="the config already names the task. Leave the option out")
     for name, value in {"--examples": examples, "--labels": labels}.items():
         if value is not None and value < 1:
             raise FedspanError(name, value, "a whole number from 1")

@@ -60,11 +60,11 @@ def reproduce(
         given = {"--out": out, "--data": data, "--model": model, "--set": overrides, "--reuse": reuse}
         for name, value in given.items():
             if value:
-                raise FedspanError("ID", None, f"a preset beside {name}; fedspan reproduce lists them")
+                raise FedspanError("ID", None, f"a preset together with {name} (fedspan reproduce lists the presets)")
         _list(as_json)
     elif dry_run:
         if id is None:
-            raise FedspanError("ID", None, "a preset beside --dry-run, and no --resume")
+            raise FedspanError("ID", None, "a preset together with --dry-run, and no --resume")
         _plan(id, cast("Scale", scale), overrides or [], as_json)
     else:
         _play(id, scale, data, model, out, overrides or [], reuse or [], resume, as_json)
@@ -148,7 +148,11 @@ def _play(
     if resume is not None:
         for name, value in given.items():
             if value:
-                raise FedspanError(name, str(value), "nothing beside --resume: it goes on under its own settings")
+                raise FedspanError(
+                    name,
+                    str(value),
+                    problem="it cannot be combined with --resume, which goes on under its own settings",
+                )
     elif out is None:
         raise FedspanError("--out", None, "a folder for the runs and the tables, or --dry-run")
     from fedspan.cli.formatting import console

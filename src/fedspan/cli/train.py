@@ -48,9 +48,15 @@ def run(
         extra = {"CONFIG": config, "--out": out, "--set": " ".join(overrides or ())}
         for name, value in extra.items():
             if value:
-                raise FedspanError(name, str(value), "nothing beside --resume: a run goes on under its own config")
+                raise FedspanError(
+                    name,
+                    str(value),
+                    problem="it cannot be combined with --resume, because a run goes on under its own config",
+                )
         show_run(resume, None, track=track)
         return
     if config is None:
-        raise FedspanError("CONFIG", None, "a YAML file, or --resume FOLDER; fedspan demo --show-config prints one")
+        raise FedspanError(
+            "CONFIG", None, "a YAML file, or --resume FOLDER (fedspan demo --show-config prints a config)"
+        )
     show_run(out or fresh_folder(Path("runs") / config.stem), config, overrides or (), track)

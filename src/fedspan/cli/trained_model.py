@@ -82,14 +82,14 @@ def _lines(file: Path) -> list[str]:
         raise FedspanError("--file", str(file), f"a readable text file in UTF-8 ({error})") from None
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise FedspanError("--file", str(file), "a file with texts in it, one a line; this one is empty")
+        raise FedspanError("--file", str(file), problem="the file is empty", expected="a file with one text a line")
     return lines
 
 
 def _pair(text: str) -> tuple[str, str]:
     first, tab, second = text.partition("\t")
     if not tab:
-        raise FedspanError("--pairs", text, "two texts with a tab in between")
+        raise FedspanError("--pairs", text, "two texts separated by a tab")
     return first, second
 
 
@@ -142,12 +142,14 @@ def evaluate(
         given = {"--data": data, "--text": text, "--image": image, "--label": label, "--answer": answer}
         for name, value in given.items():
             if value is not None:
-                raise FedspanError(name, value, "nothing beside --tasks, which have data of their own")
+                raise FedspanError(
+                    name, value, problem="it cannot be combined with --tasks, which have data of their own"
+                )
         _harness(model, client, tasks, shots, limit, include, as_json)
         return
     for name, value in {"--shots": shots, "--limit": limit, "--task-folder": include}.items():
         if value is not None:
-            raise FedspanError(name, str(value), "--tasks beside it")
+            raise FedspanError(name, str(value), problem="it needs --tasks")
     import fedspan
     from fedspan.cli.formatting import score
     from fedspan.tasks.metrics import METRICS

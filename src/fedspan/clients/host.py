@@ -246,7 +246,7 @@ class Host:
 
     def _secure_client(self, id: str, what: object) -> SecureClient:
         if self.secure is None:
-            raise FedspanError("federation.secure", what, "left out: the run's config has none")
+            raise FedspanError("federation.secure", what, problem="the run's config has no secure aggregation")
         if id not in self.secure:
             raise ValueError(f"an order to {id!r}; this is {', '.join(map(repr, list(self.clients)[:3]))}")
         return self.secure[id]
@@ -260,7 +260,7 @@ class Host:
         if order.secure is not None:
             self._secure_client(order.to, order.secure.session).require(order, order.secure)
         elif self.secure is not None:
-            raise FedspanError("federation.secure", None, "a session: in this run replies are sent under masks")
+            raise FedspanError("federation.secure", None, problem="in this run replies are only sent under masks")
 
     def _body(self, order: Order, reply: Message, job: Job) -> bytes:
         """Encode a reply: the reply itself, or its masked contribution to a secure sum."""

@@ -142,13 +142,17 @@ class SecureClient:
         if session is None or (session.run, session.number) != (run, number):
             raise FedspanError("message.session", number, "the session that this client began last")
         if session.phase != after:
-            raise FedspanError("message.session", session.phase, f"{after}: phases come in their order, each once")
+            raise FedspanError(
+                "message.session", session.phase, problem=f"the phases must come in order, each once: {after}"
+            )
         return session
 
     def _keys(self, order: KeysOrder) -> KeysReply:
         last = self.vault.load(self.id)
         if last is not None and order.session <= last.number:
-            raise FedspanError("message.session", order.session, f"more than {last.number}: sessions are new ones")
+            raise FedspanError(
+                "message.session", order.session, f"a number above {last.number}, because every session is new"
+            )
         session = Session(run=order.run, number=order.session, phase="keys", secret=new_secret())
         self.vault.store(self.id, session)
         return KeysReply(id=self.id, session=order.session, keys=_public(_keys_of(session)))
@@ -231,7 +235,7 @@ class SecureClient:
         try:
             change = change_of(contribution, origin)
         except ValueError as error:
-            raise FedspanError("reply", self.id, f"numbers that can be summed; {error}") from error
+            raise FedspanError("reply", self.id, problem=f"the numbers cannot be summed: {error}") from error
         return flatten(clip_change(change, masking.clip)) * (client.weight / masking.top)
 
     def _unmask(self, order: UnmaskOrder) -> UnmaskReply:
@@ -302,8 +306,8 @@ class DiskSessionStore:
         try:
             return Session.model_validate_json(read_bytes(path))
         except ValidationError as error:
-            expected = "what fedspan wrote there; remove it once no round runs"
-            raise FedspanError(str(path), "damaged", expected) from error
+            problem = "the file is damaged. Remove it while no round runs"
+            raise FedspanError(str(path), None, problem=problem) from error
 
     def store(self, client: str, session: Session) -> None:
         """``SessionStore.store``."""

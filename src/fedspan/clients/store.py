@@ -173,8 +173,8 @@ class LostStateError(FedspanError):
     """A client's stored state is missing or damaged."""
 
     def __init__(self, client: str, round: int, why: str) -> None:
-        expected = f"its stored state of round {round + 1} ({why}); the next order sends everything"
-        super().__init__("client memory", client, expected)
+        problem = f"{client} has no state of round {round + 1} ({why}). The next order sends everything"
+        super().__init__("client memory", client, problem=problem)
 
 
 class ClientStore(Protocol):

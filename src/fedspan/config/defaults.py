@@ -34,7 +34,7 @@ def with_dataset(values: object) -> object:
         return values
     task = values.get("task", entry.task)
     if task != entry.task and task in get_args(TaskName):
-        raise FedspanError("task", task, f"{entry.task}, which is what data.dataset {entry.key} is for")
+        raise FedspanError("task", task, f"{entry.task}, the task of data.dataset {entry.key}")
     content = {**values, "task": task, "evaluation": _evaluation(values.get("evaluation", {}), entry)}
     if entry.prompt is not None and _get(values["data"], "messages") is None:
         # The prompt is needed long after the data were read.

@@ -181,11 +181,13 @@ class FederationConfig(Section):
     @model_validator(mode="after")
     def _few_of_many(self) -> Self:
         if self.over_select and self.clients_per_round is None:
-            expected = "0, or federation.clients_per_round beside it: without, all clients are asked as it is"
-            raise FedspanError("federation.over_select", self.over_select, expected)
+            problem = "it needs federation.clients_per_round, because otherwise every round selects all clients"
+            raise FedspanError("federation.over_select", self.over_select, problem=problem)
         if self.over_select and self.secure is not None:
-            expected = "0 with federation.secure: who masked with whom must stay to unmask"
-            raise FedspanError("federation.over_select", self.over_select, expected)
+            problem = (
+                "it cannot be combined with federation.secure, whose clients must all stay until the sum is unmasked"
+            )
+            raise FedspanError("federation.over_select", self.over_select, problem=problem)
         return self
 
     def require_secure_fit(self, method: str, title: str, claims: Claims) -> None:
@@ -202,14 +204,18 @@ class FederationConfig(Section):
         if self.secure is None:
             return
         reasons = {
-            f"{method} computes something else of single replies than their mean, and so must see them": (
+            f"the server of {method} needs single replies, because it does not compute their mean": (
                 claims.reduction != "sum"
             ),
             f"{method} sends nothing": claims.sends == "nothing",
             f"federation.reduction {self.reduction} compares single replies": self.reduction != "mean",
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
-            raise FedspanError("federation.secure", title, f"left out: {why}")
+            raise FedspanError(
+                "federation.secure",
+                self.secure,
+                problem=f"{title} cannot be aggregated securely: {why}. Remove federation.secure",
+            )
 
     def secure_settings(self) -> SecureSettings | None:
         """Return the settings of secure aggregation for the engines."""

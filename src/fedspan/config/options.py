@@ -28,8 +28,8 @@ def method_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         FedspanError: If the method or an option is unknown, or a value has the wrong type or range.
     """
     if name in WRAPPERS:
-        expected = f"a method; this is a wrapper, to be put around one: method: {{name: fedit, wrappers: [{name}]}}"
-        raise FedspanError("method.name", name, expected)
+        problem = f"{name!r} is a wrapper. Put it around a method: method: {{name: fedit, wrappers: [{name}]}}"
+        raise FedspanError("method.name", name, problem=problem)
     return _options(method_class(name), name, given, "method")
 
 
@@ -49,7 +49,8 @@ def _options(cls: type[Any], name: str, given: Mapping[str, Any], prefix: str) -
     fields = {option.name: (hints[option.name], option.default) for option in options}
     for option in given:
         if option not in fields:
-            raise FedspanError(f"{prefix}.{option}", given[option], f"{name} has the options {', '.join(fields)}")
+            problem = f"{name} has no such option. Its options are {', '.join(fields)}"
+            raise FedspanError(f"{prefix}.{option}", given[option], problem=problem)
     model = pydantic.create_model("options", __config__=ConfigDict(extra="forbid"), **fields)  # pyright: ignore
     try:
         checked = model(**given).model_dump()

@@ -64,7 +64,7 @@ class PrivacyConfig(Section):
     @model_validator(mode="after")
     def _enough(self) -> Self:
         if self.noise is None and self.epsilon is None:
-            raise ValueError("noise, or an epsilon that gives it")
+            raise ValueError("noise, or an epsilon from which the noise follows")
         return self
 
     def require_fit(self, method: str, claims: Claims, federation: FederationConfig) -> None:
@@ -86,7 +86,11 @@ class PrivacyConfig(Section):
             and self.mechanism == "local",
         }
         if why := next((why for why, holds in reasons.items() if holds), None):
-            raise FedspanError("privacy.mechanism", self.mechanism, f"left out with {method}: {why}")
+            raise FedspanError(
+                "privacy.mechanism",
+                self.mechanism,
+                problem=f"{method} cannot be combined with {self.mechanism} privacy: {why}",
+            )
         if self.mechanism == "central":
             for field, value, right in (
                 ("reduction", federation.reduction, "mean"),
@@ -97,8 +101,9 @@ class PrivacyConfig(Section):
             ):
                 if value != right:
                     beside = " and federation.secure" if field == "clients_per_round" else ""
-                    expected = f"{right or 'left out'} with privacy.mechanism: central{beside}"
-                    raise FedspanError(f"federation.{field}", value, expected)
+                    problem = f"{value!r} cannot be combined with privacy.mechanism: central{beside}"
+                    cure = "Leave it out" if right is None else f"Set it to {right}"
+                    raise FedspanError(f"federation.{field}", value, problem=f"{problem}. {cure}")
 
     def settings(self, rounds: int, seed: int, key: bytes | None = None) -> Privacy:
         """Return the privacy settings for the engines.

@@ -47,7 +47,9 @@ def read_values(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a zero byte
-        raise FedspanError("config", str(path), f"a readable YAML file ({error})") from None
+        raise FedspanError(
+            "config", str(path), problem=f"{str(path)!r} cannot be read as a YAML file ({error})"
+        ) from None
     return parse_text(text, str(path))
 
 
@@ -65,9 +67,14 @@ def parse_text(text: str, where: str) -> dict[str, Any]:
         values = yaml.safe_load(text)
     # ValueError: a date with month 13. The parser itself raises the others, on texts such as "? [" and "!!int _".
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise FedspanError("config", where, f"valid YAML ({error})") from None
+        raise FedspanError("config", where, problem=f"{where!r} is not valid YAML ({error})") from None
     if not isinstance(values, dict):
-        raise FedspanError("config", where, "a YAML mapping with the sections model, data, method, ...")
+        raise FedspanError(
+            "config",
+            where,
+            "a YAML mapping with the sections model, data, method, ...",
+            problem=f"{where!r} holds no mapping",
+        )
     return values
 
 
@@ -80,7 +87,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
     try:
         changed: dict[str, Any] = _copied(values)
     except RecursionError:  # caused by a YAML anchor
-        raise FedspanError("config", None, "sections of finite depth; one of them holds itself") from None
+        raise FedspanError("config", None, problem="a section contains itself, through a YAML anchor") from None
     for text in overrides:
         path, equals, right = text.partition("=")
         if not equals or not path.strip():
@@ -104,13 +111,18 @@ def _inside(place: Any, section: str, text: str) -> Any:
     """Return the value under a name in a section, or at a position in a list; create a missing section."""
     inside = place[_position(place, section, text)] if isinstance(place, list) else place.setdefault(section, {})
     if not isinstance(inside, dict | list):
-        raise FedspanError("--set", text, f"{section} is a value, not a section")
+        raise FedspanError("--set", text, problem=f"in {text!r}, {section} is a value, not a section")
     return inside
 
 
 def _position(place: list[Any], section: str, text: str) -> int:
     if not section.isdecimal() or int(section) >= len(place):
-        raise FedspanError("--set", text, f"a position from 0 to {len(place) - 1} in the list, not {section}")
+        raise FedspanError(
+            "--set",
+            text,
+            problem=f"in {text!r}, {section} is no position of the list",
+            expected=f"a number from 0 to {len(place) - 1}",
+        )
     return int(section)
 
 

@@ -104,7 +104,8 @@ class ModelConfig(Section):
                 ("modules_to_save", "all that is no target trains anyway"),
             ):
                 if getattr(self, option):
-                    raise ValueError(f"{option} left out for a model from scratch: {why}")
+                    problem = f"it cannot be set for a model from scratch, because {why}"
+                    raise FedspanError(f"model.{option}", getattr(self, option), problem=problem)
         return self
 
     @property
@@ -202,18 +203,21 @@ class RunConfig(Section):
     def _check(self) -> Self:
         method = self.wrapped(self.method.build(Spec(()), self.seed))
         if self.federation.reduction != "mean" and method.declared().reduction != "sum":
-            expected = f"mean: {self.method.name} combines replies one by one"
-            raise FedspanError("federation.reduction", self.federation.reduction, expected)
+            problem = (
+                f"{self.federation.reduction} cannot be combined with {self.method.name}, whose server needs "
+                "single replies"
+            )
+            raise FedspanError("federation.reduction", self.federation.reduction, "mean", problem=problem)
         if self.privacy is not None:
             self.privacy.require_fit(self.method.title, method.declared(), self.federation)
             if self.evaluation.diagnostics is not None:
-                expected = "left out under privacy: they are made of updates without its noise"
-                raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, expected)
+                problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
+                raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, problem=problem)
         self._require_simulated()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
-            expected = f"one that {self.task} measures: {', '.join(metrics)}"
+            expected = f"a metric of {self.task}: {', '.join(metrics)}"
             raise FedspanError("evaluation.metric", self.evaluation.metric, expected)
         return self
 
@@ -227,10 +231,12 @@ class RunConfig(Section):
         if conditions is None:
             return
         if self.engine.name == "flower-sim":
-            expected = "left out, or engine.name: batched or loop, whose transport simulates conditions"
-            raise FedspanError("simulation", self.engine.name, expected)
+            problem = "engine.name: flower-sim cannot simulate conditions. Use engine.name: batched or loop"
+            raise FedspanError("simulation", self.engine.name, problem=problem)
         if conditions.faults is not None and conditions.faults.kind == "label-flip" and self.task not in CLASSIFIERS:
-            raise FedspanError("simulation.faults.kind", "label-flip", f"another kind: {self.task} has no labels")
+            raise FedspanError(
+                "simulation.faults.kind", "label-flip", problem=f"label-flip needs labels, and {self.task} has none"
+            )
 
     def simulation_rules(self) -> ReplyRules | None:
         """Return the rules by which a simulated round is accepted; None: every selected client has to reply.
@@ -319,7 +325,9 @@ class RunConfig(Section):
         if method.claims.adapter:
             too_large = require_rank(spec, method.r)
             if too_large:
-                raise FedspanError("method.r", method.r, f"larger than a target layer; {too_large}")
+                raise FedspanError(
+                    "method.r", method.r, problem=f"{method.r} is larger than a target layer: {too_large}"
+                )
         return method
 
     def wrapped(self, method: RegisteredMethod) -> Method:

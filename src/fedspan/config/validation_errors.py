@@ -36,10 +36,26 @@ def first_mistake(
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         siblings = _fields_at(root, detail["loc"][:-1])
-        message = f"no such field; the nearest are {nearest(str(detail['loc'][-1]), siblings)}"
-    elif detail["type"] == "missing":
-        return FedspanError(field, None, "is required")
-    return FedspanError(field or "config", detail["input"], message[0].lower() + message[1:])
+        problem = f"there is no such field. {nearest(str(detail['loc'][-1]), siblings)}"
+        return FedspanError(field, detail["input"], problem=problem)
+    if detail["type"] == "missing":
+        return FedspanError(field, None, problem="this field is required")
+    return FedspanError(field or "config", detail["input"], _expectation(message))
+
+
+def _expectation(message: str) -> str:
+    """Turn pydantic's message into a noun phrase: ``Input should be a valid integer`` into ``a valid integer``."""
+    phrase, _, detail = (
+        message.removeprefix("Input should be ").replace(" should have at ", " with at ").partition(", ")
+    )
+    if not detail.startswith(("unable to parse", "got a number with a fractional part")):  # it only says so again
+        phrase = ", ".join(filter(None, (phrase, detail)))
+    if "dictionary or instance of" in phrase:
+        return "a section: names of fields with their values"
+    phrase = phrase[0].lower() + phrase[1:]
+    if phrase.startswith(("greater", "less")):
+        return f"a value {phrase}"
+    return f"a {phrase}" if phrase.startswith(("string with", "list with", "dictionary with", "tuple with")) else phrase
 
 
 def _fields_at(model: type[BaseModel] | None, location: Sequence[int | str]) -> list[str]:

@@ -21,4 +21,6 @@ def require() -> None:
     """
     for package, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")):
         if importlib.util.find_spec(package) is None:
-            raise FedspanError(name, "not installed", "pip install 'fedspan[secagg]', for federation.secure")
+            raise FedspanError(
+                name, None, problem="federation.secure needs this package. Run: pip install 'fedspan[secagg]'"
+            )

@@ -54,7 +54,7 @@ def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None)
     node = load_node(path)
     for field, value in (("authority", node.authority), ("key", node.key)):
         if value is None and not insecure:
-            raise FedspanError(field, None, "a file, or --insecure for a try without TLS and keys")
+            raise FedspanError(field, None, "a file, or --insecure for a trial without TLS and keys")
     keys = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
     worker = Supervisor(Path(path), node.limits.round_seconds)
@@ -99,7 +99,7 @@ def submit(
         return read_report(folder)
     if not resume:
         if config is None:
-            raise FedspanError("config", None, "needed for a new run")
+            raise FedspanError("config", None, "a config for a new run")
         values = config if isinstance(config, Mapping) else read_values(config)
         parsed = server_config(override(values, overrides))
 
@@ -167,7 +167,8 @@ def _met(
         if len(nodes) == config.partition.clients:
             return nodes, examples
     why = "; ".join(f"{id}: {reason}" for id, reason in sorted(refused.items())) or "no more nodes are online"
-    raise FedspanError("nodes", len(nodes), f"{config.partition.clients} that take part ({why}); then --resume")
+    problem = f"{len(nodes)} of {config.partition.clients} nodes participate ({why}). Fix the cause, then use --resume"
+    raise FedspanError("nodes", len(nodes), problem=problem)
 
 
 def _introduced(

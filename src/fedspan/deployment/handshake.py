@@ -91,21 +91,33 @@ def server_config(values: Mapping[str, Any]) -> RunConfig:
     data = dict(values.get("data") or {})
     for name in ("dataset", "train", "test"):
         if data.get(name) not in (None, NOWHERE):
-            raise FedspanError(f"data.{name}", data[name], "left out: every node names its own data, in its node file")
+            raise FedspanError(
+                f"data.{name}",
+                data[name],
+                problem="it cannot be set in a deployment, because every node names its own data in its node file",
+            )
     if values.get("simulation") is not None:
-        raise FedspanError("simulation", values["simulation"], "left out: real nodes have conditions of their own")
+        raise FedspanError(
+            "simulation",
+            values["simulation"],
+            problem="it cannot be set in a deployment, because real nodes have conditions of their own",
+        )
     if values.get("baselines"):
-        raise FedspanError("baselines", values["baselines"], "left out: they need all examples in one place")
+        raise FedspanError(
+            "baselines",
+            values["baselines"],
+            problem="they cannot be trained in a deployment, because they need all examples on one machine",
+        )
     given = dict(values)
     if values.get("privacy") is not None:
         privacy = dict(values["privacy"])
         if privacy.setdefault("randomness", "secret") not in (None, "secret"):
-            expected = "secret, or left out: every node knows the run's seed"
+            expected = "secret, because every node knows the run's seed"
             raise FedspanError("privacy.randomness", privacy["randomness"], expected)
         given["privacy"] = {**privacy, "randomness": "secret"}
     config = parse_config({**given, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
     if PROBLEMS[config.task].classifies and config.data.labels is None:
-        raise FedspanError("data.labels", None, "all labels, in order: no node may know of them all")
+        raise FedspanError("data.labels", None, "all labels in order, because no single node may know them all")
     return config
 
 

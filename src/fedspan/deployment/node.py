@@ -70,15 +70,12 @@ class NodeService:
             return self._introduced(read_header(Invitation, envelope)).envelope()
         try:
             if len(envelope.body) > self.node.limits.message_bytes:
-                raise FedspanError(
-                    "message", len(envelope.body), f"at most {self.node.limits.message_bytes} bytes here"
-                )
+                self._require_small("message", envelope.body)
             self._require_new(asked)
             host = self._host(asked.run)
             self._book.pay(host.charges(asked), self.node.limits.epsilon)
             answer = host.reply(asked)
-            if len(answer.body) > self.node.limits.message_bytes:
-                raise FedspanError("reply", len(answer.body), f"at most {self.node.limits.message_bytes} bytes here")
+            self._require_small("reply", answer.body)
             log.info("round %d: %s done", asked.round + 1, asked.task)
         except Exception as error:
             log.exception("round %d: %s failed", asked.round + 1, asked.task)
@@ -101,26 +98,39 @@ class NodeService:
         log.info("joined %s with %d examples", invitation.run, host.clients[self.node.id].client.examples)
         return own.model_copy(update={"examples": host.clients[self.node.id].client.examples, "base": base})
 
+    def _require_small(self, what: str, body: bytes) -> None:
+        most = self.node.limits.message_bytes
+        if len(body) > most:
+            raise FedspanError(what, len(body), problem=f"{len(body)} bytes are more than this node's limit of {most}")
+
     def _require_allowed(self, invitation: Invitation) -> None:
         if invitation.version != __version__:
-            raise FedspanError("version", invitation.version, f"fedspan {__version__}, as on this node")
+            raise FedspanError("version", invitation.version, f"fedspan {__version__}, the version of this node")
         limits, config = self.node.limits, parse_config(self._values(invitation))
         for field, value, allowed in (
             ("limits.methods", config.method.name, limits.methods),
             ("limits.models", invitation.values().get("model", {}).get("name", config.model.name), limits.models),
         ):
             if allowed is not None and value not in allowed:
-                raise FedspanError(field, value, f"one that this node allows: {', '.join(allowed) or 'none'}")
+                problem = f"this node does not allow {value!r}. It allows {', '.join(allowed) or 'none'}"
+                raise FedspanError(field, value, problem=problem)
         privacy = config.privacy
         if privacy is not None and privacy.randomness != "secret":
-            raise FedspanError("federation", f"privacy.randomness: {privacy.randomness}", "secret, on this node")
+            raise FedspanError(
+                "federation", privacy.randomness, problem="this node requires privacy.randomness: secret"
+            )
         if limits.epsilon is not None and (privacy is None or privacy.mechanism == "central"):
             found = "no privacy" if privacy is None else privacy.mechanism
-            raise FedspanError("limits.epsilon", found, "privacy.mechanism local or dp-sgd, on this node")
+            problem = f"this node requires privacy.mechanism local or dp-sgd, and the run has {found}"
+            raise FedspanError("limits.epsilon", found, problem=problem)
         if limits.rounds is not None and config.federation.rounds > limits.rounds:
-            raise FedspanError("limits.rounds", config.federation.rounds, f"at most {limits.rounds} on this node")
+            raise FedspanError(
+                "limits.rounds",
+                config.federation.rounds,
+                problem=f"the run has {config.federation.rounds} rounds, and this node allows at most {limits.rounds}",
+            )
         if limits.secure_only and config.federation.secure is None:
-            raise FedspanError("limits.secure_only", None, "a run with federation.secure, or nothing leaves this node")
+            raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
 
     def _values(self, invitation: Invitation) -> dict[str, object]:
         own = self.node.model_dump(include={"data", "validation", "test", "device", "threads"})
@@ -177,7 +187,7 @@ class NodeService:
         if self._loaded is None or self._loaded[0] != run:
             place = self._of(run) / _INVITATION
             if not place.is_file():
-                raise FedspanError("run", run, "one that this node was invited to")
+                raise FedspanError("run", run, "a run to which this node was invited")
             invitation = load_invitation(place)
             self._require_allowed(invitation)
             host, base = self._build(invitation)
@@ -193,7 +203,9 @@ class NodeService:
         place = self._of(order.run) / _SERIAL
         last = last_serial(place)
         if order.serial <= last:
-            raise FedspanError("serial", order.serial, f"more than {last}: this order, or a newer one, was here before")
+            raise FedspanError(
+                "serial", order.serial, problem=f"order {order.serial} arrived before, or is older than order {last}"
+            )
         if place.parent.is_dir():
             with disk_errors(self.folder, "free some space on the node"):
                 write_atomic(place, str(order.serial).encode())
@@ -215,7 +227,7 @@ def last_serial(place: Path) -> int:
     except (ValueError, RecursionError):
         found = None
     if type(found) is not int or found < 0:
-        raise FedspanError(str(place), found, "a number; the file is damaged: remove the folder that it is in")
+        raise FedspanError(str(place), found, problem="the file is damaged. Remove its folder")
     return found
 
 
@@ -228,7 +240,7 @@ def load_invitation(place: Path) -> Invitation:
     try:
         return Invitation.model_validate_json(read_bytes(place))
     except (ValueError, RecursionError) as error:
-        raise FedspanError(str(place), "damaged", "an invitation; remove the folder that it is in") from error
+        raise FedspanError(str(place), None, problem="the file is damaged. Remove its folder") from error
 
 
 _LOADING = 3600.0
@@ -267,9 +279,13 @@ class Supervisor:
                 limit = _LOADING if order is None else self.seconds
                 if line.poll(limit):
                     return Envelope(line.recv_bytes().decode(), line.recv_bytes())
-            error = FedspanError("limits.round_seconds", limit, "more: the order took longer and was given up")
+            error = FedspanError(
+                "limits.round_seconds", limit, problem=f"an order took more than {limit:g} seconds and was stopped"
+            )
         except (EOFError, OSError):
-            error = FedspanError("node", "its process ended", "a node with enough memory; see its log")
+            error = FedspanError(
+                "node", None, problem="the node's process ended, perhaps for lack of memory. See its log"
+            )
         log.error("%s", error)
         self.close()
         if order is None:

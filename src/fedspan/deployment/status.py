@@ -91,7 +91,7 @@ def read_status(folder: Path) -> RunStatus:
     """
     place = RunFolder(folder)
     if not os.path.isfile(place.config):
-        raise FedspanError("run folder", str(folder), "no run was begun here")
+        raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
     rows = list(read_lines(place.metrics))
     number = rows[-1].get("round") if rows else 0
     late: dict[str, int] = {}

@@ -159,11 +159,8 @@ def diagnose_round(
     round = progress.state.round
     federation.settings = replace(federation.settings, rounds=max(federation.settings.rounds, round + 1))
     if not federation.cohort(round):
-        expected = (
-            f"another checkpoint: in round {round + 1} no client participates, because the sample drawn for privacy "
-            "is empty"
-        )
-        raise FedspanError("round", round, expected)
+        problem = f"no client participates in round {round + 1}, because the sample drawn for privacy is empty"
+        raise FedspanError("round", round, "another checkpoint", problem=problem)
     result = federation.run_round(progress, on_trained=record)
     began = time.monotonic()
     look = _look(federation, record, progress, result)

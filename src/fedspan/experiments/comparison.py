@@ -179,14 +179,21 @@ def plan_comparison(
         FedspanError: If the input is invalid in a way that the user can correct.
     """
     if not methods:
-        raise FedspanError("--methods", [], "keys of methods, such as fedit,rolora; fedspan methods lists them")
+        raise FedspanError(
+            "--methods",
+            [],
+            "keys of methods, such as fedit,rolora (fedspan methods lists them)",
+            problem="no method is given",
+        )
     for position, key in enumerate(methods):
         _require_known(key)
         if key in methods[:position]:
-            raise FedspanError("--methods", key, "every method once")
+            raise FedspanError("--methods", key, problem=f"{key!r} is given twice")
     for key, texts in overrides_for.items():
         if key not in methods:
-            raise FedspanError("--set-for", f"{key}:{next(iter(texts), '')}", f"one of {', '.join(methods)}")
+            raise FedspanError(
+                "--set-for", f"{key}:{next(iter(texts), '')}", f"one of {', '.join(methods)} before the colon"
+            )
     seeds = valid_seeds(seeds)
     configs = {key: _config(values, key, methods, overrides_for.get(key, ())) for key in methods}
     baselines = configs[methods[0]].baselines
@@ -204,11 +211,13 @@ def plan_comparison(
 def _require_known(key: str) -> None:
     name, *wrappers = key.split("+")
     if name in WRAPPERS:
-        raise FedspanError("--methods", key, f"a method; {name} is a wrapper: fedit+{name}")
+        raise FedspanError("--methods", key, problem=f"{name} is a wrapper. Put it around a method: fedit+{name}")
     method_class(name, "--methods")
     for wrapper in wrappers:
         if wrapper not in WRAPPERS:
-            raise FedspanError("--methods", key, f"no such wrapper; the nearest are {nearest(wrapper, WRAPPERS)}")
+            raise FedspanError(
+                "--methods", key, problem=f"no wrapper is named {wrapper!r}. {nearest(wrapper, WRAPPERS)}"
+            )
 
 
 def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Sequence[str]) -> RunConfig:
@@ -221,8 +230,8 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
     every = set[str]().union(*known.values())
     for option, value in section.items():
         if option not in ("name", "wrappers") and option not in every:
-            expected = f"an option of one of {', '.join(methods)}; the nearest are {nearest(str(option), every)}"
-            raise FedspanError(f"method.{option}", value, expected)
+            problem = f"none of {', '.join(methods)} has this option. {nearest(str(option), every)}"
+            raise FedspanError(f"method.{option}", value, problem=problem)
     options = {option: value for option, value in section.items() if option in known[key]}
     wrappers = section.get("wrappers", [])
     if isinstance(wrappers, list):
@@ -232,7 +241,7 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
     config = parse_config(override(changed, own))
     said = f"{key}:{' '.join(own)}"
     if config.method.name != names[key]:
-        raise FedspanError("--set-for", said, "another field: the methods are those of --methods")
+        raise FedspanError("--set-for", said, problem=f"{said!r} changes the method. Name methods in --methods")
     return with_shared(parse_config({**values, "method": {}}), config, "--set-for", said)
 
 

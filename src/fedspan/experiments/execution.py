@@ -59,12 +59,14 @@ def read_settings(
     """
     path = folder / name
     if not path.is_file():
-        raise FedspanError("folder", str(folder), f"no {name} in it: none was begun here; give a config to start one")
+        raise FedspanError(
+            "folder", str(folder), problem=f"{str(folder)!r} holds no {name}. Give a config to start a new series"
+        )
     expected = f"the settings {', '.join(kinds)}, as they were written at the beginning"
     try:
         values = yaml.safe_load(read_bytes(path))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise FedspanError(str(path), "no YAML", f"{expected} ({error})") from None
+        raise FedspanError(str(path), None, expected, problem=f"the file is not valid YAML ({error})") from None
     if isinstance(values, dict):
         values = {**(later or {}), **values}
     if not isinstance(values, dict) or set(values) != set(kinds):
@@ -88,29 +90,36 @@ def begin(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[
         FedspanError: If the folder holds anything else, such as runs of another config.
     """
     if folder.exists() and not folder.is_dir():
-        raise FedspanError("folder", str(folder), "a file has that name; choose another")
+        raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} is a file. Choose another name")
     path, wanted = folder / name, {step.name: step.config for step in steps}
     entries = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     others = [entry for entry in entries if not entry.startswith(f"{name}.tmp-")]
     if others and not path.is_file():
-        raise FedspanError("folder", str(folder), f"it holds other things ({others[0]}); choose another")
+        raise FedspanError(
+            "folder", str(folder), problem=f"{str(folder)!r} holds other files ({others[0]}). Choose another folder"
+        )
     for entry in others:
         if not is_run(folder / entry):
             continue
         if entry not in wanted:
             raise FedspanError(
-                "folder", str(folder), f"it holds the run {entry}, which is none of these; choose another"
+                "folder",
+                str(folder),
+                problem=(
+                    f"{str(folder)!r} holds the run {entry}, which does not belong to this series. Choose "
+                    "another folder"
+                ),
             )
         if read_config(folder / entry) != wanted[entry]:
-            expected = f"the config that its run {entry} was begun with, or another folder"
-            raise FedspanError("config", str(folder), expected)
+            problem = f"the run {entry} in {str(folder)!r} began with another config. Use that config or another folder"
+            raise FedspanError("config", str(folder), problem=problem)
     with disk_errors(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
         try:
             text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
-            raise FedspanError("config", str(error).splitlines()[0], "plain values, as YAML has them") from None
+            raise FedspanError("config", str(error).splitlines()[0], "plain YAML values") from None
         write_atomic(path, text.encode())
 
 
@@ -136,7 +145,7 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     try:
         report = train.run(step.config, place, resume=True, listener=watcher)
     except FedspanError as error:
-        raise FedspanError(error.field, error.value, f"{error.expected} (in the run {step.name})") from None
+        raise error.at(note=f"This is in the run {step.name}.") from None
     if not finished and report.seconds > _SHORT:
         # The model's replaced methods refer back to it, which would keep it alive; a GPU has no room for two models.
         gc.collect()

@@ -66,7 +66,7 @@ def plan_sweep(
     seeds = valid_seeds(seeds)
     first, several = seeds[0], len(seeds) > 1
     if base.partition.validation == 0:
-        expected = "above 0: settings are chosen on the clients' validation parts, never on a test set"
+        expected = "a share above 0, because settings are chosen on the clients' validation parts, never on a test set"
         raise FedspanError("partition.validation", base.partition.validation, expected)
     if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1):
         raise FedspanError("--rounds", rounds, "a whole number from 1")

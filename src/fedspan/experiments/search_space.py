@@ -78,10 +78,10 @@ def _values(path: str, given: str | Sequence[Any]) -> Range | tuple[Any, ...]:
         except (yaml.YAMLError, ValueError, RecursionError):
             values = None
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise FedspanError("--over", said, "values with commas in between, or a range such as 1e-4..1e-1")
+        raise FedspanError("--over", said, "values separated by commas, or a range such as 1e-4..1e-1")
     for position, value in enumerate(values):
         if value in values[:position]:
-            raise FedspanError("--over", said, f"every value once, not {value} twice")
+            raise FedspanError("--over", said, problem=f"{said!r} has the value {value} twice")
     return tuple(values)
 
 
@@ -91,7 +91,7 @@ def _range(said: str, low: str, high: str) -> Range:
     if not -(2**62) < found.low < found.high < 2**62:
         raise FedspanError("--over", said, "a range from the smaller to the larger number")
     if not whole and found.low <= 0:
-        raise FedspanError("--over", said, "a range above 0: it is drawn from on a logarithmic scale")
+        raise FedspanError("--over", said, "a range above 0, because values are drawn on a logarithmic scale")
     return found
 
 
@@ -110,14 +110,18 @@ def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, 
         for path, values in space.items():
             if isinstance(values, Range):
                 shown = f"{path}={values.low}..{values.high}"
-                raise FedspanError("--over", shown, "a list of values, or --trials N: so many are drawn from the range")
+                raise FedspanError(
+                    "--over", shown, "a list of values, or --trials N with the number of values to draw from the range"
+                )
         lists = [values for values in space.values() if not isinstance(values, Range)]
         return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*lists)]
     if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
         raise FedspanError("--trials", trials, "a whole number from 1")
     count = math.prod(_size(choice) for choice in space.values())
     if trials > count:
-        raise FedspanError("--trials", trials, f"at most {count}, the number of combinations; left out, it tries all")
+        raise FedspanError(
+            "--trials", trials, f"at most {count}, the number of combinations, or no --trials, to try all"
+        )
     drawn: list[dict[str, Any]] = []
     for attempt in range(_TRIES * trials):
         values = {path: _drawn(choice, seed, attempt, path) for path, choice in space.items()}
@@ -125,7 +129,7 @@ def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, 
             drawn.append(values)
         if len(drawn) == trials:
             return drawn
-    raise FedspanError("--trials", trials, f"at most {len(drawn)}, or wider ranges: they give no more that differ")
+    raise FedspanError("--trials", trials, f"at most {len(drawn)}, or wider ranges, which give more different values")
 
 
 def _size(choice: Range | tuple[Any, ...]) -> float:

@@ -65,7 +65,9 @@ def valid_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise FedspanError("--seeds", seed, "a whole number from 0")
         if seed in seeds[:position]:
-            raise FedspanError("--seeds", seed, "every seed once; a run with an equal seed gives equal numbers")
+            raise FedspanError(
+                "--seeds", seed, problem=f"the seed {seed} is given twice, and equal seeds give equal numbers"
+            )
     return tuple(seeds)
 
 
@@ -102,7 +104,7 @@ def with_shared(shared: RunConfig, config: RunConfig, field: str, value: object)
         differ.append("evaluation.metric")
     if differ:
         raise FedspanError(
-            field, value, f"another field: {differ[0]} is the same in all runs, or they can't be compared"
+            field, value, problem=f"{value!r} changes {differ[0]}, which must be the same in all runs to compare them"
         )
     return config
 

@@ -140,8 +140,10 @@ def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> li
     divisions = {str(cast(dict[str, Any], place.read_json(place.partition))["fingerprint"]): place for place in places}
     if len(divisions) > 1:
         (_, one), (_, other) = list(divisions.items())[:2]
-        expected = f"the same partition of the data as in {one.path.name}; the data have changed between the two"
-        raise FedspanError("partition", str(other.path), expected)
+        problem = (
+            f"{other.path.name} and {one.path.name} have different partitions, because the data changed between them"
+        )
+        raise FedspanError("partition", str(other.path), problem=problem)
     shown = [f"Command: `{shlex.join(command)}`  "]
     finished = [place.report.stat().st_mtime for place in places if place.report.is_file()]
     if finished:

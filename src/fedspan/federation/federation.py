@@ -196,11 +196,11 @@ def _too_few(
     """
     last = {failure.client: failure.reason for failure in failures}
     reasons = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in good)
-    expected = (
-        f"at least {quorum} of {len(ids)} clients in round {round + 1} ({reasons}); the state before the round is "
-        "kept: fix the cause and resume"
+    problem = (
+        f"round {round + 1} needs good replies of at least {quorum} of {len(ids)} clients, and has {len(good)} "
+        f"({reasons}). The state before the round is stored: fix the cause and resume"
     )
-    return FedspanError("good replies", len(good), expected)
+    return FedspanError("good replies", len(good), problem=problem)
 
 
 STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)

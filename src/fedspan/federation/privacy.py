@@ -166,13 +166,15 @@ def privatize(privacy: Privacy | None, started: Tensors, client: Client, reply: 
         return reply
     strange = [name for name, value in reply.tensors.items() if not value.is_floating_point() or name not in started]
     if strange or reply.scalars:
-        expected = f"nothing beside tensors that all clients start from, not {[*strange, *reply.scalars][0]}"
-        raise FedspanError("privacy.mechanism", "local", expected)
+        problem = (
+            f"noise cannot protect {[*strange, *reply.scalars][0]}, which is no tensor that all clients start from"
+        )
+        raise FedspanError("privacy.mechanism", "local", problem=problem)
     origin = {name: started[name].to("cpu", value.dtype) for name, value in reply.tensors.items()}
     try:
         change = clip_change(change_of(Contribution(sum=reply.tensors), origin), privacy.clip)
     except ValueError as error:
-        raise FedspanError("reply", client.id, f"numbers that noise can hide; {error}") from error
+        raise FedspanError("reply", client.id, problem=f"noise cannot protect this reply: {error}") from error
     noisy = _noisy(change, privacy, client_noise(privacy, 1.0), "local", round, client.id)
     return replace(reply, tensors=apply_change(noisy, origin))
 

@@ -118,7 +118,9 @@ class FedGaLore(RegisteredMethod):
 
     def __post_init__(self) -> None:
         if self.period and not self.steps:
-            raise FedspanError("method.period", self.period, "0, or set method.steps, the local steps of every client")
+            raise FedspanError(
+                "method.period", self.period, "0, or method.steps beside it (the local steps of every client)"
+            )
 
     @property
     def segments(self) -> int:

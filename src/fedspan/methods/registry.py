@@ -96,10 +96,10 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
         raise FedspanError(
             "method.name",
             key,
-            "lower case letters and digits, with hyphens between words; not all",
+            "lower case letters and digits, with hyphens between words, and not the word all",
         )
     if _methods.get(key, cls) is not cls:
-        raise FedspanError("method.name", key, f"a key that is free; this one is {_methods[key].__qualname__}'s")
+        raise FedspanError("method.name", key, problem=f"{key!r} is already the key of {_methods[key].__qualname__}")
     _require_method(key, cls)
     _methods[key] = cls
 
@@ -107,12 +107,13 @@ def register(key: str, cls: type[RegisteredMethod]) -> None:
 def _require_method(key: str, cls: Any) -> None:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if not (isinstance(cls, type) and issubclass(cls, RegisteredMethod)) or missing:
-        lacks = f"; it lacks {', '.join(missing)}" if missing else ""
-        raise FedspanError("method.name", key, f"a class on fedspan.core.method.RegisteredMethod, not {cls!r}{lacks}")
+        lacks = f" (it lacks {', '.join(missing)})" if missing else ""
+        problem = f"{cls!r} is no method{lacks}"
+        raise FedspanError("method.name", key, "a subclass of fedspan.core.method.RegisteredMethod", problem=problem)
     if "__dataclass_fields__" not in vars(cls):  # its base is frozen, so it must be too
-        raise FedspanError("method.name", key, f"a class under @dataclass(frozen=True, kw_only=True), not {cls!r}")
+        raise FedspanError("method.name", key, problem=f"{cls!r} lacks @dataclass(frozen=True, kw_only=True)")
     if not isinstance(getattr(cls, "claims", None), Claims):
-        raise FedspanError("method.name", key, f"a class that declares its claims (a ClassVar[Claims]), not {cls!r}")
+        raise FedspanError("method.name", key, problem=f"{cls!r} declares no claims (a ClassVar[Claims])")
 
 
 def method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]:
@@ -131,8 +132,8 @@ def method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]
                 cls: Any = found.load()
             except Exception as error:  # a package's import may raise anything
                 why = f"{type(error).__name__}: {error}"
-                raise FedspanError(field, key, f"{found.value}, which can be imported ({why})") from error
+                raise FedspanError(field, key, problem=f"{found.value} cannot be imported ({why})") from error
             register(key, cls)
             return cls
-        raise FedspanError(field, key, f"no such method; the nearest are {nearest(key, METHODS)}")
+        raise FedspanError(field, key, problem=f"no method is named {key!r}. {nearest(key, METHODS)}")
     return METHODS[key]

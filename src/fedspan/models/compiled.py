@@ -51,5 +51,5 @@ class CompiledBlocks:
                 yield
             except TorchDynamoException as error:
                 said = str(error).strip().splitlines()
-                expected = f"false: torch.compile failed here ({type(error).__name__}: {said[0] if said else ''})"
-                raise FedspanError("engine.compile", True, expected) from error
+                problem = f"torch.compile failed on this machine ({type(error).__name__}: {said[0] if said else ''})"
+                raise FedspanError("engine.compile", True, "false", problem=problem) from error

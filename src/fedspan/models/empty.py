@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from fedspan.errors import FedspanError
 from fedspan.models.loading import CLASSES, Head, prepare_config, source_of
-from fedspan.models.names import architecture_of
+from fedspan.models.names import MODEL_NAMES, architecture_of, image_model
 from fedspan.models.resnet import SmallResNetConfig
 
 __all__ = ["META", "load_empty"]
@@ -59,8 +59,7 @@ def load_empty(
     """
     shape = architecture_of(name)
     if shape and head != "image-classification":
-        expected = "a model of texts; this one looks at images (task: image-classification)"
-        raise FedspanError("model.name", name, expected)
+        raise FedspanError("model.name", name, problem=image_model(name))
     try:
         if shape:
             config: Any = SmallResNetConfig(shape["widths"], shape["depths"])
@@ -80,8 +79,8 @@ def load_empty(
             model = CLASSES[head].from_config(config, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({reason})"
-        raise FedspanError("model.name", name, expected) from error
+        problem = f"{name!r} cannot be loaded ({reason})"
+        raise FedspanError("model.name", name, MODEL_NAMES, problem=problem) from error
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -78,7 +78,12 @@ def layer_updates(
         FedspanError: If the base itself was scaled (rho != 1): no low-rank update expresses that.
     """
     if base.rho != 1.0:
-        raise FedspanError("export", f"rho={base.rho}", "a merged model: the method scales the base's own weights")
+        raise FedspanError(
+            "export",
+            f"rho={base.rho}",
+            "a merged model",
+            problem="the method scales the base's own weights, which no adapter can express",
+        )
     slots = by_layer(job.tensors)
     updates: dict[str, LowRank] = {}
     for layer, parametrization in job.parametrization.items():
@@ -245,7 +250,9 @@ def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdap
             raise FedspanError(
                 "model.adapter",
                 layer,
-                f"adapts a layer outside model.target_modules; the nearest targets are {nearest(layer, operators)}",
+                problem=(
+                    f"it adapts the layer {layer!r}, which is not in model.target_modules. {nearest(layer, operators)}"
+                ),
             )
         operator = operators[layer]
         B, A = operator.from_peft(pair["B"], pair["A"]) if set(pair) == {"A", "B"} else (torch.empty(0),) * 2

@@ -83,7 +83,9 @@ class AdaptedLayer:
         delta = base.total.get(self.name)
         if torch.promote_types(self.stored_weight.dtype, torch.float32) != self.stored_weight.dtype:
             if base.rho != 1.0:
-                raise FedspanError("model.dtype", str(self.stored_weight.dtype), "float32: this method scales the base")
+                raise FedspanError(
+                    "model.dtype", str(self.stored_weight.dtype), "float32, because this method scales the base"
+                )
             self.moved = None if delta is None else delta.to(self.stored_weight.device)
             return
         if base.rho == 1.0 and delta is None and self._original is None:

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError
-from fedspan.models.names import architecture_of, resolve_model
+from fedspan.models.names import MODEL_NAMES, architecture_of, image_model, resolve_model
 from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
 from fedspan.models.resnet import SmallResNetConfig
 
@@ -96,7 +96,9 @@ def load_pretrained(
     """
     source = source_of(name)
     if architecture_of(name) is not None:
-        raise FedspanError("model.name", name, "a pretrained model; this one is an architecture without weights")
+        raise FedspanError(
+            "model.name", name, "a pretrained model", problem=f"{name!r} is an architecture without weights"
+        )
     options = {} if quantization is None else quantized_loading(quantization, dtype, keep, device)
     with _quiet():
         try:
@@ -117,20 +119,24 @@ def load_pretrained(
                 )
         # Transformers, its tokenizers (a bare Exception) or the hub's client may raise anything on the files there.
         except Exception as error:
-            expected = f"a hub id that can be reached, a local folder with a model, or builtin:NAME ({_reason(error)})"
-            raise FedspanError("model.name", name, expected) from error
+            problem = f"{name!r} cannot be loaded ({_reason(error)})"
+            raise FedspanError("model.name", name, MODEL_NAMES, problem=problem) from error
     _prepare(model, processor, name)
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     body = sorted(key for key in mismatched if key.startswith(f"{model.base_model_prefix}."))
     if body:
-        raise FedspanError("model.name", name, f"weights that fit the model's own config; {body[0]} has another shape")
+        raise FedspanError(
+            "model.name", name, problem=f"the weights do not fit the model's own config: {body[0]} has another shape"
+        )
     absent = sorted(key for key in info["missing_keys"] if _is_body(key, model))
     if absent:
-        expected = f"all of its own weights; {absent[0]} is not there (of {len(absent)} that its config.json promises)"
-        raise FedspanError("model.name", name, expected)
+        problem = f"{len(absent)} of the weights in its config.json are missing, such as {absent[0]}"
+        raise FedspanError("model.name", name, problem=problem)
     new = sorted({key.rpartition(".")[0] for key in {*info["missing_keys"], *mismatched}})
     if new and head == "language-model":
-        raise FedspanError("model.name", name, f"a causal language model; this one has no weights for {new[0]}")
+        raise FedspanError(
+            "model.name", name, "a causal language model", problem=f"{name!r} has no weights for {new[0]}"
+        )
     if quantization is not None:
         keep_layout(model)
     elif device is not None:
@@ -170,9 +176,7 @@ def load_scratch(
     """
     source, shape = source_of(name), architecture_of(name)
     if shape and head != "image-classification":
-        raise FedspanError(
-            "model.name", name, "a model of texts; this one looks at images (task: image-classification)"
-        )
+        raise FedspanError("model.name", name, problem=image_model(name))
     with _quiet():
         try:
             config = (
@@ -193,8 +197,10 @@ def load_scratch(
                 options = {} if attention is None else {"attn_implementation": attention}
                 model = CLASSES[head].from_config(config, dtype=dtype, **options)
         except Exception as error:
-            expected = f"a model whose architecture has the head that the task needs ({_reason(error)})"
-            raise FedspanError("model.name", name, expected) from error
+            expected = "a model whose architecture has the head that the task needs"
+            raise FedspanError(
+                "model.name", name, expected, problem=f"{name!r} cannot be built ({_reason(error)})"
+            ) from error
     _prepare(model, processor, name)
     model = model if device is None else model.to(device)
     return Loaded(model.eval(), processor, tuple(path for path, _ in model.named_children()))
@@ -270,9 +276,11 @@ def prepare_config(config: Any, head: Head, labels: Sequence[str]) -> None:
 
 def _prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Any, name: str) -> None:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # Transformers' result for a missing file
-        raise FedspanError("model.name", name, "a model with its tokenizer; there is none beside this one")
+        raise FedspanError("model.name", name, "a model with its tokenizer", problem=f"{name!r} has no tokenizer")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
-        raise FedspanError("model.name", name, "a tokenizer with a token for padding, the end of a text or the unknown")
+        raise FedspanError(
+            "model.name", name, problem="its tokenizer has no token for padding, the end of a text or unknown words"
+        )
     model.config.pad_token_id = tokenizer.pad_token_id  # some models find a text's last token by it

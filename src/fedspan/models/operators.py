@@ -242,18 +242,21 @@ def unfit(module: nn.Module) -> str | None:
     """Return the reason why a module can't be a target layer; None if it can."""
     if isinstance(module, nn.Conv2d):
         if module.groups != 1:
-            return f"is a convolution in {module.groups} groups; only those in one group can be targets"
+            return f"is a convolution in {module.groups} groups, and only convolutions in one group can be targets"
         if module.padding_mode != "zeros":
-            return f"pads with {module.padding_mode}; only convolutions that pad with zeros can be targets"
+            return f"pads with {module.padding_mode}, and only convolutions that pad with zeros can be targets"
         if max(module.dilation) > 1:  # huggingface/peft issue 3697
-            return "is a dilated convolution; PEFT's LoRA would not dilate, so no adapter of it could be exported"
+            return "is a dilated convolution, of which PEFT can express no adapter"
         if type(module).forward is not nn.Conv2d.forward:
-            return f"is a {type(module).__name__}, which does more than convolve; only plain nn.Conv2d can be a target"
+            return f"is a {type(module).__name__}, which does more than convolve. Only plain nn.Conv2d can be a target"
     elif isinstance(module, nn.Embedding):
         if type(module) is not nn.Embedding or module.max_norm is not None or module.scale_grad_by_freq:
-            return "is an embedding that scales what it looks up; only plain nn.Embedding can be a target"
+            return "is an embedding that scales what it looks up. Only plain nn.Embedding can be a target"
     elif not isinstance(module, TARGET_TYPES):
-        return f"is a {type(module).__name__}; target nn.Linear, Conv1D, nn.Conv2d or nn.Embedding layers"
+        return (
+            f"is a {type(module).__name__}, which cannot be a target. Targets are nn.Linear, Conv1D, nn.Conv2d "
+            "and nn.Embedding layers"
+        )
     return None
 
 

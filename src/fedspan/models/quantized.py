@@ -40,8 +40,8 @@ def quantized_loading(
         FedspanError: If bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        expected = "null, or install bitsandbytes: pip install 'fedspan[quantization]'"
-        raise FedspanError("model.quantization", quantization, expected)
+        problem = f"{quantization} needs bitsandbytes. Run: pip install 'fedspan[quantization]'"
+        raise FedspanError("model.quantization", quantization, problem=problem)
     skipped = left_out(keep)
     config = (
         BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)

@@ -47,8 +47,8 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
             raise FedspanError(
                 "model.target_modules",
                 None,
-                f"PEFT has no default for the architecture {architecture!r}; "
-                f"name modules, for example {', '.join(_suffixes(model, config)[:6])}",
+                f"names of modules, for example {', '.join(_suffixes(model, config)[:6])}",
+                problem=f"PEFT has no default for the architecture {architecture!r}",
             )
         chosen = defaults[architecture]
         config.target_modules = chosen
@@ -61,15 +61,15 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
             continue
         why = unfit(module) or _tied(model, name, module)
         if why is not None:
-            expected = f"{why}; for example {', '.join(_suffixes(model, config)[:6])}"
-            raise FedspanError("model.target_modules", name, expected)
+            expected = f"other modules, for example {', '.join(_suffixes(model, config)[:6])}"
+            raise FedspanError("model.target_modules", name, expected, problem=f"{name!r} {why}")
         found[name] = module
     if not found:
         wanted = asked if isinstance(asked, str) else ", ".join(sorted(asked or ()))
         raise FedspanError(
             "model.target_modules",
             wanted,
-            f"matches no layer{_layers_hint(config)}; the nearest module names are "
+            problem=f"{wanted!r} matches no layer{_layers_hint(config)}. "
             f"{nearest(wanted.split(',')[0], _suffixes(model, config))}",
         )
     return found
@@ -78,7 +78,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
 def _tied(model: nn.Module, name: str, module: nn.Module) -> str | None:
     for other, another in model.named_modules(remove_duplicate=False):
         if other != name and getattr(another, "weight", None) is module.weight:
-            return f"shares its weight with {other}, which an update of one would part; target neither"
+            return f"shares its weight with {other}, and an update of one would separate them. Target neither"
     return None
 
 
@@ -105,7 +105,7 @@ def find_extras(model: nn.Module, modules_to_save: Sequence[str]) -> dict[str, n
         if wanted not in matched:
             known = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
             raise FedspanError(
-                "model.modules_to_save", wanted, f"matches no module; the nearest are {nearest(wanted, known)}"
+                "model.modules_to_save", wanted, problem=f"{wanted!r} matches no module. {nearest(wanted, known)}"
             )
     return parameters
 

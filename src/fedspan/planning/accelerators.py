@@ -166,6 +166,6 @@ def accelerator_speed(name: str, dtype: str, utilisation: float = UTILISATION) -
     found = ACCELERATORS[key]
     peak: float | None = getattr(found, dtype)
     if peak is None:
-        raise FedspanError("--device", name, "a GPU with bfloat16 (from A10 and RTX3090 on), or model.dtype: float16")
+        raise FedspanError("--device", name, "a GPU with bfloat16 (A10, RTX3090 or newer), or model.dtype: float16")
     rate = peak * 1e12 * utilisation
     return Speed(key, rate, rate, found.bandwidth * 1e9, memory=round(found.memory * 1e9))

@@ -71,8 +71,8 @@ def measured_speed(
         FedspanError: If the run can't be timed here: its base is quantised, or this machine lacks its device.
     """
     if config.model.quantization is not None:
-        expected = f"a GPU's name: a base in {config.model.quantization} can't be timed without its weights"
-        raise FedspanError("--device", HERE, expected)
+        problem = f"a base in {config.model.quantization} cannot be timed without its weights"
+        raise FedspanError("--device", HERE, "a GPU's name", problem=problem)
     device, threads, depth = choose_device(config.device), torch.get_num_threads(), None
     if base > _WHOLE:
         depth = _BLOCKS

@@ -252,8 +252,9 @@ def local_training(
     """
     longest = passes.longest
     if length is not None and (longest is None or not isinstance(length, int) or not 1 <= length <= longest):
-        expected = "left out: images have none" if longest is None else f"a whole number from 1 to {longest}, the most"
-        raise FedspanError("--length", length, expected)
+        if longest is None:
+            raise FedspanError("--length", length, problem="images have no length. Leave the option out")
+        raise FedspanError("--length", length, f"a whole number from 1 to {longest}")
     length, settings, batch = length or longest, config.training_settings(), config.training.batch_size
     seen = _seen(settings, examples)
     own = seen if examples is None else examples

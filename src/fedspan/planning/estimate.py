@@ -163,7 +163,7 @@ def _counted(config: RunConfig) -> tuple[int, int, int] | None:
 
 def _require_device(device: str | None, utilisation: float | None) -> None:
     if utilisation is not None and device in (None, HERE):
-        raise FedspanError("--utilisation", utilisation, "a GPU's name beside it (--device; device=)")
+        raise FedspanError("--utilisation", utilisation, problem="it needs the name of a GPU (--device; device=)")
 
 
 def _placed(config: RunConfig, device: str | None) -> RunConfig:
@@ -205,7 +205,7 @@ def known_labels(config: RunConfig) -> int:
     data, entry = config.data, _entry(config)
     count = len(data.labels) if data.labels else entry.classes if entry else None
     if count is None:
-        expected = "the labels, a data set of fedspan data in data.dataset, or how many there are (--labels; labels=)"
+        expected = "the labels, a data set of fedspan data in data.dataset, or the number of labels (--labels; labels=)"
         raise FedspanError("data.labels", None, expected)
     return count if data.first_labels is None else min(count, data.first_labels)
 

@@ -207,9 +207,11 @@ def plan_run(
             have this length, or the bandwidth is not a positive finite number.
     """
     if mbit is not None and not (0 < mbit < math.inf):
-        raise FedspanError("--mbit", mbit, "megabits a second, more than 0")
+        raise FedspanError("--mbit", mbit, "a number of megabits a second above 0")
     if clients is None and config.partition.partitioner == "natural":
-        raise FedspanError("clients", None, "how many values partition.column has: a natural partition does not say")
+        raise FedspanError(
+            "clients", None, "the number of values of partition.column, which a natural partition does not name"
+        )
     count = clients or config.partition.clients
     spec = replace(planned.adapted.spec, clients=count)
     method = config.build_method(spec)

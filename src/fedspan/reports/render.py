@@ -50,12 +50,14 @@ def report(
     try:
         import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
-        raise FedspanError("report", "a page", f"pip install 'fedspan[report]' first ({error})") from None
+        raise FedspanError(
+            "report", None, problem=f"a report needs plotly ({error}). Run: pip install 'fedspan[report]'"
+        ) from None
     found = stories([runs] if isinstance(runs, str | Path) else runs)
     for run in found:
         if run.metric != found[0].metric:
-            expected = f"runs that are judged by one metric; {found[0].name} by {found[0].metric}, this by {run.metric}"
-            raise FedspanError("run folder", run.name, expected)
+            problem = f"{found[0].name} is judged by {found[0].metric}, and {run.name} by {run.metric}"
+            raise FedspanError("run folder", run.name, "runs that are judged by one metric", problem=problem)
     from fedspan.reports.page import OutOfRoundEvents, page
 
     groups, path = grouped(found), Path(out)

@@ -89,7 +89,7 @@ def stories(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
             else sorted(one.parent for one in path.glob("**/config.yaml") if _is_run(one.parent))
         )
         if not inside:
-            raise FedspanError("run folder", str(folder), "a run's folder, or one with runs below it")
+            raise FedspanError("run folder", str(folder), "the folder of a run, or a folder with runs in it")
         found |= dict.fromkeys(one.resolve() for one in inside)
     places = list(found)
     names = _names(places)
@@ -119,6 +119,6 @@ def _story(name: str, folder: Path) -> RunData:
         try:
             report = RunReport(**{key: value for key, value in values.items() if key in known})
         except (TypeError, AttributeError):
-            raise FedspanError(str(place.report), "something else", "a run's report, as fedspan writes it") from None
+            raise FedspanError(str(place.report), None, problem="the file is no report of a run") from None
     rows = tuple(cast("Sequence[Row]", list(read_lines(place.metrics))))
     return RunData(name, folder, config, report, rows, read_totals(place.ledger))

@@ -137,7 +137,7 @@ class Preset(Record):
     def _consistent(self) -> Self:
         for label, entry in self.methods.items():
             if entry.key not in METHODS:
-                raise ValueError(f"methods.{label}.key {entry.key!r}: the nearest are {nearest(entry.key, METHODS)}")
+                raise ValueError(f"methods.{label}.key {entry.key!r} is no method. {nearest(entry.key, METHODS)}")
         for axis in self.small.axes:
             self._require("small.axes", axis, self.axes)
         for label in (*self.small.methods, *self.small.leave_out):
@@ -250,7 +250,7 @@ def preset_of(id: str) -> Preset:
     """
     known = [name for name in _texts() if not name.startswith("_")]
     if id not in known:
-        raise FedspanError("ID", id, f"no such preset; the nearest are {nearest(id, known)}")
+        raise FedspanError("ID", id, problem=f"no preset is named {id!r}. {nearest(id, known)}")
     return read_preset({"id": id, **_values(id)}, id)
 
 

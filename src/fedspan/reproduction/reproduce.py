@@ -185,12 +185,16 @@ def _require_places(values: Mapping[str, Any]) -> None:
 def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
     path = folder / REPRODUCE
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not path.is_file())):
-        raise FedspanError("folder", str(folder), "it holds other things; choose another")
+        raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} holds other files. Choose another folder")
     if path.is_file():
         begun = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
         for name in ("id", "scale", "overrides"):
             if begun[name] != settings[name]:
-                raise FedspanError("folder", str(folder), f"it was begun with {name} {begun[name]!r}; choose another")
+                raise FedspanError(
+                    "folder",
+                    str(folder),
+                    problem=f"{str(folder)!r} was begun with {name} {begun[name]!r}. Choose another folder",
+                )
     with disk_errors(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True).encode())

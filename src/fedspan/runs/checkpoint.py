@@ -151,8 +151,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     if _sealed(body) != data:  # the whole text, so that no byte goes unchecked
         raise DamagedFileError(path, f"does not have the SHA-256 {digest}")
     if body.get("format") != FORMAT:
-        expected = f"this version of fedspan reads format {FORMAT}"
-        raise FedspanError(str(path), f"format {body.get('format')}", expected)
+        problem = f"the checkpoint has format {body.get('format')}, and this version of fedspan reads format {FORMAT}"
+        raise FedspanError(str(path), body.get("format"), problem=problem)
     return body
 
 
@@ -177,7 +177,9 @@ def load(folder: Path) -> Checkpoint:
                 (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
         best = expect(index, "best", list, NoneType)
     except ValueError as error:  # the files are intact, so another version wrote them
-        raise FedspanError(str(folder), str(error), "this version of fedspan cannot read it") from error
+        raise FedspanError(
+            str(folder), str(error), problem=f"this version of fedspan cannot read the checkpoint ({error})"
+        ) from error
     return Checkpoint(
         state=state,
         memories=memories,
@@ -241,7 +243,7 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     """
     there = _rounds(run)
     if not there:
-        raise FedspanError("run folder", str(run.path), "a run with a finished round; this one has none yet")
+        raise FedspanError("run folder", str(run.path), problem="the run has no finished round yet")
     if round == "best" and run.best.is_dir():
         return run.best
     wanted = max(there) if round in ("best", "last") else round
@@ -339,13 +341,13 @@ def latest(run: RunFolder) -> Checkpoint | None:
     try:
         return load(rounds[newest])
     except DamagedFileError as error:
-        way_on = "no older checkpoint is intact; start again in another folder"
+        way_on = "No older checkpoint is intact. Start again in another folder."
         for round in older:
             with suppress(FedspanError):
                 load(rounds[round])
-                way_on = f"round {round} is intact: delete {rounds[newest]} to go on from there"
+                way_on = f"Round {round} is intact. Delete {rounds[newest]} to go on from there."
                 break
-        raise FedspanError(error.field, error.value, way_on) from error
+        raise error.at(note=way_on) from error
 
 
 def truncate_logs(run: RunFolder, checkpoint: Checkpoint | None) -> None:
@@ -362,7 +364,10 @@ def truncate_logs(run: RunFolder, checkpoint: Checkpoint | None) -> None:
                 raise FedspanError(
                     str(path),
                     f"{found} bytes",
-                    f"at the checkpoint a line of it ended at byte {length}; restore the file or start again elsewhere",
+                    problem=(
+                        f"at the checkpoint a line ended at byte {length}, and the file has {found} bytes now. "
+                        "Restore the file or start again in another folder"
+                    ),
                 )
             if found > length:
                 with path.open("r+b") as file:

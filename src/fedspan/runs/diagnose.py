@@ -44,7 +44,10 @@ def diagnose(
     place, config = RunFolder(folder), read_config(folder)
     if not place.partition.is_file():
         raise FedspanError(
-            "run folder", str(folder), "a run on this machine: this one's clients have their data elsewhere"
+            "run folder",
+            str(folder),
+            "a run on this machine",
+            problem="the data of this run's clients are on other machines",
         )
     kept = checkpoints.load(checkpoints.select_checkpoint(place, round))
     require_same_run(place, config, kept)

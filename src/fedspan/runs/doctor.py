@@ -155,7 +155,7 @@ def _model() -> Check:
     try:
         resolve_model("builtin:all-minilm-l6-v2")
     except FedspanError as error:
-        return Check("demo model", "note", "not here; fedspan demo needs it, your own models don't", error.expected)
+        return Check("demo model", "note", "not here; fedspan demo needs it, your own models don't", str(error))
     return Check("demo model", "ok", "all-MiniLM-L6-v2, its weights as published")
 
 

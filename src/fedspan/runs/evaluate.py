@@ -78,18 +78,26 @@ def _file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | Non
     except ValidationError as error:
         mistake = first_mistake(error)
         field = "data" if mistake.field in ("config", "train") else mistake.field
-        raise FedspanError(field, str(data), mistake.expected) from None
+        raise mistake.at(field, str(data)) from None
 
 
 def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
     if not is_run(folder):
-        raise FedspanError("data", None, "a file to measure on: only a run folder knows a test set of its own")
+        raise FedspanError(
+            "data", None, "a file to measure on", problem="no data are given, and only a run folder names a test set"
+        )
     config = read_config(folder)
     loaded = load(config.data, seed=config.data_seed, task=config.task)
     if loaded.test is None:
-        raise FedspanError("data", None, "a file to measure on: this run has no held-out test set")
+        raise FedspanError(
+            "data", None, "a file to measure on", problem="no data are given, and this run has no held-out test set"
+        )
     if PROBLEMS[config.task].classifies and list(loaded.labels) != read_notes(adapter)["labels"]:
-        raise FedspanError("data.train", config.data.train, "the labels that the run was trained on; the file changed")
+        raise FedspanError(
+            "data.train",
+            config.data.train,
+            problem="the labels are not those that the run was trained on, because the file changed",
+        )
     return loaded.test
 
 
@@ -99,5 +107,10 @@ def _labelled(config: DataConfig, task: TaskName) -> datasets.Dataset:
         return load(config, "data", task=task).train
     except FedspanError as error:
         field = error.field.removeprefix("data.")
-        said = re.sub(r"data\.labels has (.*) \(data\.keep_only.*\)", r"the model knows \1", error.expected)
-        raise FedspanError("data" if field == "train" else field, error.value, said) from None
+        said = re.sub(
+            r"data\.labels has (.*) \(data\.keep_only.*\)", r"the model knows \1", error.problem or error.expected
+        )
+        problem = None if error.problem is None else said
+        raise FedspanError(
+            "data" if field == "train" else field, error.value, "" if problem else said, problem=problem
+        ) from None

@@ -60,7 +60,7 @@ def export(
     if form not in ("adapter", "merged"):
         raise FedspanError("form", form, "adapter or merged")
     if rank is not None and (form != "adapter" or rank < 1):
-        raise FedspanError("rank", rank, "a number from 1 for form adapter; a merged model has no rank")
+        raise FedspanError("rank", rank, "a number from 1 for form adapter (a merged model has no rank)")
     if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise FedspanError("out", str(out), "an empty folder, or one that does not exist")
     with tempfile.TemporaryDirectory(prefix="fedspan-") as scratch:
@@ -71,7 +71,7 @@ def export(
             remove(partial)
             whole = not (source / ADAPTER).is_file()
             if whole and form == "adapter":
-                raise FedspanError("form", form, f"merged: {source} holds a merged model")
+                raise FedspanError("form", form, problem=f"{source} holds a merged model, which has no adapter")
             if whole or form == "adapter":
                 shutil.copytree(source, partial)
                 if rank is not None:
@@ -84,7 +84,7 @@ def export(
             partial.rename(out)
         except (OSError, SafetensorError) as error:  # the latter where Transformers writes a merged model
             why = getattr(error, "strerror", None) or error
-            raise FedspanError("out", str(out), f"a folder that can be written ({why})") from error
+            raise FedspanError("out", str(out), problem=f"the folder cannot be written ({why})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return out
@@ -109,7 +109,7 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
     if "global" in adapters:
         return adapters["global"]
     if client is None:
-        raise FedspanError("client", None, "the id of a client: every client of this run has a model of its own")
+        raise FedspanError("client", None, "the id of a client, because every client of this run has its own model")
     return adapters[client]
 
 

@@ -105,7 +105,9 @@ class RunFolder:
         with disk_errors(run.path):
             if not os.path.isfile(run.config):  # Path's own raises for a name that is too long for the disk
                 raise FedspanError(
-                    "run folder", str(run.path), "no run was begun here; leave --resume out to start one"
+                    "run folder",
+                    str(run.path),
+                    problem=f"{str(run.path)!r} holds no run. Leave --resume out to start one",
                 )
             run._acquire()
         return run
@@ -117,14 +119,24 @@ class RunFolder:
             FedspanError: If the folder is not empty, or is a file.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise FedspanError("run folder", str(self.path), "a file has that name; choose another")
+            raise FedspanError(
+                "run folder", str(self.path), problem=f"{str(self.path)!r} is a file. Choose another name"
+            )
         if self.config.exists():
-            raise FedspanError("run folder", str(self.path), "it holds a run; choose another or use --resume")
+            raise FedspanError(
+                "run folder",
+                str(self.path),
+                problem=f"{str(self.path)!r} already holds a run. Choose another folder or use --resume",
+            )
         entries = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
         # A process that is killed while it creates the folder leaves these files: no reason to reject the folder.
         ours = (self.lock.name, f"{self.config.name}.tmp-")
         if others := [name for name in entries if not name.startswith(ours)]:
-            raise FedspanError("run folder", str(self.path), f"it holds other things ({others[0]}); choose another")
+            raise FedspanError(
+                "run folder",
+                str(self.path),
+                problem=f"{str(self.path)!r} holds other files ({others[0]}). Choose another folder",
+            )
 
     def _acquire(self) -> None:
         holder = self._holder()  # read first: older filelocks empty the file when they try
@@ -132,7 +144,9 @@ class RunFolder:
             self._lock.acquire(blocking=False)
         except Timeout:
             raise FedspanError(
-                "run folder", str(self.path), f"{holder} works on this run; wait until it is finished or stop it"
+                "run folder",
+                str(self.path),
+                problem=f"{holder} works on this run. Wait until it is finished, or stop it",
             ) from None
         # A soft lock (on disks without real ones) names its process itself. Elsewhere the name only helps the process
         # that is refused, so a failure to write it is ignored.
@@ -167,7 +181,9 @@ class RunFolder:
         try:
             return read_bytes(self.config).decode()
         except UnicodeDecodeError as error:
-            raise FedspanError(str(self.config), str(error), "text in UTF-8 is expected here") from error
+            raise FedspanError(
+                str(self.config), str(error), problem=f"the file is not text in UTF-8 ({error})"
+            ) from error
 
     def write_json(self, path: Path, value: object) -> None:
         """Write one of the run's JSON files (``run.partition``, ``run.report``) atomically.
@@ -187,7 +203,7 @@ class RunFolder:
         try:
             return from_json(read_bytes(path))
         except ValueError as error:
-            raise FedspanError(str(path), str(error), "JSON is expected here") from error
+            raise FedspanError(str(path), str(error), problem=f"the file is not valid JSON ({error})") from error
 
 
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")

@@ -57,7 +57,11 @@ def harness(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise FedspanError("tasks", list(tasks), f"pip install 'fedspan[harness]' first ({error})") from None
+        raise FedspanError(
+            "tasks",
+            list(tasks),
+            problem=f"the package lm-eval is missing ({error}). Run: pip install 'fedspan[harness]'",
+        ) from None
     manager: Any = None
     if include is not None:  # without the harness's own, whose thousands of files take seconds to read
         manager = TaskManager(include_path=str(include), include_defaults=False)
@@ -65,11 +69,13 @@ def harness(
         manager = TaskManager(include_path=None if include is None else str(include))
     for task in tasks:
         if task not in manager.all_tasks:
-            expected = f"a task of lm-evaluation-harness; the nearest are {nearest(task, manager.all_tasks)}"
-            raise FedspanError("tasks", task, expected)
+            problem = f"lm-evaluation-harness has no task {task!r}. {nearest(task, manager.all_tasks)}"
+            raise FedspanError("tasks", task, problem=problem)
     served = load_served(folder, client)
     if served.facts.task != "causal-lm":
-        raise FedspanError("tasks", list(tasks), f"a causal-lm run; this one's task is {served.facts.task}")
+        raise FedspanError(
+            "tasks", list(tasks), "a run of causal-lm", problem=f"this run's task is {served.facts.task}"
+        )
     model = HFLM(pretrained=served.model, tokenizer=served.processor, batch_size=batch_size)  # pyright: ignore
     evaluated: Any = lm_eval.simple_evaluate  # its decorator hides its parameters
     try:
@@ -86,7 +92,7 @@ def harness(
         )
     except (OSError, ValueError, RuntimeError) as error:  # among others, data sets that cannot be downloaded or read
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise FedspanError("tasks", list(tasks), f"tasks that can be evaluated here ({why})") from error
+        raise FedspanError("tasks", list(tasks), problem=f"the tasks cannot be evaluated here ({why})") from error
     counts = found.get("n-samples", {})
     return {task: _plain(values, counts.get(task)) for task, values in found["results"].items()}
 

@@ -97,9 +97,9 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
         try:
             row = from_json(line)
         except ValueError as error:
-            raise FedspanError(f"{path}, line {number}", line, "a JSON object is expected here") from error
+            raise FedspanError(f"{path}, line {number}", line, "a JSON object") from error
         if not isinstance(row, dict):
-            raise FedspanError(f"{path}, line {number}", line, "a JSON object is expected here")
+            raise FedspanError(f"{path}, line {number}", line, "a JSON object")
         yield row
 
 
@@ -194,7 +194,7 @@ def read_totals(path: Path) -> Totals:
                 tally = Tally(1, size, payload)
                 totals.add(round, client, cast(Direction, direction), tally, cast(Purpose, purpose))
             case _:
-                raise FedspanError(f"{path}, line {number}", row, "an entry of the ledger is expected here")
+                raise FedspanError(f"{path}, line {number}", row, "an entry of the ledger")
     return totals
 
 

@@ -86,27 +86,34 @@ def adapter_folder(folder: str | Path, client: str | None) -> Path:
     if "global" in adapters:
         return folder / adapters["global"]
     if client is None:
-        shown = nearest("", adapters)
-        raise FedspanError("client", None, f"one of {shown}, ...: every client of this run has a model of its own")
+        shown = ", ".join(sorted(adapters)[:6])
+        raise FedspanError("client", None, f"one of {shown}, ..., because every client of this run has its own model")
     if client not in adapters:
-        expected = f"one whose model the run wrote, like {nearest(client, adapters)}, or fedspan export --client first"
-        raise FedspanError("client", client, expected)
+        problem = (
+            f"the run wrote no model of {client!r}. {nearest(client, adapters)} Or use fedspan export --client first"
+        )
+        raise FedspanError("client", client, problem=problem)
     return folder / adapters[client]
 
 
 def _require_export(folder: Path, client: str | None) -> None:
     if not os.path.isfile(folder / NOTES):
         expected = f"a run folder, or a model that fedspan exported (with {NOTES} in it)"
-        raise FedspanError("folder", str(folder), expected if os.path.exists(folder) else f"no such folder; {expected}")
+        raise FedspanError(
+            "folder",
+            str(folder),
+            expected,
+            problem=None if os.path.exists(folder) else f"there is no folder {str(folder)!r}",
+        )
     own = read_notes(folder)["client"]
     if client is not None and client != own:
         whose = "everybody's" if own is None else f"the one of {own!r}"
-        raise FedspanError("client", client, f"no client of its own here: this model is {whose}; leave it out")
+        raise FedspanError("client", client, problem=f"this model is {whose}. Leave the client out")
 
 
 def _unreadable(place: Path, error: Exception) -> FedspanError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return FedspanError("folder", str(place), f"an adapter that PEFT can read ({reason})")
+    return FedspanError("folder", str(place), problem=f"PEFT cannot read this adapter ({reason})")
 
 
 def load_served(
@@ -196,7 +203,7 @@ def _rows(facts: Facts, given: Sequence[str | os.PathLike[str] | tuple[str, str]
     if facts.task == "image-classification":
         paths = [None if isinstance(path, tuple) else os.path.expanduser(path) for path in given]
         if None in paths:
-            raise FedspanError("texts", given[paths.index(None)], "paths of images; this model takes no pairs")
+            raise FedspanError("texts", given[paths.index(None)], "paths of images, because this model takes no pairs")
         images = datasets.Dataset.from_dict({"image": paths, **blank})
         return images.cast_column("image", datasets.Image())
     texts = [text if isinstance(text, tuple) else (str(text), "") for text in given]

@@ -135,7 +135,9 @@ def require_packing(config: RunConfig, model: nn.Module, device: torch.device) -
     """
     if config.task == "causal-lm" and config.data.packing and sees_across(model, device):
         kind = type(model).__name__
-        raise FedspanError("data.packing", True, f"false: the attention of {kind} does not keep packed examples apart")
+        raise FedspanError(
+            "data.packing", True, "false", problem=f"the attention of {kind} does not separate packed examples"
+        )
 
 
 def require_size(config: RunConfig, model: nn.Module, task: RunTask, examples: Examples, device: torch.device) -> None:
@@ -191,7 +193,9 @@ def read_notes(folder: Path) -> dict[str, Any]:
     try:
         notes = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise FedspanError(str(path), str(error), "the notes that fedspan wrote beside the model") from None
+        raise FedspanError(
+            str(path), str(error), problem=f"the file does not hold what fedspan wrote beside the model ({error})"
+        ) from None
     if not isinstance(notes, dict) or not set(notes) >= _NOTED:
         found = sorted(notes) if isinstance(notes, dict) else notes
         raise FedspanError(str(path), found, f"an object with {', '.join(sorted(_NOTED))}")
@@ -203,7 +207,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
-            raise FedspanError(f"{path}.{name}", notes[name], "what fedspan wrote there; this file was changed")
+            raise FedspanError(f"{path}.{name}", notes[name], problem="the file was changed after fedspan wrote it")
     return notes
 
 
@@ -233,7 +237,7 @@ def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
     }
     for name, is_right in right.items():
         if not is_right:
-            raise FedspanError(f"{path}.{name}", notes[name], "what fedspan wrote there; this file was changed")
+            raise FedspanError(f"{path}.{name}", notes[name], problem="the file was changed after fedspan wrote it")
     return facts
 
 
@@ -318,12 +322,16 @@ def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[Ad
     # PEFT's own checks, and patterns that are not valid regexes; the last two: a{9999999999}, ((((...
     except (ValueError, re.error, OverflowError, RecursionError) as error:
         asked = config.model.target_modules
-        raise FedspanError("model.target_modules", asked, f"layers named as PEFT takes them ({error})") from None
+        raise FedspanError(
+            "model.target_modules", asked, problem=f"PEFT does not accept these names of layers ({error})"
+        ) from None
     if config.model.gradient_checkpointing:
         try:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         except ValueError as error:
-            raise FedspanError("model.gradient_checkpointing", True, f"false for this model ({error})") from None
+            raise FedspanError(
+                "model.gradient_checkpointing", True, "false", problem=f"this model does not support it ({error})"
+            ) from None
     extras = find_rest(model, targets) if config.model.scratch else find_extras(model, saved)
     return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
 
@@ -385,7 +393,7 @@ def _adopt(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) ->
     start = read_adapter(config.model.adapter, adapted.operators)
     foreign = sorted(set(start.extras) - set(adapted.spec.extras))
     if foreign:
-        raise FedspanError("model.adapter", foreign[0], "saved modules that are the run's model.modules_to_save")
+        raise FedspanError("model.adapter", foreign[0], "saved modules that are in the run's model.modules_to_save")
     for path, value in start.extras.items():
         if tuple(value.shape) != adapted.spec.extras[path]:
             expected = (

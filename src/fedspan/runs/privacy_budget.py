@@ -63,7 +63,7 @@ def load_noise_key(folder: Path, config: RunConfig) -> bytes | None:
         return None
     key = read_bytes(folder / _KEY)
     if len(key) != KEY_BYTES:
-        raise FedspanError(str(folder / _KEY), f"{len(key)} bytes", f"the {KEY_BYTES} bytes that the run began with")
+        raise FedspanError(str(folder / _KEY), f"{len(key)} bytes", f"the {KEY_BYTES} bytes with which the run began")
     return key
 
 
@@ -158,7 +158,9 @@ class Book:
             try:
                 spend.restore(from_json(read_bytes(self.path)))  # pyright: ignore[reportArgumentType]
             except ValueError as error:
-                raise FedspanError(str(self.path), str(error), "what this node has spent so far") from error
+                raise FedspanError(
+                    str(self.path), str(error), problem=f"the privacy budget of this node cannot be read ({error})"
+                ) from error
         own = tuple(replace(one, payer="") for one in charges)
         if most is not None and (cost := spend.worst(own)) > most:
             raise FedspanError("limits.epsilon", most, f"at least {cost:.4g}, with this order")

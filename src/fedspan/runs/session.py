@@ -53,8 +53,8 @@ def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | Non
         FedspanError: If it was changed in a section that the checkpoint's tensors depend on.
     """
     if kept is not None and kept.extra.get("config", config.identity) != config.identity:
-        expected = "the seed, task, model, data, partition and method that the run began with; only paths may change"
-        raise FedspanError("config", str(place.config), expected)
+        expected = "the seed, task, model, data, partition and method with which the run began (only paths may change)"
+        raise FedspanError("config", str(place.config), expected, problem="the config was changed after the run began")
 
 
 def load_partition(place: RunFolder) -> Partition | None:
@@ -104,10 +104,10 @@ def run(
                 listener.environment_changed(changes)
             return _play(place, stored, listener, resumed=True, host=host, build=build)
     if config is None:
-        raise FedspanError("config", None, "needed for a new run")
+        raise FedspanError("config", None, "a config for a new run")
     if config.evaluation.diagnostics is not None and host is not None:
-        expected = "left out, or engine.name: batched or loop: between machines no process sees both ends of an update"
-        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, expected)
+        problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
+        raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded in vain
@@ -334,9 +334,11 @@ def read_report(folder: str | Path) -> RunReport:
     """
     place = RunFolder(folder)
     if not is_run(folder):
-        raise FedspanError("run folder", str(folder), "no run was begun here")
+        raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
     if not place.report.is_file():
-        raise FedspanError("run folder", str(folder), f"this run is not finished; go on with --resume {folder}")
+        raise FedspanError(
+            "run folder", str(folder), problem=f"this run is not finished. Continue it with --resume {folder}"
+        )
     values = place.read_json(place.report)
     names = {field.name for field in dataclasses.fields(RunReport)}
     if not isinstance(values, dict) or not names - _LATER <= set(values) <= names:
@@ -379,4 +381,4 @@ def require_client(folder: str | Path, client: str) -> None:
     """
     ids = [part.id for part in read_partition(folder).clients]
     if client not in ids:
-        raise FedspanError("client", client, f"no such client in {folder}; the nearest are {nearest(client, ids)}")
+        raise FedspanError("client", client, problem=f"{folder} has no client {client!r}. {nearest(client, ids)}")

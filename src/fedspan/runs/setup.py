@@ -77,11 +77,11 @@ def client_ranks(config: RunConfig, method: RegisteredMethod, ids: Sequence[str]
     for id, rank in wanted.items():
         field = f"federation.ranks.{id}"
         if id not in known:
-            raise FedspanError(field, rank, f"no such client; the nearest are {nearest(id, ids)}")
+            raise FedspanError(field, rank, problem=f"no client is named {id!r}. {nearest(id, ids)}")
         if rank > most:
             raise FedspanError(field, rank, f"a rank from 1 to {most}, {whose}")
         if rank != method.r and not method.claims.heterogeneous_ranks:
-            raise FedspanError(field, rank, f"{config.method.name} needs one rank for all clients, {method.r}")
+            raise FedspanError(field, rank, f"{method.r}, because {config.method.name} needs one rank for all clients")
     return {id: wanted.get(id, method.r) for id in ids}
 
 
@@ -150,11 +150,12 @@ def make_engine(
     chosen, seed = config.engine, config.seed
     prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
     refusals = {
-        f"with engine.name: {chosen.name}; only batched compiles": chosen.name != "batched",
-        "with training.lora_dropout, whose masks are drawn client by client": settings.dropout > 0,
+        f"engine.name: {chosen.name} does not compile, only batched does": chosen.name != "batched",
+        "it cannot be combined with training.lora_dropout, whose masks are drawn client by client": settings.dropout
+        > 0,
     }
     if chosen.compile and (why := next((why for why, holds in refusals.items() if holds), None)):
-        raise FedspanError("engine.compile", True, f"false {why}")
+        raise FedspanError("engine.compile", True, problem=why)
     if chosen.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix)
     wish = StackingRequest(chosen.clients_at_once, chosen.workers)
@@ -239,7 +240,7 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).strip().splitlines()[0].partition(". ")[0]
         raise FedspanError(
-            "device", name, f"auto, cpu, cuda, cuda:N or mps, as this machine has them ({reason})"
+            "device", name, "auto, cpu, cuda, cuda:N or mps", problem=f"this machine has no device {name!r} ({reason})"
         ) from None
     return device
 
@@ -261,12 +262,12 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
     data = load(config.data, seed=config.data_seed, task=config.task)
     parts = given or partition(data.train, config.partition, config.data_seed)
     if parts.examples != len(data.train):
-        raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples that the run was begun with")
+        raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
     built = build_model(config, data.labels, device)
     adapted = built.adapted
     require_private_model(config, adapted)
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
-        expected = f"macro_f1: there are {len(data.labels)} labels, and f1 is of the second of two"
+        expected = f"macro_f1, because there are {len(data.labels)} labels and f1 is for two"
         raise FedspanError("evaluation.metric", "f1", expected)
     facts = Facts.of(config, data.labels, max_length(config, built.processor, adapted.model))
     task = PROBLEMS[config.task].task(built.processor, facts, config)
@@ -353,8 +354,8 @@ def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
         FedspanError: If it does not.
     """
     if config.privacy is not None and adapted.buffers:
-        expected = f"left out with this model: running statistics ({adapted.buffers[0]}, ...) are of raw examples"
-        raise FedspanError("privacy", config.privacy.mechanism, expected)
+        problem = f"this model's running statistics ({adapted.buffers[0]}, ...) come from raw examples, without privacy"
+        raise FedspanError("privacy", config.privacy.mechanism, problem=problem)
 
 
 def _dropped(count: int) -> tuple[str, ...]:
@@ -387,7 +388,7 @@ def _members(config: RunConfig, method: RegisteredMethod, parts: Partition) -> L
     ids = parts.parts.ids
     cohort = config.federation.clients_per_round
     if cohort is not None and cohort > len(ids):
-        raise FedspanError("federation.clients_per_round", cohort, f"at most the {len(ids)} clients there are")
+        raise FedspanError("federation.clients_per_round", cohort, f"at most {len(ids)}, the number of clients")
     ranks = np.fromiter(client_ranks(config, method, ids).values(), np.int64, len(ids))
 
     def member(at: int) -> ClientData:

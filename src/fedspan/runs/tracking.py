@@ -15,7 +15,7 @@ from typing import Any, cast
 from accelerate import tracking
 from accelerate.state import PartialState
 
-from fedspan.errors import FedspanError, nearest
+from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
 
@@ -40,9 +40,9 @@ def require_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in _MADE:
-            raise FedspanError("track", name, f"one of {', '.join(TRACKERS)}; the nearest is {nearest(name, TRACKERS)}")
+            raise FedspanError("track", name, f"one of {', '.join(TRACKERS)}")
         if importlib.util.find_spec(name) is None:
-            raise FedspanError("track", name, f"pip install {name} first")
+            raise FedspanError("track", name, problem=f"the package {name} is missing. Run: pip install {name}")
 
 
 class TrackingListener(Listener):

@@ -45,7 +45,7 @@ def run(
     config = _config(config, overrides)
     if resume and is_run(folder):
         if read_config(folder) != config:
-            raise FedspanError("config", str(folder), "the config that this run was begun with, or another folder")
+            raise FedspanError("config", str(folder), "the config with which this run began, or another folder")
         return _go_on(folder, listener, track)
     with _tracked(listener, track, folder) as told:
         return session.run(config, folder, listener=told, host=_host(config))

@@ -139,10 +139,11 @@ class CausalLM:
         for row, (prompt, answer) in enumerate(zip(given, learnt, strict=True), first):
             prompt, answer = prompt or [self._start], self._ended(answer)
             if self.refuse_long and len(answer) >= self.max_length:
-                expected = (
-                    f"answers that fit; example {row + 1} has one of {len(answer)} tokens, or data.long_answers: cut"
+                problem = (
+                    f"the answer of example {row + 1} has {len(answer)} tokens, and {self.max_length} is the limit"
                 )
-                raise FedspanError("model.max_length", self.max_length, expected)
+                cure = "a larger model.max_length, or data.long_answers: cut"
+                raise FedspanError("model.max_length", self.max_length, cure, problem=problem)
             kept, rest = cut(prompt, answer, self.max_length, prompt[0] in self.tokenizer.all_special_ids)
             cut_prompts, cut_answers = cut_prompts + (kept != prompt), cut_answers + (rest != answer)
             ids.append([*kept, *rest])

@@ -126,7 +126,9 @@ def _large_enough(batch: Mapping[str, Tensor]) -> Generator[None]:
         yield
     except ValueError as error:
         size = int(batch["pixel_values"].shape[-1])
-        raise FedspanError("model.image_size", size, f"larger images, for batches of one ({error})") from error
+        raise FedspanError(
+            "model.image_size", size, "larger images", problem=f"a batch of one image fails at this size ({error})"
+        ) from error
 
 
 def _decoded(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
@@ -135,14 +137,15 @@ def _decoded(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
             return image.convert("RGB")
     # Pillow's readers raise many errors on damaged files: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
-        expected = f"an image that Pillow can decode ({str(error) or type(error).__name__})"
-        raise FedspanError("data", row["path"] or f"image {number + 1}", expected) from None
+        image = row["path"] or f"image {number + 1}"
+        problem = f"Pillow cannot decode {image} ({str(error) or type(error).__name__})"
+        raise FedspanError("data", image, problem=problem) from None
 
 
 def _different_sizes() -> FedspanError:
-    return FedspanError("model.image_size", None, "a number of pixels: as they are, the images differ in size")
+    return FedspanError("model.image_size", None, "a number of pixels", problem="the images differ in size")
 
 
 def _unlike(processor: object) -> FedspanError:
-    expected = "a model whose image processor resizes, rescales and normalises, and does no more"
+    expected = "a model whose image processor only resizes, rescales and normalises"
     return FedspanError("model.name", type(processor).__name__, expected)

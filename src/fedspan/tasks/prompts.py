@@ -51,7 +51,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | Non
             not begin with its text of the prompt (so the answer's beginning is unknown).
     """
     if not tokenizer.chat_template:
-        raise FedspanError("data.chat", True, "false: this model's tokenizer has no chat template")
+        raise FedspanError("data.chat", True, "false", problem="this model's tokenizer has no chat template")
     given = [] if system is None else [{"role": "system", "content": system}]
     given = [*given, *prompt.history, {"role": "user", "content": prompt.text}]
     whole = [*given, {"role": "assistant", "content": prompt.answer}]
@@ -59,9 +59,13 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | Non
         before = str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
         after = str(tokenizer.apply_chat_template(whole, tokenize=False))
     except TemplateError as error:
-        raise FedspanError("data.chat", True, f"messages that the model's chat template takes ({error})") from None
+        raise FedspanError(
+            "data.chat", True, problem=f"the model's chat template refuses the messages ({error})"
+        ) from None
     if not after.startswith(before):
-        raise FedspanError("data.chat", True, "false: this model's chat template rewrites a prompt once it is answered")
+        raise FedspanError(
+            "data.chat", True, "false", problem="this model's chat template changes a prompt once the answer follows"
+        )
     return before, after[len(before) :]
 
 

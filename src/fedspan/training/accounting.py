@@ -119,7 +119,11 @@ def require_opacus() -> None:
     try:
         import opacus  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
-        raise FedspanError("privacy", "on", f"pip install 'fedspan[privacy]' first ({error})") from None
+        raise FedspanError(
+            "privacy",
+            "on",
+            problem=f"privacy needs a package that is missing ({error}). Run: pip install 'fedspan[privacy]'",
+        ) from None
 
 
 def epsilon_of(counts: Mapping[Mechanism, int], delta: float, accounting: Accounting) -> float:
@@ -200,7 +204,9 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
     while cost(high, few) > epsilon:
         high *= 2
         if high > 1e6:
-            raise FedspanError("privacy.epsilon", epsilon, f"one that {count} releases can keep to with any noise")
+            raise FedspanError(
+                "privacy.epsilon", epsilon, problem=f"{epsilon:g} is too small for {count} releases with any noise"
+            )
     high = _calibrated(high, epsilon, lambda noise: cost(noise, few))
     if accounting == "prv":
         return high

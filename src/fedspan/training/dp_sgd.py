@@ -322,4 +322,4 @@ def _require_private(job: Job, packing: bool) -> None:
         "packed batches have no examples of their own (training.packing)": packing,
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
-        raise FedspanError("privacy.mechanism", "dp-sgd", f"another method or model here: {why}")
+        raise FedspanError("privacy.mechanism", "dp-sgd", problem=f"dp-sgd cannot train this method or model: {why}")

@@ -139,11 +139,8 @@ class Assignment:
 
 def not_finite(work: Assignment, value: float) -> FedspanError:
     """Build the error for a loss that is infinite or NaN."""
-    expected = (
-        f"the loss of client {work.client} in round {work.round + 1} became {value}; "
-        "lower the learning rate or set training.max_grad_norm"
-    )
-    return FedspanError("training.lr", work.lr, expected)
+    problem = f"the loss of client {work.client} in round {work.round + 1} became {value} with {work.lr:g}"
+    return FedspanError("training.lr", work.lr, "a lower learning rate, or training.max_grad_norm", problem=problem)
 
 
 def spec_of(work: Assignment, settings: TrainingSettings) -> OptimizerSpec:

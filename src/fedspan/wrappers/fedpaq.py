@@ -75,7 +75,9 @@ class FedPAQ(RegisteredWrapper):
         tensors: dict[str, Tensor] = {}
         for name, value in result.tensors.items():
             if name not in start or start[name].shape != value.shape:
-                raise FedspanError("method.wrappers", "fedpaq", f"the reply's {name} is no tensor that was sent")
+                raise FedspanError(
+                    "method.wrappers", "fedpaq", problem=f"the reply's {name} is no tensor that was sent"
+                )
             rng = generator(self.seed, "fedpaq", round, client.id, name)
             tensors[name] = pack(*quantise(value - start[name], self.bits, rng), self.bits)
         return replace(result, tensors=with_prefix(CHANGE, tensors)), own

@@ -47,8 +47,8 @@ def wrapper_class(key: str, field: str = "method.wrappers") -> type[RegisteredWr
     if key in WRAPPERS:  # first: a user's own method may have the same key
         return WRAPPERS[key]
     if key in METHODS:
-        raise FedspanError(field, key, "a wrapper; this is a method, which goes into method.name")
-    raise FedspanError(field, key, f"no such wrapper; the nearest are {nearest(key, WRAPPERS)}")
+        raise FedspanError(field, key, problem=f"{key!r} is a method, not a wrapper. Put it into method.name")
+    raise FedspanError(field, key, problem=f"no wrapper is named {key!r}. {nearest(key, WRAPPERS)}")
 
 
 def wrap(
@@ -74,15 +74,17 @@ def wrap(
     for position, (key, options) in enumerate(wrappers):
         field, cls = f"method.wrappers.{position}", wrapper_class(key)
         if cls.kind in kinds:
-            raise FedspanError(field, key, f"one {cls.kind} around a method; {kinds[cls.kind]} is there already")
+            raise FedspanError(
+                field, key, problem=f"a method takes one {cls.kind}, and {kinds[cls.kind]} already is one"
+            )
         kinds[cls.kind] = key
         wrapped = cls(inner=method, seed=seed, **options)
         inside = " and its wrappers inside" if position else ""
         refusal = wrapped.refusal(method.declared())
         if refusal is not None:
-            raise FedspanError(field, key, f"another wrapper or method{inside}: {key} {refusal}")
+            raise FedspanError(field, key, f"another wrapper or method{inside}", problem=f"{key} {refusal}")
         refusal = wrapped.training_refusal(optimizer, max_grad_norm)
         if refusal is not None:
-            raise FedspanError(field, key, f"other settings: {refusal}")
+            raise FedspanError(field, key, problem=refusal)
         method = wrapped
     return method

@@ -84,16 +84,16 @@ class Scaffold(RegisteredWrapper):
     def training_refusal(self, optimizer: OptimizerSpec, max_grad_norm: float) -> str | None:
         if self.variate == "option-II" and (optimizer.name != "sgd" or optimizer.momentum):
             return (
-                "option-II reads the mean gradient off the client's change, which only training.optimizer sgd with "
-                "training.momentum 0 lets it; or variate: gradient with training.max_grad_norm: 0"
+                "option-II derives the mean gradient from the client's change, which needs training.optimizer: sgd and "
+                "training.momentum: 0. Otherwise set variate: gradient and training.max_grad_norm: 0"
             )
         if self.variate != "option-II" and max_grad_norm:
-            return f"{self.variate} is of raw gradients, and clipped ones would be corrected; training.max_grad_norm: 0"
+            return f"{self.variate} needs gradients that are not clipped. Set training.max_grad_norm: 0"
         return None
 
     def init(self, weights: Weights) -> ServerState:
         if not self.spec.clients:
-            raise FedspanError("method.wrappers", "scaffold", "needs to know how many clients there are")
+            raise FedspanError("method.wrappers", "scaffold", problem="scaffold needs the number of clients")
         return self.inner.init(weights)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
@@ -108,7 +108,7 @@ class Scaffold(RegisteredWrapper):
         kept, theirs = without_prefix(PREFIX, memory)
         job = self.inner.start(replace(message, tensors=others), client, theirs, round)
         if job.gradient_offset:
-            raise FedspanError("method.wrappers", "scaffold", "this method has a correction of the gradient of its own")
+            raise FedspanError("method.wrappers", "scaffold", problem="this method already corrects the gradient")
         own = _valid(kept, OWN, job.generation)
         offsets = _valid(kept, OFFSET, job.generation)
         for name, variate in sent.items():

@@ -63,7 +63,7 @@ class ServerOptimizer(RegisteredWrapper):
         for name, mean in reduced.mean.items():
             if name not in start:
                 field = "method.wrappers"
-                raise FedspanError(field, type(self).__name__, f"{name} is no tensor that clients start from")
+                raise FedspanError(field, type(self).__name__, problem=f"{name} is no tensor that clients start from")
             before = {
                 kind: own.get(f"{kind}/{name}", torch.full_like(mean, self.initial(kind))) for kind in self.moments
             }

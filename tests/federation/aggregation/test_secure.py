@@ -312,7 +312,7 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     """Three left of four are not enough for clients who want four: they give nothing away, and the run stops."""
     lose = secure_rounds.gone_at("train", "south")
     federation, stage = secure_rounds.secured(built, tmp_path, lose=lose, least=4, retries=0)
-    with pytest.raises(FedspanError, match=r"limits\.secure_clients: 3; at least 4"):
+    with pytest.raises(FedspanError, match=r"`limits\.secure_clients`: 3 is not accepted\. Expected at least 4"):
         federation.run_round(federation.begin())
     given = [
         UnmaskReply.model_validate_json(back.header).shares for asked, back in stage.came if asked.task == "unmask"
@@ -344,7 +344,7 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
     progress = federation.run_round(federation.begin()).progress
     order = next(asked for asked, _ in stage.sent if isinstance(asked, Order))
     participant = stage.make(order.to)
-    with pytest.raises(FedspanError, match=r"federation\.secure: None; a session"):
+    with pytest.raises(FedspanError, match=r"`federation\.secure`: no value is given\. Expected a session"):
         participant.answer(replace(order, secure=None))
     participant.secure = None
     with pytest.raises(FedspanError, match=r"the run's config has none"):

@@ -56,7 +56,7 @@ def _unknown_dataset(world: World) -> None:
 
 FILES = [
     Mistake("missing", "The file is not there.", "config", lambda world: load_config("my.yaml")),
-    Mistake("not-utf-8", "The file is in Latin-1.", "config", _yaml("# Schlüssel".encode("latin-1")), "YAML file ("),
+    Mistake("not-utf-8", "The file is in Latin-1.", "config", _yaml("# Schlüssel".encode("latin-1")), "a YAML file ("),
     Mistake("folder", "The path is a folder.", "config", lambda world: load_config(world.folder)),
     Mistake("zero-byte", "The path holds a zero byte.", "config", lambda world: load_config("a\0b")),
     Mistake("yaml", "A bracket is not closed.", "config", _yaml("data: {train: x.csv\n"), "valid YAML ("),
@@ -267,12 +267,12 @@ FIELDS = [
 ]
 DEVICES = [
     Mistake(
-        "unknown", "A device that torch does not know.", "device", lambda world: choose_device("tpu"), "has them ("
+        "unknown", "A device that torch does not know.", "device", lambda world: choose_device("tpu"), "has no device "
     ),
-    Mistake("cuda-index", "No such graphics card.", "device", lambda world: choose_device("cuda:97"), "has them ("),
-    Mistake("meta", "torch's device without memory.", "device", lambda world: choose_device("meta"), "has them ("),
+    Mistake("cuda-index", "No such graphics card.", "device", lambda world: choose_device("cuda:97"), "has no device "),
+    Mistake("meta", "torch's device without memory.", "device", lambda world: choose_device("meta"), "has no device "),
     Mistake(
-        "other", "A device of some extension.", "device", lambda world: choose_device("privateuseone"), "has them ("
+        "other", "A device of some extension.", "device", lambda world: choose_device("privateuseone"), "has no device "
     ),
-    Mistake("empty-device", "The device is empty.", "device", lambda world: choose_device(""), "has them ("),
+    Mistake("empty-device", "The device is empty.", "device", lambda world: choose_device(""), "has no device "),
 ]

@@ -144,14 +144,14 @@ IMAGES = [
     ),
     Mistake("no-path", "A path is missing.", "data.train", _list("image,label\n1.png,a\n,b\n")),
     Mistake("texts", "Images for a task on texts.", "data.text", _texts),
-    Mistake("decode", "An image was cut.", "data", _damaged, "decode ("),
+    Mistake("decode", "An image was cut.", "data", _damaged, "Pillow cannot decode "),
     Mistake("sizes", "Images of different sizes, which the model's processor leaves so.", "model.image_size", _sizes),
     Mistake("size", "A size that a ViT does not take.", "model.image_size", _model("vit", image_size=16), "it says: "),
     Mistake(
         "size-small", "Batches of one image of which one pixel is left.", "model.image_size", _narrow, "(Expected "
     ),
     Mistake("processor", "A processor that does more than resize and normalise.", "model.name", _processor),
-    Mistake("no-processor", "A model without an image processor.", "model.name", _no_processor, "NAME ("),
+    Mistake("no-processor", "A model without an image processor.", "model.name", _no_processor, "cannot be loaded ("),
     Mistake(
         "architecture-task",
         "An architecture for images, for texts.",
@@ -185,7 +185,13 @@ IMAGES = [
         "model.target_modules",
         _model("resnet", target_modules=["normalization"], modules_to_save=[]),
     ),
-    Mistake("see-missing", "`fedspan predict` on a file that is not there.", "data", _predict("no.png"), "decode ("),
+    Mistake(
+        "see-missing",
+        "`fedspan predict` on a file that is not there.",
+        "data",
+        _predict("no.png"),
+        "Pillow cannot decode ",
+    ),
     Mistake("see-pair", "A pair of texts for a model of images.", "texts", _predict("no.png", ("one", "two"))),
     Mistake("see-notes", "fedspan.json's image_size is negative.", "FOLDER/adapter/fedspan.json.image_size", _notes),
 ]

@@ -93,41 +93,75 @@ def _other_labels(world: World) -> None:
 
 NAMES = [
     Mistake(
-        "unknown", "A hub id that is neither there nor cached.", "model.name", _model(name="nobody/nothing"), "NAME ("
+        "unknown",
+        "A hub id that is neither there nor cached.",
+        "model.name",
+        _model(name="nobody/nothing"),
+        "cannot be loaded (",
     ),
-    Mistake("no-id", "A name that cannot be a hub id.", "model.name", _model(name="my model"), "NAME ("),
-    Mistake("too-long", "A name that is too long for the disk.", "model.name", _model(name="x" * 300), "NAME ("),
-    Mistake("no-user", "The home of a user that there is none of.", "model.name", _model(name="~nobodyx/m"), "NAME ("),
+    Mistake("no-id", "A name that cannot be a hub id.", "model.name", _model(name="my model"), "cannot be loaded ("),
+    Mistake(
+        "too-long", "A name that is too long for the disk.", "model.name", _model(name="x" * 300), "cannot be loaded ("
+    ),
+    Mistake(
+        "no-user",
+        "The home of a user that there is none of.",
+        "model.name",
+        _model(name="~nobodyx/m"),
+        "cannot be loaded (",
+    ),
     Mistake("builtin", "An unknown built-in model.", "model.name", lambda world: resolve_model("builtin:minilm")),
     Mistake("no-package", "The built-in model's package is missing.", "model.name", _without_package),
     Mistake("no-bitsandbytes", "bitsandbytes is missing.", "model.quantization", _without_library),
 ]
 FOLDERS = [
     Mistake(
-        "empty-folder", "The folder is empty.", "model.name", lambda world: world.prepare(model={"name": "."}), "NAME ("
+        "empty-folder",
+        "The folder is empty.",
+        "model.name",
+        lambda world: world.prepare(model={"name": "."}),
+        "cannot be loaded (",
     ),
-    Mistake("no-config", "There is no config.json.", "model.name", _without("config.json"), "NAME ("),
-    Mistake("config-cut", "config.json is cut.", "model.name", _write("config.json", "{"), "NAME ("),
-    Mistake("config-null", "config.json holds null.", "model.name", _write("config.json", "null"), "NAME ("),
-    Mistake("config-type", "A size is a word.", "model.name", _config(hidden_size="x"), "NAME ("),
-    Mistake("config-heads", "No attention heads.", "model.name", _config(num_attention_heads=0), "NAME ("),
-    Mistake("config-kind", "An architecture that there is none of.", "model.name", _config(model_type="x"), "NAME ("),
+    Mistake("no-config", "There is no config.json.", "model.name", _without("config.json"), "cannot be loaded ("),
+    Mistake("config-cut", "config.json is cut.", "model.name", _write("config.json", "{"), "cannot be loaded ("),
+    Mistake(
+        "config-null", "config.json holds null.", "model.name", _write("config.json", "null"), "cannot be loaded ("
+    ),
+    Mistake("config-type", "A size is a word.", "model.name", _config(hidden_size="x"), "cannot be loaded ("),
+    Mistake("config-heads", "No attention heads.", "model.name", _config(num_attention_heads=0), "cannot be loaded ("),
+    Mistake(
+        "config-kind",
+        "An architecture that there is none of.",
+        "model.name",
+        _config(model_type="x"),
+        "cannot be loaded (",
+    ),
     Mistake("config-shape", "Layers of another shape.", "model.name", _config(intermediate_size=32)),
     Mistake("config-layers", "A layer more than there are weights for.", "model.name", _config(num_hidden_layers=3)),
-    Mistake("no-weights", "There are no weights.", "model.name", _without("model.safetensors"), "NAME ("),
-    Mistake("no-tensors", "The weights are none.", "model.name", _write("model.safetensors", "x" * 99), "NAME ("),
+    Mistake("no-weights", "There are no weights.", "model.name", _without("model.safetensors"), "cannot be loaded ("),
+    Mistake(
+        "no-tensors", "The weights are none.", "model.name", _write("model.safetensors", "x" * 99), "cannot be loaded ("
+    ),
     Mistake(
         "weights-cut",
         "The weights were cut.",
         "model.name",
         lambda world: world.model(lambda folder: cut(folder / "model.safetensors")),
-        "NAME (",
+        "cannot be loaded (",
     ),
     Mistake(
         "no-tokenizer", "There is no tokenizer.", "model.name", _without("tokenizer.json", "tokenizer_config.json")
     ),
-    Mistake("tokenizer-cut", "tokenizer.json is cut.", "model.name", _write("tokenizer.json", '{"a'), "NAME ("),
-    Mistake("tokenizer-list", "tokenizer.json is a list.", "model.name", _write("tokenizer.json", "[]"), "NAME ("),
+    Mistake(
+        "tokenizer-cut", "tokenizer.json is cut.", "model.name", _write("tokenizer.json", '{"a'), "cannot be loaded ("
+    ),
+    Mistake(
+        "tokenizer-list",
+        "tokenizer.json is a list.",
+        "model.name",
+        _write("tokenizer.json", "[]"),
+        "cannot be loaded (",
+    ),
     Mistake(
         "encoder-answers",
         "An encoder for causal-lm.",
@@ -145,14 +179,14 @@ LAYERS = [
         "A pattern that is none.",
         "model.target_modules",
         _model(target_modules="(query"),
-        "takes them (",
+        "names of layers (",
     ),
     Mistake(
         "target-huge",
         "A pattern that repeats too often.",
         "model.target_modules",
         _model(target_modules="a{99999999999999999999}"),
-        "takes them (",
+        "names of layers (",
     ),
     Mistake("layer", "A layer that is not there.", "model.target_modules", _model(layers_to_transform=[9])),
     Mistake("save", "A module to save is misspelt.", "model.modules_to_save", _model(modules_to_save=["poler"])),

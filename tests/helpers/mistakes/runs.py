@@ -159,7 +159,7 @@ FOLDERS = [
         "checkpoint.json is cut.",
         "FOLDER/stopped/checkpoints/round-00001/checkpoint.json",
         _resume(lambda run: cut(run.path / CHECKPOINT / "checkpoint.json")),
-        "checkpoint.json: '",
+        "is damaged (",
     ),
     Mistake(
         "index-edited",
@@ -179,21 +179,21 @@ FOLDERS = [
         "A line of ledger.jsonl was edited.",
         "FOLDER/stopped/ledger.jsonl, line 1",
         _resume(lambda run: run.ledger.write_bytes(b"x" + run.ledger.read_bytes()[1:])),
-        "line 1: ",
+        "line 1`: ",
     ),
     Mistake(
         "partition-edited",
         "partition.json was edited.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: edit_json(run.partition, examples=7)),
-        "stopped/partition.json: ",
+        "stopped/partition.json`: ",
     ),
     Mistake(
         "partition-cut",
         "partition.json is cut.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: cut(run.partition)),
-        "stopped/partition.json: ",
+        "stopped/partition.json`: ",
     ),
     Mistake(
         "partition-latin-1",
@@ -206,7 +206,7 @@ FOLDERS = [
         "partition.json holds a number beyond 64 bits.",
         "FOLDER/stopped/partition.json",
         _resume(lambda run: edit_json(run.partition, rows=[10**30])),
-        "stopped/partition.json: ",
+        "stopped/partition.json`: ",
     ),
     Mistake("data-changed", "The data file lost rows.", "data.train", _other_data),
     Mistake(
@@ -214,7 +214,7 @@ FOLDERS = [
         "environment.json is cut.",
         "FOLDER/stopped/environment.json",
         _resume(lambda run: cut(run.environment)),
-        "environment.json: ",
+        "environment.json`: ",
     ),
 ]
 DISK = [

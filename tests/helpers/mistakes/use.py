@@ -96,7 +96,7 @@ USING = [
         _report(examples=None),
     ),
     Mistake(
-        "notes-cut", "fedspan.json is cut.", FEDSPAN, _exported(lambda f: cut(f / "fedspan.json")), "fedspan.json: "
+        "notes-cut", "fedspan.json is cut.", FEDSPAN, _exported(lambda f: cut(f / "fedspan.json")), "fedspan.json`: "
     ),
     Mistake(
         "notes-list",
@@ -115,28 +115,32 @@ USING = [
         "notes-pattern", "fedspan.json's pattern is none.", f"{FEDSPAN}.answer_pattern", _notes(answer_pattern="(")
     ),
     Mistake(
-        "notes-labels", "fedspan.json's labels are of another model.", "folder", _notes(labels=["a", "b"]), "can read ("
+        "notes-labels",
+        "fedspan.json's labels are of another model.",
+        "folder",
+        _notes(labels=["a", "b"]),
+        "this adapter (",
     ),
     Mistake(
         "adapter-cut",
         "The adapter was cut.",
         "folder",
         _exported(lambda folder: cut(folder / "adapter_model.safetensors")),
-        "can read (",
+        "this adapter (",
     ),
     Mistake(
         "adapter-config",
         "The adapter's config is a list.",
         "folder",
         _exported(lambda folder: (folder / "adapter_config.json").write_text("[]")),
-        "can read (",
+        "this adapter (",
     ),
     Mistake(
         "base-gone",
         "The base model is gone.",
         "model.name",
         _notes(base_model="nobody/nothing"),
-        "NAME (",
+        "cannot be loaded (",
     ),
     Mistake("no-texts", "`fedspan predict RUN` without texts.", "TEXT", _cli()),
     Mistake("no-pair", "`--pairs` with a text without a tab.", "--pairs", _cli("one text", pairs=True)),

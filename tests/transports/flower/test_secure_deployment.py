@@ -67,7 +67,10 @@ def test_flower_s_simulation_gives_the_plain_adapter(
 
 def test_one_process_that_sees_all_is_refused(files: dict[str, Path], tiny_folder: Path, tmp_path: Path) -> None:
     values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation=SECURE)
-    with pytest.raises(FedspanError, match=r"federation\.secure: 'loop'; left out, or engine\.name: flower-sim"):
+    with pytest.raises(
+        FedspanError,
+        match=r"`federation\.secure`: 'loop' is not accepted\. Expected left out, or engine\.name: flower-sim",
+    ):
         fedspan.run(local_values(values, files["all"], {"name": "loop"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

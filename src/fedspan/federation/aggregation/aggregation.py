@@ -243,7 +243,9 @@ class PlaintextAggregation:
             return self._reducer.result()
         except ValueError as error:
             reduction = self.context.settings.reduction
-            raise FedspanError("federation.reduction", reduction, f"replies that it can reduce; {error}") from error
+            raise FedspanError(
+                "federation.reduction", reduction, problem=f"{reduction} cannot reduce these replies: {error}"
+            ) from error
 
     def _drop(self, id: str) -> None:
         del self._held[id]

@@ -51,7 +51,7 @@ class SecureAggregation:
 
     def __init__(self, context: RoundContext, tally: Tally, *, secure: SecureSettings) -> None:
         if len(context.ids) < _FEWEST:
-            expected = f"at least {_FEWEST} clients in a round, to hide among"
+            expected = f"at least {_FEWEST} clients a round, so that none stands alone in a sum"
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
         self.quorum = max(2, context.rules.quorum(len(context.ids)))
@@ -157,8 +157,11 @@ class SecureAggregation:
         try:
             contributed = origin_of(method, sent, fresh, self.context.state.round)
         except ValueError as error:
-            expected = f"replies that sum whole; {error} (counts of norms are such: model.extras local or frozen)"
-            raise FedspanError("federation.secure", "tensors that do not sum", expected) from error
+            problem = (
+                f"not all tensors of a reply can be summed: {error} (for counts of norms, set model.extras "
+                "local or frozen)"
+            )
+            raise FedspanError("federation.secure", None, problem=problem) from error
         return initial_values(contributed, method.start(sent, fresh, {}, self.context.state.round).tensors)
 
     @property

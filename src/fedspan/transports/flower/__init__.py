@@ -34,4 +34,6 @@ def require(*, simulation: bool = False) -> None:
     wanted = {"flwr": "flower", **({"ray": "flower-sim"} if simulation else {})}
     for package, extra in wanted.items():
         if importlib.util.find_spec(package) is None:
-            raise FedspanError(package, "not installed", f"pip install 'fedspan[{extra}]'")
+            raise FedspanError(
+                package, None, problem=f"the package is not installed. Run: pip install 'fedspan[{extra}]'"
+            )

@@ -23,4 +23,8 @@ def refuse(grid: Grid, context: Context) -> None:
     Raises:
         FedspanError: Always.
     """
-    raise FedspanError("ServerApp", "started by Flower", "a run that fedspan submit serves; stop the SuperExec")
+    raise FedspanError(
+        "ServerApp",
+        "started by Flower",
+        problem="Flower started this app, which only fedspan submit may serve. Stop the SuperExec",
+    )

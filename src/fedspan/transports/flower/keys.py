@@ -58,7 +58,7 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     elif others := [host for host in hosts if host not in certified_hosts(folder)]:
         files = ", ".join((AUTHORITY, CERTIFICATE, KEY))
         expected = (
-            f"one that the certificate in {folder} is good for ({', '.join(certified_hosts(folder))}); for another, "
+            f"a name in the certificate in {folder} ({', '.join(certified_hosts(folder))}). For another, "
             f"remove {files} there, and give the new {AUTHORITY} to every data owner"
         )
         raise FedspanError("--name", others[0], expected)
@@ -76,7 +76,12 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     """
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if (folder / name).exists():
-            raise FedspanError("certificates", str(folder / name), "a folder without them; these are in use")
+            raise FedspanError(
+                "certificates",
+                str(folder / name),
+                "a folder without certificates",
+                problem="the folder already has certificates",
+            )
     if any(not host for host in hosts):
         raise FedspanError("host", "", "a name or an address")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -125,7 +130,7 @@ def make_node_key(path: Path) -> Path:
     """
     public = path.with_name(f"{path.name}.pub")
     if path.exists() or public.exists():
-        raise FedspanError("key", str(path), "a file that is not there yet")
+        raise FedspanError("key", str(path), "the path of a new file")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     key = ec.generate_private_key(ec.SECP384R1())
     _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)
@@ -141,12 +146,12 @@ def load_node_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCu
     """
     try:
         if os.name == "posix" and path.stat().st_mode & 0o077:
-            raise FedspanError("key", str(path), f"a file that only its owner can read: chmod 600 {path}")
+            raise FedspanError("key", str(path), problem=f"others can read the key. Run: chmod 600 {path}")
         key = load_ssh_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError, NotImplementedError, UnsupportedAlgorithm) as error:
         raise FedspanError("key", str(path), f"a private key as fedspan join --new-key makes it ({error})") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FedspanError("key", str(path), "an elliptic-curve key: ssh-keygen -t ecdsa -b 384")
+        raise FedspanError("key", str(path), "an elliptic-curve key (ssh-keygen -t ecdsa -b 384)")
     return key, key.public_key()
 
 

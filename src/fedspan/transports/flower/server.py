@@ -130,7 +130,8 @@ def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
     except ValueError:
         said = {"success": False, "error-message": (done.stderr or done.stdout).strip()[-500:]}
     if done.returncode or not said.get("success", True):
-        raise FedspanError("server", f"flwr {' '.join(given[:2])}", str(said.get("error-message", said)))
+        command = f"flwr {' '.join(given[:2])}"
+        raise FedspanError("server", command, problem=f"{command} failed: {said.get('error-message', said)}")
     return said
 
 

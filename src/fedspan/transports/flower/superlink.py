@@ -158,7 +158,9 @@ def _await(link: ServerLink, process: subprocess.Popen[bytes], folder: Path) -> 
         except OSError:
             time.sleep(0.2)
     lines = (folder / _LOG).read_text(errors="replace").strip().splitlines()
-    raise FedspanError("server", link.address, f"a SuperLink that starts; see {folder / _LOG} ({lines[-1:]})")
+    raise FedspanError(
+        "server", link.address, problem=f"the SuperLink did not start. See {folder / _LOG} ({lines[-1:]})"
+    )
 
 
 if __name__ == "__main__":

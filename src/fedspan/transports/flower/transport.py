@@ -151,7 +151,9 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
                 found[partition] = node
         time.sleep(_POLL[0])
     if sorted(found) != list(range(count)):
-        raise FedspanError("nodes", sorted(found), f"answers of all {count} nodes; see Flower's log")
+        raise FedspanError(
+            "nodes", sorted(found), problem=f"only {len(found)} of {count} nodes answered. See Flower's log"
+        )
     return found
 
 
@@ -230,8 +232,11 @@ def attach(link: ServerLink, most: int) -> Generator[LimitedGrid]:
         with grid.serve_task():
             yield grid
     except (httpx.HTTPError, RunNotRunningException) as error:
-        expected = "one that knows this run: it was down for too long, or was asked to stop it; go on with --resume"
-        raise FedspanError("server", link.address, expected) from error
+        problem = (
+            f"{link.address} does not know this run: it was down for too long, or stopped the run. Continue "
+            "with --resume"
+        )
+        raise FedspanError("server", link.address, problem=problem) from error
 
 
 def _take_over(link: ServerLink, authority: bytes | None, run: int) -> str:
