@@ -96,4 +96,4 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     if not known:
         return ""
     more = ", ..." if len(known) > 2 * count else ""
-    return f"Possible values: {', '.join(map(repr, known[: 2 * count]))}{more}."
+    return f"Possible values: {', '.join(map(repr, known[: 2 * count]))}{more or '.'}"

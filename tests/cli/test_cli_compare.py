@@ -107,8 +107,7 @@ def test_a_sweep_without_a_winner_shows_why(call: Call, config: Path, tmp_path: 
     assert result.exit_code == 2
     assert "failed" in result.stdout
     assert result.stderr == (
-        "`error`: training.lr: ['1e30'] is not accepted. Expected a lower one: every trial diverged\nsee "
-        "docs/config.md#training\n"
+        "error: `training.lr`: every trial diverged. Try lower learning rates.\nsee docs/config.md#training\n"
     )
 
 
@@ -169,7 +168,7 @@ def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str],
     [
         (["compare"], "`CONFIG`: no value is given. Expected a YAML file, or --resume FOLDER"),
         (["compare", "CONFIG"], "`--out`: no value is given. Expected a folder"),
-        (["compare", "CONFIG", "--out", "OUT"], "`--methods`: [] is not accepted. Expected keys of methods"),
+        (["compare", "CONFIG", "--out", "OUT"], "`--methods`: no method is given. Expected keys of methods"),
         (
             ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--seeds", "0,x"],
             "`--seeds`: '0,x' is not accepted. Expected whole numbers",
@@ -182,7 +181,7 @@ def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str],
         (["compare", "CONFIG", "--resume", "OUT"], "nothing beside --resume"),
         (
             ["compare", "--methods", "fedit", "--resume", "OUT"],
-            "`--methods`: 'fedit' is not accepted. Expected nothing beside --resume",
+            "`--methods`: it cannot be combined with --resume",
         ),
         (["compare", "--resume", "OUT"], "no compare.yaml in it"),
         (["sweep", "CONFIG", "--out", "OUT"], "`--over`: no value is given. Expected at least one field"),
@@ -194,7 +193,7 @@ def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str],
         (["sweep", "CONFIG", "--out", "OUT", "--over", "training.lr=1e-3..1"], "or --trials N"),
         (
             ["sweep", "--trials", "3", "--resume", "OUT"],
-            "`--trials`: '3' is not accepted. Expected nothing beside --resume",
+            "`--trials`: it cannot be combined with --resume",
         ),
     ],
 )
@@ -249,5 +248,5 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     lines = out.file.getvalue()
     assert "50.0%     1:01" in lines
     assert lines.count("torch was 1.0 and is 2.0") == 1
-    assert "`note`: training.lr: 9 is not accepted. Expected too much" in lines
+    assert "note: training.lr: 9; too much" in lines
     assert shown.done == 2

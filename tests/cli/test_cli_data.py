@@ -53,10 +53,7 @@ def test_json_holds_all_there_is_to_know(call: Call) -> None:
 
 
 def test_an_unknown_key_is_told_the_nearest(refused: Refused) -> None:
-    assert (
-        refused("data", "sst")
-        == "`KEY`: 'sst' is not accepted. Expected no such data set; the nearest are sst2, stsb, mnist"
-    )
+    assert refused("data", "sst").endswith("Did you mean 'sst2', 'stsb' or 'mnist'?")
 
 
 def test_partition_says_what_was_left_out(call: Call, tmp_path: Path) -> None:

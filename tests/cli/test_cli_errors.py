@@ -50,7 +50,7 @@ def test_a_label_of_the_test_set_that_training_lacks(refused: Refused, write: Wr
     test = tmp_path / "test.csv"
     test.write_text("text,label\nword1 admin1,admin\nword2,gossip\n")
     said = refused("run", write(data={"test": str(test)}), "--out", tmp_path / "run")
-    assert said.startswith("`data.test`: 'gossip' is not accepted. Expected label unknown, in row 3 of")
+    assert [part for part in ("`data.test`: ", "gossip", "row 3 of") if part not in said] == []
     assert not (tmp_path / "run").exists()
 
 
@@ -74,9 +74,7 @@ def test_files_that_are_no_config(refused: Refused, tmp_path: Path, content: str
 def test_run_without_and_with_too_much(refused: Refused, stopped: Path, write: Write) -> None:
     assert refused("run").startswith("`CONFIG`: no value is given. Expected a YAML file, or --resume FOLDER")
     config = write()
-    assert refused("run", config, "--resume", stopped).startswith(
-        f"`CONFIG`: '{config}' is not accepted. Expected nothing beside --resume"
-    )
+    assert refused("run", config, "--resume", stopped).startswith("`CONFIG`: it cannot be combined with --resume")
     assert refused("run", "--out", "x", "--resume", stopped).startswith("--out: 'x'")
     assert refused("run", "--set", "seed=1", "--resume", stopped).startswith("--set: 'seed=1'")
 
@@ -85,9 +83,7 @@ def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, sto
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     said = refused("run", write(), "--out", tmp_path / "taken")
-    assert said.startswith(
-        f"`run folder`: '{tmp_path / 'taken'}' is not accepted. Expected it holds other things (thesis.tex)"
-    )
+    assert said.startswith(f"`run folder`: '{tmp_path / 'taken'}' holds other files (thesis.tex)")
     missing = write(model={"name": "nobody/no-such-model"})  # the folder is looked at before a model is loaded
     assert "thesis.tex" in refused("run", missing, "--out", tmp_path / "taken")
     assert "it holds a run" in refused("run", write(), "--out", stopped)
@@ -120,7 +116,7 @@ def test_a_damaged_checkpoint(refused: Refused, stopped: Path) -> None:
 
 def test_unknown_clients(refused: Refused, finished: Path, personal: Path, tmp_path: Path) -> None:
     assert refused("predict", finished, "word1", "--client", "weast").startswith(
-        "`client`: 'weast' is not accepted. Expected no such client"
+        "`client`: {finished} has no client 'weast'"
     )
     assert "the nearest are west" in refused("predict", finished, "word1", "--client", "weast")
     assert refused("predict", personal, "word1").startswith("`client`: no value is given. Expected one of east, north")
@@ -138,10 +134,8 @@ def test_folders_without_a_model(refused: Refused, stopped: Path, tmp_path: Path
 def test_adapters_that_were_damaged(refused: Refused, call: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "adapter"
     assert call("export", finished, "--out", out).exit_code == 0
-    assert refused("evaluate", out).startswith("`data`: no value is given. Expected a file to measure on")
-    assert refused("predict", out, "word1", "--client", "east").startswith(
-        "`client`: 'east' is not accepted. Expected no client of its own here"
-    )
+    assert refused("evaluate", out).startswith("`data`: no data are given")
+    assert refused("predict", out, "word1", "--client", "east").startswith("`client`: this model is ")
     (out / "adapter_model.safetensors").write_bytes(b"no tensors")
     assert "an adapter that PEFT can read" in refused("predict", out, "word1")
     (out / "adapter_config.json").write_text("{")
@@ -172,7 +166,7 @@ def test_texts_that_are_missing(refused: Refused, finished: Path, tmp_path: Path
     (tmp_path / "empty.txt").write_text("\n\n")
     assert "this one is empty" in refused("predict", finished, "--file", tmp_path / "empty.txt")
     assert refused("predict", finished, "--pairs", "one text").startswith(
-        "`--pairs`: 'one text' is not accepted. Expected two texts with a tab"
+        "`--pairs`: 'one text' is not accepted. Expected two texts separated by a tab"
     )
 
 
@@ -187,11 +181,8 @@ def test_files_that_cannot_be_measured_on(refused: Refused, finished: Path, tmp_
         "`label`: 'label' is not accepted. Expected a column of "
     )
     said = refused("evaluate", finished, "--data", path, "--text", "message", "--label", "intent")
-    assert said == (
-        f"`data`: 'gossip' is not accepted. Expected label unknown, in row 3 of {path}; the model knows "
-        "admin, billing, lab, symptom"
-    )
-    assert refused("evaluate", finished, "--data", tmp_path / "no.csv").startswith("data: ")
+    assert [part for part in ("`data`: ", "gossip", f"row 3 of {path}", "the model knows") if part not in said] == []
+    assert refused("evaluate", finished, "--data", tmp_path / "no.csv").startswith("`data`: ")
 
 
 def test_a_picture_that_cannot_be_written(refused: Refused, write: Write, tmp_path: Path) -> None:
@@ -200,5 +191,5 @@ def test_a_picture_that_cannot_be_written(refused: Refused, write: Write, tmp_pa
 
 def test_unknown_method_to_look_at(refused: Refused) -> None:
     said = refused("methods", "fedsa")
-    assert said.startswith("`METHOD`: 'fedsa' is not accepted. Expected no such method")
+    assert said.startswith("`METHOD`: no method or wrapper is named 'fedsa'")
     assert "fedsa-lora" in said

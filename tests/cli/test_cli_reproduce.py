@@ -279,7 +279,7 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
     [
         (
             ["rolora-tabel1", "--dry-run"],
-            "`ID`: 'rolora-tabel1' is not accepted. Expected no such preset; the nearest are rolora-table1",
+            "`ID`: no preset is named 'rolora-tabel1'. Did you mean 'rolora-table1'",
         ),
         (
             ["rolora-table1", "--dry-run", "--scale", "tiny"],
@@ -291,14 +291,14 @@ def test_presets_are_listed_and_planned(call: Call) -> None:
             ["rolora-table2", "--data", ".", "--out", "x"],
             "`--model`: no value is given. Expected a folder with a causal language model",
         ),
-        (["rolora-table1", "--resume", "x"], "`ID`: 'rolora-table1' is not accepted. Expected nothing beside --resume"),
+        (["rolora-table1", "--resume", "x"], "`ID`: it cannot be combined with --resume"),
         (
             ["florg-bytes", "--data", ".", "--out", "x", "--reuse", "none"],
             "`--reuse`: 'none' is not accepted. Expected a folder that holds",
         ),
-        (["--reuse", "x"], "`ID`: no value is given. Expected a preset beside --reuse"),
-        (["--out", "x"], "`ID`: no value is given. Expected a preset beside --out"),
-        (["--resume", "x"], "`folder`: 'x' is not accepted. Expected no reproduce.yaml in it"),
+        (["--reuse", "x"], "`ID`: no value is given. Expected a preset together with --reuse"),
+        (["--out", "x"], "`ID`: no value is given. Expected a preset together with --out"),
+        (["--resume", "x"], "`folder`: 'x' holds no reproduce.yaml"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:

@@ -114,13 +114,13 @@ def test_a_rank_larger_than_a_layer_is_refused() -> None:
 
 
 def test_unknown_names_get_the_nearest() -> None:
-    refused({"modle": {}}, "modle", {}, "no such field", "model")
+    refused({"modle": {}}, "modle", {}, "no such field", "Did you mean 'model'")
     refused({"training.momentun": 1}, "training.momentun", 1, "momentum")
     refused({"data.trian": 1}, "data.trian", 1, "train")
-    refused({"method.name": "fedlru"}, "method.name", "fedlru", "no such method", "fedloru")
-    refused({"method.taw": 1}, "method.taw", 1, "fedloru has the options", "r, lora_alpha, use_rslora, tau")
+    refused({"method.name": "fedlru"}, "method.name", "fedlru", "no method is named", "fedloru")
+    refused({"method.taw": 1}, "method.taw", 1, "fedloru has no such option", "r, lora_alpha, use_rslora, tau")
     for hidden in ("spec", "seed", "claims", "options"):  # fields of the class that are no options
-        refused({f"method.{hidden}": 1}, f"method.{hidden}", 1, "fedloru has the options")
+        refused({f"method.{hidden}": 1}, f"method.{hidden}", 1, "fedloru has no such option")
 
 
 def test_wrong_values_are_named() -> None:
@@ -134,13 +134,13 @@ def test_wrong_values_are_named() -> None:
     refused({"training.betas": [0.9]}, "training.betas.1", None, "is required")
     refused({"federation.rounds": "many"}, "federation.rounds", "many", "integer")
     refused({"federation.clients_per_round": 0}, "federation.clients_per_round", 0, "greater than or equal to 1")
-    refused({"model": "bert"}, "model", "bert", "dictionary")
+    refused({"model": "bert"}, "model", "bert", "a section")
     refused({"model.extras": "shared"}, "model.extras", "shared", "'average', 'local' or 'frozen'")
     refused({"baselines": ["global"]}, "baselines.0", "global", "'local' or 'centralised'")
     refused({"seed": -1}, "seed", -1, "greater than or equal to 0")
     refused({"seed": 2**64}, "seed", 2**64, "less than 9223372036854775808")
     refused({"model.modules_to_save": [""]}, "model.modules_to_save.0", "", "at least 1 character")
-    refused({"training.learning_rate": 1}, "training.learning_rate", 1, "the nearest are lr")
+    refused({"training.learning_rate": 1}, "training.learning_rate", 1, "Did you mean 'lr'")
     refused({"partition.column": "ward"}, "partition", VALID["partition"] | {"column": "ward"}, "partitioner natural")
 
 
@@ -243,8 +243,8 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
         b"a: " + b"[" * 3000: "valid YAML",
         b"- 1": "a YAML mapping",
         b"": "a YAML mapping",
-        b"\xff\xfe\x00": "a readable YAML file",
-        None: "a readable YAML file",
+        b"\xff\xfe\x00": "cannot be read as a YAML file",
+        None: "cannot be read as a YAML file",
     }
     for content, words in contents.items():
         path.unlink(missing_ok=True)

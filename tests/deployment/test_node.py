@@ -63,10 +63,10 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
         (
             {"methods": ["rolora"]},
             {},
-            "`limits.methods`: 'fedit' is not accepted. Expected one that this node allows: rolora",
+            "`limits.methods`: this node does not allow 'fedit'. It allows rolora",
         ),
         ({"models": ["roberta-base"]}, {}, "limits.models"),
-        ({"rounds": 2}, {}, "`limits.rounds`: 3 is not accepted. Expected at most 2 on this node"),
+        ({"rounds": 2}, {}, "`limits.rounds`: the run has 3 rounds, and this node allows at most 2"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
         ({}, {"data": {"labels": ["admin", "billing"]}}, "data.train; see"),
         ({}, {"unknown": 1}, "unknown"),

@@ -117,7 +117,7 @@ def test_a_node_that_sends_nothing_in_the_open_takes_no_part_in_open_runs(tiny_f
     service = NodeService(node("clinic-a", tiny_folder, tmp_path, secure_only=True))
     invitation = Invitation(run="run", version=__version__, config=json.dumps(values(tiny_folder)))
     told = read_header(Introduction, service.answer(invitation.envelope()))
-    assert "`limits.secure_only`: no value is given. Expected a run with federation.secure" in (told.refused or "")
+    assert "`limits.secure_only`: this node only joins runs with federation.secure" in (told.refused or "")
     assert not list(tmp_path.rglob("invitation.json"))
 
 

@@ -113,7 +113,7 @@ def refusal(said: subprocess.CompletedProcess[str]) -> str:
 def test_a_download_that_breaks_off(hub: Hub, tiny_folder: Path, tmp_path: Path) -> None:
     """Refused in one line, without a run folder; once the hub holds out, the same command works."""
     line = refusal(command(tmp_path, tiny_folder, hub.address))
-    assert line.startswith("`error`: model.name: 'org/tiny' is not accepted. Expected a hub id that can be reached")
+    assert line.startswith("error: `model.name`: 'org/tiny' cannot be loaded (")
     assert hub.broken >= 1
     assert not (tmp_path / "run").exists()
     hub.breaks = False
@@ -126,4 +126,4 @@ def test_a_download_that_breaks_off(hub: Hub, tiny_folder: Path, tmp_path: Path)
 def test_a_hub_that_cannot_be_reached(tiny_folder: Path, tmp_path: Path) -> None:
     """Nobody listens on the port; the hub's client tries for half a minute."""
     line = refusal(command(tmp_path, tiny_folder, "http://127.0.0.1:9"))
-    assert line.startswith("`error`: model.name: 'org/tiny' is not accepted. Expected a hub id that can be reached")
+    assert line.startswith("error: `model.name`: 'org/tiny' cannot be loaded (")

@@ -102,7 +102,7 @@ def test_an_installed_package_s_is_found_by_its_entry_point(
     assert method_class("packaged").__module__ == "own_package"
     with pytest.raises(
         FedspanError,
-        match=r"`method\.name`: 'lost' is not accepted\. Expected own_package:Nothing, which can be imported",
+        match=r"`method\.name`: own_package:Nothing cannot be imported",
     ):
         method_class("lost")
     with pytest.raises(FedspanError, match="no such method"):
@@ -149,7 +149,5 @@ def test_a_wrapper_s_key_breaks_no_wrapper(tiny_folder: Path) -> None:
     register("fedprox", Own)
     values = tiny.settings(tiny_folder)
     assert parse_config(values | {"method": {"name": "fedit", "wrappers": ["fedprox"]}}).method.title == "fedit+fedprox"
-    with pytest.raises(
-        FedspanError, match=r"`method\.name`: 'fedprox' is not accepted\. Expected a method; this is a wrapper"
-    ):
+    with pytest.raises(FedspanError, match=r"`method\.name`: 'fedprox' is a wrapper"):
         parse_config(values | {"method": {"name": "fedprox"}})

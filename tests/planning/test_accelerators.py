@@ -135,17 +135,13 @@ def test_a_large_model_is_timed_with_two_of_its_blocks(tiny_folder: Path, monkey
 
 def test_what_can_not_be_timed(tiny_folder: Path) -> None:
     values = tiny.settings(tiny_folder, model={"quantization": "nf4"})
-    with pytest.raises(
-        FedspanError, match=r"^`--device`: 'here' is not accepted\. Expected a GPU's name: a base in nf4"
-    ):
+    with pytest.raises(FedspanError, match=r"^`--device`: a base in nf4 cannot be timed"):
         fedspan.plan(values, labels=4, clients=4, device="here")
     for device in (None, "here"):
-        with pytest.raises(
-            FedspanError, match=r"^`--utilisation`: 0\.5 is not accepted\. Expected a GPU's name beside it"
-        ):
+        with pytest.raises(FedspanError, match=r"^`--utilisation`: it needs the name of a GPU"):
             fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, device=device, utilisation=0.5)
     for mbit in (0, -1, float("nan"), float("inf")):
         with pytest.raises(
-            FedspanError, match=r"^`--mbit`: .* is not accepted\. Expected megabits a second, more than 0"
+            FedspanError, match=r"^`--mbit`: .* is not accepted\. Expected a number of megabits a second above 0"
         ):
             fedspan.plan(tiny.settings(tiny_folder), labels=4, clients=4, mbit=mbit)

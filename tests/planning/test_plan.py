@@ -123,7 +123,7 @@ def test_steps_follow_from_examples_or_are_given(planned: PlannedModel, tiny_fol
 
 def test_a_natural_partition_needs_the_number_of_clients(planned: PlannedModel, tiny_folder: Path) -> None:
     with pytest.raises(
-        FedspanError, match=r"^`clients`: no value is given\. Expected how many values partition\.column has"
+        FedspanError, match=r"^`clients`: no value is given\. Expected the number of values of partition\.column"
     ):
         plan_run(tiny.config(tiny_folder), planned)
 
@@ -159,9 +159,7 @@ def test_an_architecture_takes_the_place_of_the_model_s_config(tiny_folder: Path
     elsewhere = ["data.train=nowhere.csv"]
     with pytest.raises(FedspanError, match=r"^`data\.labels`: no value is given\. Expected the labels"):
         fedspan.plan(values, architecture={"model_type": "roberta", **encoder}, overrides=elsewhere)
-    with pytest.raises(
-        FedspanError, match=r"^`model\.name`: 'nobody/knows-it' is not accepted\. Expected a hub id that can be reached"
-    ):
+    with pytest.raises(FedspanError, match=r"^`model\.name`: 'nobody/knows-it' cannot be loaded .* Expected a hub id"):
         fedspan.plan(values, labels=4)
 
 

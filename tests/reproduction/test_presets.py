@@ -128,7 +128,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"nots": ["n"]}, r"`x\.nots`: \['n'\] is not accepted. Expected no such field; the nearest are notes"),
+        ({"nots": ["n"]}, r"`x\.nots`: there is no such field. Did you mean 'notes'"),
         ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora': the nearest are"),
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]}, "'two' is none"),
@@ -136,9 +136,9 @@ def changed(**changes: Any) -> dict[str, Any]:
         ({"small": {"skip": [{"task": ["two"]}]}}, "small.skip.task: 'two' is none of one"),
         (
             {"small": {"skip": [{}]}},
-            r"`x\.small\.skip\.0`: {} is not accepted. Expected dictionary should have at least 1 item",
+            r"`x\.small\.skip\.0`: {} is not accepted. Expected a dictionary with at least 1 item",
         ),
-        ({"seeds": []}, r"`x\.seeds`: \[\] is not accepted. Expected list should have at least 1 item"),
+        ({"seeds": []}, r"`x\.seeds`: \[\] is not accepted. Expected a list with at least 1 item"),
     ],
 )
 def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -> None:
@@ -150,7 +150,7 @@ def test_mistakes_in_a_preset_are_named(changes: dict[str, Any], message: str) -
 def test_a_preset_that_there_is_none_of() -> None:
     with pytest.raises(
         FedspanError,
-        match=r"^`ID`: 'rolora-table99' is not accepted\. Expected no such preset; the nearest are rolora-table",
+        match=r"^`ID`: no preset is named 'rolora-table99'\. Did you mean 'rolora-table",
     ):
         preset_of("rolora-table99")
 

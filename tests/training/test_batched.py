@@ -226,7 +226,7 @@ def test_packed_batches_train_alone(tiny_folder: Path, decoders: Path, images: P
 def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: Path, images: Path) -> None:
     made = values("bert", tiny_folder, decoders, images, training={"lr": 1e30, "max_grad_norm": 0})
     made["engine"] = {"name": "batched", "clients_at_once": 3, "workers": 2}
-    words = r"`training.lr`: 1e\+30 is not accepted\. Expected the loss of client \w+ in round [12] became (nan|inf)"
+    words = r"`training.lr`: the loss of client \w+ in round [12] became (nan|inf)"
     with pytest.raises(FedspanError, match=words):
         state(prepare(parse_config(made)))
 

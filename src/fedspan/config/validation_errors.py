@@ -32,7 +32,7 @@ def first_mistake(
     if isinstance(inner, FedspanError):
         return inner
     place = [prefix, *(str(part) for part in detail["loc"])]
-    field = ".".join(part for part in place if part and not part.startswith(VARIANT))
+    field = ".".join(part for part in place if part and not part.startswith(VARIANT)) or "config"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         siblings = _fields_at(root, detail["loc"][:-1])
@@ -40,7 +40,7 @@ def first_mistake(
         return FedspanError(field, detail["input"], problem=problem)
     if detail["type"] == "missing":
         return FedspanError(field, None, problem="this field is required")
-    return FedspanError(field or "config", detail["input"], _expectation(message))
+    return FedspanError(field, detail["input"], _expectation(message))
 
 
 def _expectation(message: str) -> str:

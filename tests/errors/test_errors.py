@@ -1,0 +1,77 @@
+"""The form of error messages: sentences that name the field, the problem and what is expected."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import fedspan
+from fedspan.errors import FedspanError, nearest, similar
+
+SOURCE = Path(fedspan.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FedspanError("a.b", 3, "at most 2"), "`a.b`: 3 is not accepted. Expected at most 2."),
+        (FedspanError("--out", None, "a folder"), "`--out`: no value is given. Expected a folder."),
+        (FedspanError("a", "x", problem="no column named 'x'"), "`a`: no column named 'x'."),
+        (FedspanError("a", "x", "one of y", problem="no 'x'."), "`a`: no 'x'. Expected one of y."),
+        (FedspanError("a", "x", problem="no 'x'. Did you mean 'y'?"), "`a`: no 'x'. Did you mean 'y'?"),
+        (FedspanError("a", "line\nbreak", "one\n line"), r"`a`: 'line\nbreak' is not accepted. Expected one line."),
+    ],
+)
+def test_a_message_is_one_line_of_sentences(error: FedspanError, message: str) -> None:
+    assert str(error) == message
+
+
+def test_values_without_a_representation_are_named_by_their_type() -> None:
+    assert str(FedspanError("seed", 10**5000, "less")) == "`seed`: <int> is not accepted. Expected less."
+    assert str(FedspanError("name", "x" * 500, "less")) == f"`name`: '{'x' * 196}... is not accepted. Expected less."
+    assert str(FedspanError("name", "\ud7ff\udcff", "text")).encode()
+
+
+def test_an_error_can_be_moved_and_annotated() -> None:
+    error = FedspanError("data.label", "x", "one of y")
+    assert str(error.at("label")) == "`label`: 'x' is not accepted. Expected one of y."
+    moved = error.at(note="This is in the run a.")
+    assert str(moved) == "`data.label`: 'x' is not accepted. This is in the run a. Expected one of y."
+    assert (moved.field, moved.value, moved.expected) == ("data.label", "x", "one of y")
+
+
+def test_the_nearest_names_are_suggested() -> None:
+    assert nearest("lable", ["text", "label"]) == "Did you mean 'label'?"
+    assert nearest("learning_rate", ["lr", "min_lr", "local_steps"]) == "Did you mean 'lr', 'min_lr' or 'local_steps'?"
+    assert nearest("fedsa", ["fedsa-lora", "qqq"]) == "Did you mean 'fedsa-lora'?"
+    assert nearest("zzz", ["a", "b"]) == "Possible values: 'a', 'b'."
+    assert nearest("zzz", "abcdefgh") == "Possible values: 'a', 'b', 'c', 'd', 'e', 'f', ..."
+    assert nearest("zzz", []) == ""
+    assert similar("zzz", "ab") == []
+
+
+def phrases() -> list[tuple[str, str]]:
+    """Places in the source outside of ``data`` and the literal text of every ``expected`` that is written there."""
+    found: list[tuple[str, str]] = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.parent.name == "data" or path.name == "init.py":
+            continue
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "FedspanError" and len(call.args) > 2:
+                literal = call.args[2]
+                if isinstance(literal, ast.JoinedStr):
+                    parts = [str(part.value) if isinstance(part, ast.Constant) else "X" for part in literal.values]
+                    found.append((f"{path.name}:{call.lineno}", "".join(parts)))
+                elif isinstance(literal, ast.Constant):
+                    found.append((f"{path.name}:{call.lineno}", str(literal.value)))
+    return found
+
+
+def test_what_is_expected_can_follow_the_word_expected() -> None:
+    """No clause of its own after a semicolon, no sentence, no advice to leave a field out."""
+    wrong = re.compile(r"; |^(is|are|it|its|this (is|file|one|model)|no|nothing|left out|needs?|matches|false \w)\b|\. [A-Z]|(?<!\.\.)\.$")
+    assert len(phrases()) > 80
+    assert "\n".join(f"{place} {phrase}" for place, phrase in phrases() if wrong.search(phrase)) == ""
