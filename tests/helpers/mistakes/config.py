@@ -242,7 +242,7 @@ FIELDS = [
     Mistake(
         "scratch-quantised",
         "Weights drawn anew, to be quantised.",
-        "model",
+        "model.quantization",
         _parse(model={"name": "builtin:resnet-8", "quantization": "nf4"}),
     ),
     Mistake(

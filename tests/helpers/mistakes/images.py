@@ -167,13 +167,13 @@ IMAGES = [
     Mistake(
         "scratch-save",
         "modules_to_save of a model from scratch.",
-        "model",
+        "model.modules_to_save",
         _parse(model={"pretrained": False, "modules_to_save": ["pooler"]}),
     ),
     Mistake(
         "scratch-adapter",
         "An adapter for a model from scratch.",
-        "model",
+        "model.adapter",
         _parse(model={"pretrained": False, "adapter": "a"}),
     ),
     Mistake(
