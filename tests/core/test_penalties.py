@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from fedspan.core.penalties import SlotProduct
+from fedspan.core.parametrization import Projected
+from fedspan.core.penalties import Proximal, SlotProduct
+from fedspan.core.projectors import random_projector
 
 
 def test_slot_product_is_the_product_of_the_last_slots_norms() -> None:
@@ -46,3 +49,26 @@ def test_slot_product_pulls_both_factors_and_no_earlier_slot() -> None:
     assert torch.allclose(B.grad[:, 1:], 0.5 * a.norm() * b / b.norm(), rtol=1e-5)
     assert not A.grad[0].any()
     assert not B.grad[:, 0].any()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_proximal_holds_the_sum_of_a_projected_layer_s_segments(side: str) -> None:
+    """Its value and its gradient by acc are those of the dense change, of which acc sees the projected part."""
+    rng = torch.Generator().manual_seed(1)
+    one, shape, rank = Projected(side), (7, 5) if side == "right" else (5, 7), 2
+    P = random_projector(shape, rank, side, rng).double()
+    acc = torch.randn((7, rank) if side == "right" else (rank, 7), generator=rng, dtype=torch.float64)
+    done = {slot: torch.randn(size, generator=rng, dtype=torch.float64) for slot, size in _segments(shape, rank)}
+    penalty = Proximal(0.7, {"one/acc": torch.zeros_like(acc)}, {"one": one})
+    acc.requires_grad_()
+    tensors = {"one/acc": acc, "one/P": P}
+    assert torch.allclose(penalty.value(tensors), 0.35 * one.pair(acc, P).dense().square().sum())
+    dense = one.pair(acc, P).dense() + done["done_B"] @ done["done_A"]
+    value = penalty.value({**tensors, **{f"one/{slot}": tensor for slot, tensor in done.items()}})
+    assert torch.allclose(value, 0.35 * dense.square().sum())
+    (gradient,) = torch.autograd.grad(value, acc)
+    assert torch.allclose(gradient, 0.7 * (dense @ P.T if side == "right" else P.T @ dense))
+
+
+def _segments(shape: tuple[int, int], rank: int) -> list[tuple[str, tuple[int, int]]]:
+    return [("done_B", (shape[0], 2 * rank)), ("done_A", (2 * rank, shape[1]))]

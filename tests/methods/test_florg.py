@@ -16,6 +16,7 @@ from fedspan.core.base import materialise
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import LayerSpec
 from fedspan.methods.florg import FLoRG
+from fedspan.wrappers.scaffold import Scaffold
 from toys.oracle import average
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, close, sgd, with_extras
@@ -194,13 +195,18 @@ def test_zero_is_a_stationary_point_and_the_start_is_not() -> None:
         )
 
 
-def test_moments_do_not_outlive_a_rotation() -> None:
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+def test_a_client_s_moments_do_not_outlive_a_rotation(alignment: str) -> None:
+    """The server's coordinates last where A is rotated towards the former one; what clients stored is dropped."""
     problem = Problem()
-    federation = Federation(with_extras(made(problem)), problem, sgd(LR))
+    method = made(problem, alignment=alignment)
+    federation = Federation(with_extras(method), problem, sgd(LR))
     for expected in (1, 2):
         federation.round()
-        assert federation.state.generation == expected
         assert federation.job().generation == expected
+        assert federation.state.generation == (expected if alignment == "none" else 0)
+    refusal = Scaffold(inner=method).refusal(method.declared())
+    assert (refusal is not None) == (alignment == "none")
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)

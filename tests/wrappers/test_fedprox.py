@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
 
 from fedspan.core.penalties import Proximal
-from fedspan.core.tensors import tensor_name
-from fedspan.core.values import Job
+from fedspan.core.tensors import norm, slots_of, tensor_name
+from fedspan.core.values import Job, Trained
+from fedspan.methods.fedgalore import FedGaLore
 from fedspan.methods.fedit import FedIT
 from fedspan.methods.local_only import LocalOnly
 from fedspan.methods.pfedloru import PFedLoRU
@@ -14,7 +19,7 @@ from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.fedprox import FedProx
 from toys.oracle import average, copied, pair_gradients
 from toys.problem import HEAD, LAYERS, Problem
-from toys.rounds import Double, Federation, close, sgd, with_extras
+from toys.rounds import Double, Federation, adamw, close, sgd, with_extras
 from toys.two_phases import ExtrasInBothPhases
 
 LR, MU, SCALING, STEPS = 0.3, 0.7, 2.0, 3
@@ -90,6 +95,43 @@ def test_a_later_phase_is_held_near_the_start_of_the_round() -> None:
         assert torch.equal(penalty.reference[key], first.tensors[key])
         assert not torch.equal(penalty.reference[key], second.tensors[key])
     assert len(first.penalties) == len(second.penalties) == 1
+
+
+@pytest.mark.parametrize("adaptive", [0, 99], ids=["seeded", "from gradients"])
+def test_finished_segments_of_fedgalore_are_held_too(adaptive: int) -> None:
+    """At a round's end the term is that of the layers' whole change, over all of its projectors."""
+    problem = Problem(clients=1)
+    spec = problem.adapted().spec
+    inner = FedGaLore(spec=spec, r=2, seed=5, adaptive_refreshes=adaptive, steps=6, period=2, decay_base=False)
+    method = FedProx(inner=WithExtras(inner=inner, policy="frozen"), mu=MU)
+    federation = Federation(Double(inner=method), problem, adamw(LR, steps=6))
+    seen: list[tuple[Job, Trained]] = []
+    train = federation.engine.train
+
+    def watched(job: Job, *args: Any, **options: Any) -> Trained:
+        seen.append((job, train(job, *args, **options)))
+        return seen[-1][1]
+
+    federation.engine.train = watched  # type: ignore[method-assign]
+    federation.round()
+    job, trained = seen[0]
+    changes = {layer: job.parametrization[layer].effective(slots_of(trained.tensors, layer)).pair for layer in LAYERS}
+    whole = sum(float(pair.dense().square().sum()) for pair in changes.values() if pair is not None)
+    last = sum(float(trained.tensors[tensor_name(layer, "acc")].square().sum()) for layer in LAYERS)
+    term = float(job.penalties[-1].value(trained.tensors))
+    assert abs(term - 0.5 * MU * whole) < 1e-5 * term
+    assert abs(whole - last) > 0.1 * whole
+    plain = Federation(Double(inner=method.inner), problem, adamw(LR, steps=6))
+    plain.round()
+    assert norm(changes_of(federation)) < norm(changes_of(plain))
+
+
+def changes_of(federation: Federation) -> dict[str, Tensor]:
+    """The base's changes, dense."""
+    return {
+        name: delta if isinstance(delta, Tensor) else delta.dense()
+        for name, delta in federation.state.base.total.items()
+    }
 
 
 def test_refused_where_nothing_is_shared() -> None:

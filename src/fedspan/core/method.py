@@ -46,7 +46,8 @@ class Claims:
         reduction: ``sum`` if a weighted mean of replies suffices, else ``stack``.
         extras: Default policy for the parameters that train beside the target layers.
         adapter: Whether the update is of low rank, so that ``r`` matters.
-        reinitialises: Whether factors are re-initialized every round (so server optimizers have nothing to act on).
+        reinitialises: Whether factors are re-initialized or decomposed anew every round (so that moments and control
+            variates of a round mean nothing in the next).
         budgets: Whether a client's rank is a budget (of the model's slots that it trains and sends), not a shape.
         moves_base: Whether each round's replies also move the base (so their average alone is not a step).
         sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fedspan.core.lowrank import LowRank, inner
+from fedspan.core.parametrization import Projected
 from fedspan.core.tensors import Tensors, tensor_name
 
 __all__ = ["Penalty", "ProductDecay", "Proximal", "SlotProduct"]
@@ -24,13 +26,29 @@ class Penalty(Protocol):
 
 @dataclass(frozen=True)
 class Proximal:
-    """``mu / 2 * sum ||x - reference||^2`` over the reference's tensors (FedProx, arXiv:1812.06127)."""
+    """``mu / 2 * sum ||x - reference||^2`` over the reference's tensors (FedProx, arXiv:1812.06127).
+
+    A projected layer's x is the sum of its segments, ``done_B done_A + acc P``. As P is orthonormal,
+    ``||x||^2 = ||acc||^2 + 2 <acc P, done_B done_A> + ||done_B done_A||^2``, and acc starts a round at 0.
+
+    Args:
+        mu: Coefficient of the penalty.
+        reference: Values that tensors are pulled towards, by name.
+        projected: Layers whose projector is renewed during training, each with its parametrization.
+    """
 
     mu: float
     reference: Tensors = field(default_factory=dict)
+    projected: Mapping[str, Projected] = field(default_factory=dict)
 
     def value(self, tensors: Mapping[str, Tensor]) -> Tensor:
         terms = [(tensors[name] - value.to(tensors[name])).square().sum() for name, value in self.reference.items()]
+        for layer, parametrization in self.projected.items():
+            if tensor_name(layer, "done_B") not in tensors:
+                continue  # no segment is finished
+            done = LowRank(tensors[tensor_name(layer, "done_B")], tensors[tensor_name(layer, "done_A")])
+            current = parametrization.pair(tensors[tensor_name(layer, "acc")], tensors[tensor_name(layer, "P")])
+            terms.append((2 * inner(current, done) + inner(done, done)).to(done.B))
         return 0.5 * self.mu * torch.stack(terms).sum()
 
 

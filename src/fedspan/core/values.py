@@ -68,7 +68,8 @@ class ServerState:
         base: The accumulated change of the frozen base.
         memory: The server's own tensors, which are not part of the model (momenta, control variates, second moments).
         scalars: Small plain values.
-        generation: Number of times that the tensors were re-initialized or rotated; older moments are invalid.
+        generation: Number of times that the tensors got new coordinates (re-initialized or decomposed anew; not where a
+            method rotates them towards the former ones); the server's moments of an older generation are invalid.
     """
 
     round: int = 0
@@ -185,7 +186,7 @@ class Job:
         gradient_offset: Offset added to trained tensors' gradients after clipping (SCAFFOLD's c - c_i).
         optimizer: Changes to the run's optimizer (by field of ``OptimizerSpec``).
         optimizer_state: Initial moments (FedGaLore's second moment).
-        generation: Generation of the tensors; an engine drops moments of another generation.
+        generation: Generation of the client's moments; an engine drops stored moments of another generation.
         refresh: Renewal of projectors during the job.
         want_gradient: Whether to also return the mean raw gradient over the steps.
         phase: Name of the phase, part of the key of every random draw.

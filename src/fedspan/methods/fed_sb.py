@@ -9,10 +9,11 @@ LoRA Fine-Tuning", arXiv:2502.15436, after LoRA-SB, arXiv:2411.19557.
 
 Exact, because B and A are the same for everybody. The product is not taken off W0: training begins one step ahead.
 
-Deviations: the paper takes the gradient once, of a few samples in one place; here a round is given to it, in which the
-clients asked send it for all their examples, whole, so that the sign is that of the sum and no example leaves its
-client. That round costs O I elements up a layer. Its step is an option; the published code takes the learning rate
-divided by the steps of its warm-up. Factors stay in float32, where that code rounds them to bf16.
+Deviations: the paper averages plainly (``federation.weights: uniform``). It takes the gradient once, of a few samples
+in one place; here a round is given to it, in which the clients asked send it for all their examples, whole, so that the
+sign is that of the sum and no example leaves its client. That round costs O I elements up a layer. Its step is an
+option; the published code takes the learning rate divided by the steps of its warm-up. Factors stay in float32, where
+that code rounds them to bf16.
 """
 
 from __future__ import annotations

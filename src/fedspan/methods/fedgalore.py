@@ -18,8 +18,9 @@ the joined views), which then travel too. Whether AJIVE's identifiability check 
 of the r directions). The paper maps v~ by T too, which makes entries negative, and the step m~ / sqrt(v~) unbounded
 where they are clamped at 0: ``moments: linear``. The default here maps v~ by the squared entries of T: nonnegative, and
 the step grows by sqrt(r) at most. ``keep`` leaves it (GaLore's code). Bias correction is off as in algorithm 4; on, the
-second moment's counter is carried over rounds. Weight decay reaches the frozen weight (W <- rho W), which no adapter
-can express. ``lora_alpha`` is not used; ``scale`` is GaLore's. Not in the paper: ``rounds_per_seed``.
+second moment's counter is carried over rounds. Clipping bounds the projected gradients, GaLore's code the whole ones.
+Weight decay reaches the frozen weight (W <- rho W), which no adapter can express. ``lora_alpha`` is not used; ``scale``
+is GaLore's. Not in the paper: ``rounds_per_seed``.
 """
 
 from __future__ import annotations

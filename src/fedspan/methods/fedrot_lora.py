@@ -10,9 +10,12 @@ Zhang et al., "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA
 Factors are only determined up to a rotation; averaging misaligned ones cancels what they agree on. Not exact, but never
 from misalignment. Nothing more travels than in FedIT.
 
+The global factors are not rotated: their coordinates last from round to round, and with them what a server optimizer or
+SCAFFOLD remembers of them.
+
 Deviations: rounds are counted from 0, and in round 0 nobody rotates (B is 0 and A everybody's). The published code's
-hard rotation leaves the determinant open; here R is a rotation as in the paper. Kept moments are dropped every round:
-what is averaged is in another frame than what was trained.
+hard rotation leaves the determinant open; here R is a rotation as in the paper. Clients' stored moments are dropped
+every round: what is averaged is in another frame than what was trained.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ class FedRotLoRA(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        return state.next(tensors=reduced.mean, generation=state.generation + 1)
+        return state.next(tensors=reduced.mean)
 
     def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
         both = rank * (layer.out_features + layer.in_features)

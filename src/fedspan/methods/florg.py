@@ -19,7 +19,8 @@ stationary point. ``center`` takes s L A_1^T A_1 R off W0, so that training star
 One rank for all: rows of zeros, by which a larger client would be served, have no gradient. ``gram_sums``: what a reply
 contributes is A_i^T A_i (k x k, float64), so that Q is a plain weighted mean and may be summed in secret; the same
 result to rounding, but of the digits of A that squaring loses. Replies are still A_i (r, k) where they are not summed
-in secret.
+in secret. A_{t+1} is rotated towards A_t, so the coordinates last and SCAFFOLD's variates with them, but not without
+rotation (``none``). Clients' stored moments are dropped in every round.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class FLoRG(RegisteredMethod):
     gram_sums: bool = False
 
     def declared(self) -> Claims:
-        return replace(self.claims, reduction="sum", sends="other") if self.gram_sums else self.claims
+        claims = replace(self.claims, reinitialises=self.alignment == "none")
+        return replace(claims, reduction="sum", sends="other") if self.gram_sums else claims
 
     def first_A(self, layer: LayerSpec) -> Tensor:
         """Draw A_1 (R, K), float32."""
@@ -117,7 +119,7 @@ class FLoRG(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         held = None if client is None else client.held
-        return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
+        return Message(state.tensors, base=state.base.since(held))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         parametrization: dict[str, Parametrization] = {}
@@ -125,8 +127,7 @@ class FLoRG(RegisteredMethod):
         for layer in self.spec.layers:
             parametrization[layer.name], fixed = self.fixed(layer)
             tensors |= {tensor_name(layer.name, slot): value for slot, value in fixed.items()}
-        generation = int(message.scalars["generation"])
-        return Job(parametrization, tensors, trainable=(Group(names(self.spec, "A")),), generation=generation)
+        return Job(parametrization, tensors, trainable=(Group(names(self.spec, "A")),), generation=round)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -146,7 +147,7 @@ class FLoRG(RegisteredMethod):
             name = tensor_name(layer.name, "A")
             dtype = (state if self.gram_sums else reduced.stack[0]).tensors[name].dtype
             tensors[name] = self._aligned(self._mean(layer, reduced), state.tensors[name].double()).to(dtype)
-        return state.next(tensors=tensors, generation=state.generation + 1)
+        return state.next(tensors=tensors, generation=state.generation + (self.alignment == "none"))
 
     def _mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
         """Compute A~ of the replies."""

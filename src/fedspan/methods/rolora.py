@@ -9,7 +9,8 @@ arXiv:2502.01755.
 Exact every round, because the other factor is the same for everybody. With B = 0 the gradient of A vanishes, so B comes
 first. A client is sent only the factors that changed since it last took part; it keeps the others.
 
-Deviations: the paper's letters are transposed (its A is our A^T, its B our B^T). The paper is silent on the head; the
+Deviations: the paper's letters are transposed (its A is our A^T, its B our B^T). It averages plainly
+(``federation.weights: uniform``); here replies are weighted by examples. The paper is silent on the head; the
 supplement's code freezes it at step 0; here it follows ``model.extras`` (default ``average``).
 """
 

@@ -8,8 +8,9 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv
 x is everything that trains, the head included; mu = 0 is the wrapped method.
 
 Deviations: only the proximal term; how much a client trains is the run's choice, not a bound on inexactness (gamma).
-Around a low-rank method the term is on the factors, not on their product. Tensors that stay on a client (FedSA-LoRA's
-B, a local head) are held near the client's own of the round's start, for there is no other.
+Around a low-rank method the term is on the factors, not on their product; around FedGaLore it is on the sum of a
+round's segments, those of earlier projectors included. Tensors that stay on a client (FedSA-LoRA's B, a local head) are
+held near the client's own of the round's start, for there is no other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from fedspan.core.method import Claims, Memory, bounded
+from fedspan.core.parametrization import Projected
 from fedspan.core.penalties import Penalty, Proximal
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Job, Message, Trained
@@ -62,4 +64,5 @@ class FedProx(RegisteredWrapper):
     def _pulled(self, job: Job, known: Tensors) -> Job:
         """Add the penalty on the job's trained tensors; ``known`` has the initial values of earlier phases."""
         reference = {name: known.get(name, job.tensors[name]) for name in job.trainable_names}
-        return replace(job, penalties=(*job.penalties, Proximal(self.mu, {**known, **reference})))
+        projected = {layer: one for layer, one in job.parametrization.items() if isinstance(one, Projected)}
+        return replace(job, penalties=(*job.penalties, Proximal(self.mu, {**known, **reference}, projected)))

@@ -8,14 +8,15 @@ algorithm 1.
     server:    x <- sum_i p_i y_i,   c <- c + |S| / N sum_i p_i (c_i+ - c_i),   |S| replies of N clients
 
 for every tensor that trains and travels, the head included; all variates start at 0. A client is sent the variates that
-changed since it last took part.
+changed since it last participated.
 
 Deviations: x moves as the wrapped method moves it, which is the paper's step of size 1; a server optimizer inside gives
 others. The paper averages plainly (``federation.weights: uniform``). Weighted by examples, c is the variates' weighted
-mean exactly only where all clients take part, else in expectation: |S| / N stands for the cohort's share of all
+mean exactly only where all clients participate, else in expectation: |S| / N stands for the cohort's share of all
 examples. ``gradient``, not in the paper, takes as c_i+ the mean raw gradient of the local steps, which is option II's
-for SGD without clipping and has a meaning under AdamW, too. Variates of factors that the method re-initialised start
-anew.
+for SGD without clipping and has a meaning under AdamW, too. Variates of factors that the method re-initialized restart
+at 0. FedRot-LoRA and FLoRG rotate what was trained towards the global factors, so the coordinates of these last, and
+with them the variates, which are gradients by the global factors.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fedspan.core.values import (
     Message,
     OptimizerSpec,
     Reduced,
+    Scalar,
     ServerState,
     Trained,
     Weights,
@@ -101,34 +103,41 @@ class Scaffold(RegisteredWrapper):
         message = self.inner.sync(state, client)
         held = -1 if client is None or client.held is None else client.held
         missed = {name: value for name, value in variates.items() if changed[name] > held}
-        return replace(message, tensors={**message.tensors, **with_prefix(PREFIX, missed)})
+        return replace(
+            message,
+            tensors={**message.tensors, **with_prefix(PREFIX, missed)},
+            scalars={**message.scalars, PREFIX + GENERATION: state.generation},
+        )
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         sent, others = without_prefix(PREFIX, message.tensors)
+        scalars, generation = _split_scalars(message.scalars)
         kept, theirs = without_prefix(PREFIX, memory)
-        job = self.inner.start(replace(message, tensors=others), client, theirs, round)
+        job = self.inner.start(replace(message, tensors=others, scalars=scalars), client, theirs, round)
         if job.gradient_offset:
             raise FedspanError("method.wrappers", "scaffold", problem="this method already corrects the gradient")
-        own = _valid(kept, OWN, job.generation)
-        offsets = _valid(kept, OFFSET, job.generation)
+        own = _valid(kept, OWN, generation)
+        offsets = _valid(kept, OFFSET, generation)
         for name, variate in sent.items():
             offsets[name] = variate - own[name] if name in own else variate
-        return self._next(job, offsets, {})
+        return self._next(job, offsets, {}, generation)
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         kept, theirs = without_prefix(PREFIX, memory)
+        scalars, generation = _split_scalars(job.scalars)
         offsets, kept = job.gradient_offset, dict(kept)
         if job.phase == PROBE:
             kept = {**with_prefix(DRIFT, trained.gradient), **kept}  # tensors of an earlier phase retain its gradient
-            return self._next(_real(job), offsets, kept), {**theirs, **with_prefix(PREFIX, kept)}
-        result, theirs = self.inner.finish(replace(job, gradient_offset={}), trained, client, theirs, round)
+            return self._next(_real(job), offsets, kept, generation), {**theirs, **with_prefix(PREFIX, kept)}
+        inner_job = replace(job, gradient_offset={}, scalars=scalars)
+        result, theirs = self.inner.finish(inner_job, trained, client, theirs, round)
         if self.variate != "option-I":
             self._follow(kept, job, trained)
         if isinstance(result, Job):
-            return self._next(result, offsets, kept), {**theirs, **with_prefix(PREFIX, kept)}
-        own, changes = _valid(kept, OWN, job.generation), dict[str, Tensor]()
+            return self._next(result, offsets, kept, generation), {**theirs, **with_prefix(PREFIX, kept)}
+        own, changes = _valid(kept, OWN, generation), dict[str, Tensor]()
         for name, drift in without_prefix(DRIFT, kept)[0].items():
             if name not in result.tensors:
                 continue  # it stays on the client, so it has no drift
@@ -141,13 +150,14 @@ class Scaffold(RegisteredWrapper):
         mine = {
             **with_prefix(OWN, own),
             **with_prefix(OFFSET, waiting),
-            GENERATION: torch.tensor(job.generation),
+            GENERATION: torch.tensor(generation),
         }
         reply = replace(result, tensors={**result.tensors, **with_prefix(PREFIX, changes)})
         return reply, {**theirs, **with_prefix(PREFIX, mine)}
 
-    def _next(self, job: Job, offsets: Tensors, kept: Mapping[str, Tensor]) -> Job:
+    def _next(self, job: Job, offsets: Tensors, kept: Mapping[str, Tensor], generation: int) -> Job:
         """Add the correction to a phase; under option I, insert a phase that takes the gradient of its new tensors."""
+        job = replace(job, scalars={**job.scalars, PREFIX + GENERATION: generation})
         unknown = any(DRIFT + name not in kept for name in job.trainable_names)
         wanted = job.want_gradient or self.variate == "gradient"
         corrected = replace(job, gradient_offset=offsets, want_gradient=wanted)
@@ -207,6 +217,12 @@ def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:
     changed = {name[len(PREFIX) :]: int(at) for name, at in state.scalars.items() if name.startswith(PREFIX)}
     scalars = {name: value for name, value in state.scalars.items() if not name.startswith(PREFIX)}
     return replace(state, memory=memory, scalars=scalars), variates, changed
+
+
+def _split_scalars(scalars: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], int]:
+    """Split the scalars of a message or job into ``(wrapped method's scalars, generation of the server's tensors)``."""
+    others = dict(scalars)
+    return others, int(others.pop(PREFIX + GENERATION))
 
 
 def _valid(kept: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
