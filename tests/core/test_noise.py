@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedspan.core.noise import KEY_BYTES, digest_of, gaussian, key_of_seed
+from fedspan.core.noise import KEY_BYTES, digest_of, gaussian, key_of_seed, poisson_sample
 
 KEY = key_of_seed(1)
 
@@ -30,12 +31,26 @@ def test_every_byte_of_the_key_counts(place: int, flip: int) -> None:
     # and two changes that would cancel in a sum of the key's words
     both = bytes(value ^ flip if at in (place, (place + 4) % KEY_BYTES) else value for at, value in enumerate(KEY))
     assert not torch.equal(gaussian(KEY, shape, "a"), gaussian(both, shape, "a"))
+    samples = {tuple(poisson_sample(one, 0.5, 256, "a").tolist()) for one in (KEY, other, both)}
+    assert len(samples) == 3
 
 
 def test_a_generator_of_torch_has_too_few_streams() -> None:
     """Why there is ``core.noise``: who sees a draw could try all seeds."""
     first, second = (torch.Generator().manual_seed(seed) for seed in (7, 7 + 2**32))
     assert torch.equal(torch.randn(8, generator=first), torch.randn(8, generator=second))
+
+
+def test_a_poisson_sample_takes_each_position_by_itself() -> None:
+    samples = [poisson_sample(KEY, 0.3, 20, "sample", number) for number in range(2000)]
+    sizes = np.array([len(sample) for sample in samples])
+    assert sizes.mean() == pytest.approx(6, rel=0.03)
+    assert sizes.var() == pytest.approx(20 * 0.3 * 0.7, rel=0.1)
+    counts = np.bincount(np.concatenate(samples), minlength=20)
+    assert abs(counts / 2000 - 0.3).max() < 0.05
+    assert all((np.diff(sample) > 0).all() for sample in samples)
+    assert poisson_sample(KEY, 1.0, 5, "a").tolist() == [0, 1, 2, 3, 4]
+    assert poisson_sample(KEY, 0.5, 0, "a").tolist() == []
 
 
 def test_labels_name_draws() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -235,6 +236,34 @@ def test_samples_are_poisson() -> None:
     counts = np.bincount(np.concatenate(samples), minlength=125)
     assert not counts[:100].any()
     assert abs(counts[100:] / 4000 - 0.2).max() < 0.03
+
+
+def test_samples_come_from_the_whole_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from torch's generator, which has 2^32 streams: two keys that it cannot tell apart give other samples."""
+    monkeypatch.setattr(torch, "Generator", lambda *_: pytest.fail("a generator of torch"))
+    plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=40)
+    work = Assignment("a", 0, Job({}, {}, ()), np.arange(25), 0.1)
+    keys = (bytes(32), bytes(31) + b"\1", b"\1" + bytes(31))
+    samples = [
+        [sample.tolist() for sample in poisson_batches(Privacy("dp-sgd", 1.0, 1.0, key=key), plain, work)]
+        for key in keys
+    ]
+    assert all(one != other for one, other in itertools.combinations(samples, 2))
+
+
+def test_a_secret_sample_serves_one_model() -> None:
+    """An order that is repeated has the same samples; one with another model has others, as its noise is."""
+    plain = TrainingSettings(OptimizerSpec(), batch_size=5, steps=40)
+    works = [
+        Assignment("a", 0, Job({}, {"x": torch.full((2,), value)}, ()), np.arange(25), 0.1) for value in (0.0, 1.0)
+    ]
+    for secret in (True, False):
+        privacy = Privacy("dp-sgd", 1.0, 1.0, secret=secret)
+        first, again, other = (
+            [sample.tolist() for sample in poisson_batches(privacy, plain, work)] for work in (*works[:1], *works)
+        )
+        assert first == again
+        assert (first != other) == secret
 
 
 def test_a_client_trains_on_though_a_sample_is_empty(prepared: Prepared, tiny_folder: Path) -> None:

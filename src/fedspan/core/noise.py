@@ -1,9 +1,9 @@
-"""Gaussian noise from a key: reproducible with the key and the label, pseudorandom without the key.
+"""Random draws that privacy rests on, noise and samples: from a key, and pseudorandom to whoever lacks it.
 
-torch's CPU generator has only 2^32 streams, whatever its seed, so an observer of a noisy value could try them all. Here
-a stream is SHAKE-256 of a 32-byte key. Every draw is half the sum of four draws: the gaps that floating-point numbers
-leave in a single draw would reveal information about the value it is added to (Mironov, CCS 2012; the remedy is that of
-Holohan and Braghin, arXiv 2107.10138).
+torch's CPU generator has only 2^32 streams, whatever its seed, so an observer of a noisy value could try them all, and
+with them all samples. Here a stream is SHAKE-256 of a 32-byte key. A Gaussian draw is half the sum of four draws: the
+gaps that floating-point numbers leave in a single draw would reveal information about the value it is added to
+(Mironov, CCS 2012; the remedy is that of Holohan and Braghin, arXiv 2107.10138).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_BYTES", "digest_of", "gaussian", "key_of_seed"]
+__all__ = ["KEY_BYTES", "digest_of", "gaussian", "key_of_seed", "poisson_sample"]
 
 KEY_BYTES = 32
 _TERMS = 4
@@ -22,7 +23,7 @@ _BITS = 52  # plus one half, exact in a float64
 
 
 def key_of_seed(seed: int) -> bytes:
-    """Derive the key of a reproducible simulation: anyone with the seed knows the noise."""
+    """Derive the key of a reproducible simulation: anyone with the seed knows all draws."""
     return hashlib.sha256(f"fedspan noise {seed}".encode()).digest()
 
 
@@ -37,17 +38,40 @@ def gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
     Raises:
         ValueError: If the key has another length.
     """
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key of {KEY_BYTES} bytes, not {len(key)}")
     count = shape.numel()
-    if not count:
-        return torch.zeros(shape, dtype=torch.float64)
-    text = "\x1f".join(map(str, label)).encode()
-    stream = hashlib.shake_256(key + text).digest(8 * _TERMS * count)
-    bits = torch.frombuffer(bytearray(stream), dtype=torch.int64) & ((1 << _BITS) - 1)
-    uniform = (bits.double() + 0.5) * 2.0**-_BITS
+    uniform = _uniform(key, _TERMS * count, label)
     draws = torch.special.ndtri(uniform).view(_TERMS, count).sum(0) / _TERMS**0.5
     return draws.view(shape)
+
+
+def poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> np.ndarray:
+    """Draw each of ``count`` positions independently with probability ``rate``.
+
+    Args:
+        key: Key of 32 bytes.
+        rate: Probability of every position.
+        count: Number of positions.
+        label: Name of the draw; under one key, another label gives an unrelated sample.
+
+    Returns:
+        The positions in ascending order, int64; possibly none.
+
+    Raises:
+        ValueError: If the key has another length.
+    """
+    return (_uniform(key, count, label) < rate).nonzero().flatten().numpy()
+
+
+def _uniform(key: bytes, count: int, label: tuple[int | str, ...]) -> Tensor:
+    """Draw values strictly between 0 and 1, (count,), float64."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key of {KEY_BYTES} bytes, not {len(key)}")
+    if not count:
+        return torch.zeros(0, dtype=torch.float64)
+    text = "\x1f".join(map(str, label)).encode()
+    stream = hashlib.shake_256(key + text).digest(8 * count)
+    bits = torch.frombuffer(bytearray(stream), dtype=torch.int64) & ((1 << _BITS) - 1)
+    return (bits.double() + 0.5) * 2.0**-_BITS
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

@@ -278,9 +278,9 @@ class Reduced:
     Args:
         mean: Weighted mean of every ``sum`` tensor (weights normalised over the replies).
         stack: Every client's ``stack`` tensors.
-        count: Number of replies.
+        count: Number of replies; under central privacy the expected number, because the true one is not protected.
     """
 
     mean: Tensors = field(default_factory=dict)
     stack: tuple[StackItem, ...] = ()
-    count: int = 0
+    count: float = 0

@@ -10,7 +10,7 @@ adding or removing one client moves X by at most C.
 ``local``: every client sends x + clip(x_i - x, C) + N(0, (z C)^2). Any two replies are at most 2 C apart, so the ratio
 of noise to sensitivity is z / 2. Sampling does not amplify privacy, because the server sees which clients replied.
 
-``dp-sgd`` (Abadi et al., CCS 2016, arXiv 1607.00133): see ``training.poisson.private_steps``.
+``dp-sgd`` (Abadi et al., CCS 2016, arXiv 1607.00133): see ``training.dp_sgd.private_steps``.
 
 Deviations: Clients in the papers send changes. Here they send values, and the values of an untrained client are
 subtracted.
@@ -21,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.noise import digest_of, gaussian
-from fedspan.core.tensors import Tensors, generator
+from fedspan.core.noise import digest_of, gaussian, poisson_sample
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
@@ -64,10 +63,8 @@ def poisson_cohort(privacy: Privacy, settings: RoundSettings, clients: int, roun
     rate = sampling_rate(settings, clients)
     if rate == 1.0:
         return list(range(clients))
-    # Clients know the run's seed, and a known cohort removes the protection of sampling.
-    seed = int.from_bytes(privacy.key, "big") if privacy.secret else settings.seed
-    rng = generator(seed, "cohort", round)
-    return (torch.rand(clients, generator=rng, dtype=torch.float64) < rate).nonzero().flatten().tolist()
+    # Of the noise's key: clients know the run's seed, and a known cohort removes the protection of sampling.
+    return poisson_sample(privacy.key, rate, clients, "cohort", round).tolist()
 
 
 def client_noise(privacy: Privacy, rate: float) -> float:

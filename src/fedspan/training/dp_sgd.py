@@ -10,7 +10,7 @@ Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00
 
     g = ( sum over a Poisson sample of clip(grad loss(x), C) + N(0, (z C)^2) ) / (expected sample size)
 
-Opacus samples, clips and scales. Per-example gradients come from the layers that stack clients: every example is
+Opacus clips and scales. Per-example gradients come from the layers that stack clients: every example is
 treated as a client with its own copy of the factors. The first sample verifies that the model keeps examples apart.
 
 Shapes: K examples in a pass.
@@ -26,8 +26,8 @@ import torch
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
-from fedspan.core.noise import digest_of, gaussian, key_of_seed
-from fedspan.core.tensors import Tensors, generator, norm, subtract
+from fedspan.core.noise import digest_of, gaussian, key_of_seed, poisson_sample
+from fedspan.core.tensors import Tensors, norm, subtract
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
 from fedspan.models.precision import tolerance
@@ -85,25 +85,16 @@ def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job]
 def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignment) -> Iterator[np.ndarray]:
     """Yield the samples of a job, drawing each example independently; a sample may be empty.
 
-    Raises:
-        FedspanError: If Opacus is not installed.
+    With a secret key they depend on the job's tensors as well, as its noise does: a server that repeats an order with
+    another model does not learn two sums over one sample, for which the accountant does not allow.
     """
-    require_opacus()
-    from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-
     count = len(work.indices)
-    steps = private_steps(settings, work.job, count)
-    if not steps:
-        return
-    seed = int.from_bytes(privacy.key, "big")
-    sampler = UniformWithReplacementSampler(
-        num_samples=count,
-        sample_rate=expected_batch(settings, count) / count,
-        generator=generator(seed, "poisson", work.round, work.client, work.job.phase),
-        steps=steps,
-    )
-    for chosen in sampler:
-        yield work.indices[np.array(chosen, np.int64)]
+    label = ("poisson", work.round, work.client, work.job.phase)
+    if privacy.secret:
+        label = (*label, digest_of(work.job.tensors))
+    for step in range(private_steps(settings, work.job, count)):
+        rate = expected_batch(settings, count) / count
+        yield work.indices[poisson_sample(privacy.key, rate, count, *label, step)]
 
 
 class _Keyed(DPOptimizer):

@@ -65,6 +65,7 @@ def test_a_client_that_is_gone_adds_nothing_and_the_number_below_stays(
     result = less.run_round(begun)
     assert [failure.client for failure in result.failures] == ["west"]
     apart = {name: (seen[0].mean[name] - value).double() for name, value in seen[1].mean.items()}
+    assert [one.count for one in seen] == [4, 4]  # the number of replies is not protected
     assert norm_of(apart) == pytest.approx(CLIP / 4, rel=1e-3)  # its own clipped change, of four clients'
     moved = {name: (value - start[name]).double() for name, value in seen[1].mean.items()}
     assert norm_of(moved) <= CLIP * 3 / 4 * (1 + 1e-5)

@@ -177,13 +177,12 @@ class PrivateReducer(Reducer):
         super().__init__(cohort)
         assert settings.privacy is not None
         self._origin, self._privacy = origin, settings.privacy
-        self._rate, self._all, self._round, self._count = sampling_rate(settings, clients), clients, round, 0
+        self._rate, self._all, self._round = sampling_rate(settings, clients), clients, round
         self._total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in origin.items()}
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         if contribution is None:
             return
-        self._count += 1
         for name, value in clip_change(change_of(contribution, self._origin), self._privacy.clip).items():
             self._total[name] += value
 
@@ -192,7 +191,7 @@ class PrivateReducer(Reducer):
             raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
         expected = self._rate * self._all
         mean = private_mean(self._total, self._origin, self._privacy, self._rate, expected, self._round)
-        return Reduced(mean=mean, count=max(1, self._count))
+        return Reduced(mean=mean, count=expected)
 
 
 def reducer_for(

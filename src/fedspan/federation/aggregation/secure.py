@@ -124,7 +124,7 @@ class SecureAggregation:
                 for id in sorted(answers):  # one of them caused it, and the server cannot tell which
                     session.fail(id, why)
                 raise TooFew
-        return Reduced(mean=self._restored(change, share), count=len(answers))
+        return self._reduced(change, share)
 
     def good(self) -> Collection[str]:
         """``Aggregation.good``: the clients without a failure in the last attempt."""
@@ -170,13 +170,14 @@ class SecureAggregation:
         privacy = self.context.settings.privacy
         return privacy.clip if privacy is not None and privacy.mechanism == "central" else self.secure.clip
 
-    def _restored(self, change: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    def _reduced(self, change: Mapping[str, Tensor], share: float) -> Reduced:
         """Return the mean that belongs to a summed change; with central privacy, after adding noise to the sum."""
         privacy, clients = self.context.settings.privacy, len(self.context.clients)
         if privacy is None or privacy.mechanism != "central":
-            return apply_change(change, self._origin)
+            return Reduced(mean=apply_change(change, self._origin), count=len(self.answers))
         total = {name: value * share for name, value in change.items()}
-        return private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
+        mean = private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
+        return Reduced(mean=mean, count=clients)
 
 
 def _vector(answer: Reply, total: Integers) -> Integers:
