@@ -177,3 +177,10 @@ def test_an_adapter_is_cut_to_its_best_approximation_of_a_rank(
         assert float((W - W1).norm()) == pytest.approx(float(S[1:].norm()), rel=1e-4, abs=1e-9)
         assert loss == pytest.approx(float((W - W1).norm() / W.norm()), rel=1e-4, abs=1e-6)
     assert fedspan.evaluate(cut, data=tiny_folder / "corpus.csv")["examples"] == 120
+
+
+def test_extras_are_optional() -> None:
+    """Without the packages of the extras everything imports that a run on the loop or batched engine uses."""
+    extras = ("opacus", "flwr", "ray", "cryptography", "Crypto", "bitsandbytes", "plotly", "lm_eval", "tensorboard")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({extras!r}))"
+    subprocess.run([sys.executable, "-c", f"{blocked}; import fedspan.runs.train, fedspan.cli"], check=True)

@@ -24,9 +24,10 @@ from fedspan.errors import FedspanError
 from fedspan.federation.validation import untrained_jobs
 from fedspan.runs.setup import Prepared
 from fedspan.training.batching import job_batches
-from fedspan.training.dp_sgd import NoisySum, PrivateTraining, noise_for, poisson_batches, private_steps, release_of
+from fedspan.training.dp_sgd import PrivateTraining, noise_for, poisson_batches, private_steps, release_of
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings
 from fedspan.training.loop import LoopEngine
+from fedspan.training.noisy_sum import NoisySum
 from helpers import tiny
 
 PRIVACY = {"mechanism": "dp-sgd", "noise": 1e-9, "clip": 0.3}

@@ -1,10 +1,4 @@
-"""Poisson samples of DP-SGD, and the noise that a privacy budget requires.
-
-Noisy sums of clipped gradients, step by step. This module imports Opacus: call ``require_opacus`` first.
-
-Shapes: K examples.
-
-DP-SGD: each example's gradient is clipped, and noise is added to their sum.
+"""DP-SGD: each example's gradient is clipped, and noise is added to their sum.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1:
 
@@ -19,12 +13,11 @@ Shapes: K examples in a pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from opacus.optimizers import DPOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedspan.core.noise import digest_of, gaussian, key_of_seed, poisson_sample
 from fedspan.core.tensors import Tensors, norm, subtract
@@ -37,7 +30,7 @@ from fedspan.training.accounting import Mechanism, calibrate_noise, require_opac
 from fedspan.training.engine import Trainer
 from fedspan.training.jobs import Assignment, Privacy, TrainingSettings, not_finite
 
-__all__ = ["NoisySum", "PrivateTraining", "noise_for", "poisson_batches", "private_steps", "release_of"]
+__all__ = ["PrivateTraining", "noise_for", "poisson_batches", "private_steps", "release_of"]
 
 
 def expected_batch(settings: TrainingSettings, count: int) -> int:
@@ -97,73 +90,6 @@ def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignme
         yield work.indices[poisson_sample(privacy.key, rate, count, *label, step)]
 
 
-class _Keyed(DPOptimizer):
-    """Opacus' optimizer with noise from a key: torch's generators have too few streams to be secret."""
-
-    label: tuple[int | str, ...] = ()
-    names: tuple[str, ...] = ()
-    key: bytes = b""
-    secret: bool = False
-
-    def add_noise(self) -> None:
-        """``DPOptimizer.add_noise``."""
-        sums: dict[str, Tensor] = dict(zip(self.names, (_summed(p) for p in self.params), strict=True))
-        label = (*self.label, digest_of(sums)) if self.secret else self.label
-        for (name, total), p in zip(sums.items(), self.params, strict=True):
-            noise = gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
-            p.grad = (total + noise.to(total)).view_as(p)
-
-
-def _summed(parameter: Tensor) -> Tensor:
-    """Return the sum of the gradients that ``DPOptimizer`` has clipped."""
-    return parameter.__dict__["summed_grad"]
-
-
-class NoisySum:
-    """Clips, sums, and adds noise, step by step.
-
-    Args:
-        privacy: Privacy settings of the run.
-        work: The assignment that the gradients belong to.
-        like: The trainable tensors by name.
-    """
-
-    def __init__(self, privacy: Privacy, work: Assignment, like: Mapping[str, Tensor]) -> None:
-        self._work, self._names = work, tuple(like)
-        self._params = [nn.Parameter(torch.zeros_like(value)) for value in like.values()]
-        # Its own step is never called: the run's optimizer uses what it leaves in ``grad``.
-        self._optimizer = _Keyed(
-            torch.optim.SGD(self._params, lr=0.0),
-            noise_multiplier=work.noise,
-            max_grad_norm=privacy.clip,
-            expected_batch_size=1,
-            loss_reduction="mean",
-        )
-        self._optimizer.names, self._optimizer.key, self._optimizer.secret = self._names, privacy.key, privacy.secret
-
-    def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add examples' gradients, (K, ...) each, to the step's sum; each example may be added only once."""
-        for name, p in zip(self._names, self._params, strict=True):
-            p.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
-        self._optimizer.clip_and_accumulate()
-
-    def taken(self, step: int, expected: int) -> dict[str, Tensor]:
-        """Return the step's noisy sum over the expected number of examples, and reset the sum.
-
-        Args:
-            step: The step's number in the job, from 0.
-            expected: Average number of examples of a step.
-        """
-        work = self._work
-        self._optimizer.label = ("dp-sgd", work.round, work.client, work.job.phase, step)
-        self._optimizer.expected_batch_size = expected
-        self._optimizer.add_noise()
-        self._optimizer.scale_grad()
-        found = {name: p.grad.detach() for name, p in zip(self._names, self._params, strict=True) if p.grad is not None}
-        self._optimizer.zero_grad(set_to_none=True)
-        return found
-
-
 class PrivateTraining:
     """Trains jobs with DP-SGD, one at a time.
 
@@ -190,6 +116,7 @@ class PrivateTraining:
             FedspanError: If the loss stops being finite, or if the job would release more than the noisy sums.
         """
         require_opacus()
+        from fedspan.training.noisy_sum import NoisySum
 
         trainer, job, adapted, settings = self.trainer, work.job, self.trainer.adapted, self.trainer.settings
         _require_private(job, getattr(trainer.task, "packing", False))

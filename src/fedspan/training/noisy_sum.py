@@ -1,0 +1,86 @@
+"""Noisy sums of clipped gradients, step by step.
+
+This module imports Opacus, which is an extra: call ``require_opacus`` and import it where it is used.
+
+Shapes: K examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+
+from fedspan.core.noise import digest_of, gaussian
+from fedspan.training.jobs import Assignment, Privacy
+
+__all__ = ["NoisySum"]
+
+
+class _Keyed(DPOptimizer):
+    """Opacus' optimizer with noise from a key: torch's generators have too few streams to be secret."""
+
+    label: tuple[int | str, ...] = ()
+    names: tuple[str, ...] = ()
+    key: bytes = b""
+    secret: bool = False
+
+    def add_noise(self) -> None:
+        """``DPOptimizer.add_noise``."""
+        sums: dict[str, Tensor] = dict(zip(self.names, (_summed(p) for p in self.params), strict=True))
+        label = (*self.label, digest_of(sums)) if self.secret else self.label
+        for (name, total), p in zip(sums.items(), self.params, strict=True):
+            noise = gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
+            p.grad = (total + noise.to(total)).view_as(p)
+
+
+def _summed(parameter: Tensor) -> Tensor:
+    """Return the sum of the gradients that ``DPOptimizer`` has clipped."""
+    return parameter.__dict__["summed_grad"]
+
+
+class NoisySum:
+    """Clips, sums, and adds noise, step by step.
+
+    Args:
+        privacy: Privacy settings of the run.
+        work: The assignment that the gradients belong to.
+        like: The trainable tensors by name.
+    """
+
+    def __init__(self, privacy: Privacy, work: Assignment, like: Mapping[str, Tensor]) -> None:
+        self._work, self._names = work, tuple(like)
+        self._params = [nn.Parameter(torch.zeros_like(value)) for value in like.values()]
+        # Its own step is never called: the run's optimizer uses what it leaves in ``grad``.
+        self._optimizer = _Keyed(
+            torch.optim.SGD(self._params, lr=0.0),
+            noise_multiplier=work.noise,
+            max_grad_norm=privacy.clip,
+            expected_batch_size=1,
+            loss_reduction="mean",
+        )
+        self._optimizer.names, self._optimizer.key, self._optimizer.secret = self._names, privacy.key, privacy.secret
+
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add examples' gradients, (K, ...) each, to the step's sum; each example may be added only once."""
+        for name, p in zip(self._names, self._params, strict=True):
+            p.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
+        self._optimizer.clip_and_accumulate()
+
+    def taken(self, step: int, expected: int) -> dict[str, Tensor]:
+        """Return the step's noisy sum over the expected number of examples, and reset the sum.
+
+        Args:
+            step: The step's number in the job, from 0.
+            expected: Average number of examples of a step.
+        """
+        work = self._work
+        self._optimizer.label = ("dp-sgd", work.round, work.client, work.job.phase, step)
+        self._optimizer.expected_batch_size = expected
+        self._optimizer.add_noise()
+        self._optimizer.scale_grad()
+        found = {name: p.grad.detach() for name, p in zip(self._names, self._params, strict=True) if p.grad is not None}
+        self._optimizer.zero_grad(set_to_none=True)
+        return found
