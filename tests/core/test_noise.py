@@ -42,7 +42,7 @@ def test_a_generator_of_torch_has_too_few_streams() -> None:
 
 
 def test_a_poisson_sample_takes_each_position_by_itself() -> None:
-    samples = [poisson_sample(KEY, 0.3, 20, "sample", number) for number in range(2000)]
+    samples = [poisson_sample(KEY, 0.3, 20, "sample", number).numpy() for number in range(2000)]
     sizes = np.array([len(sample) for sample in samples])
     assert sizes.mean() == pytest.approx(6, rel=0.03)
     assert sizes.var() == pytest.approx(20 * 0.3 * 0.7, rel=0.1)

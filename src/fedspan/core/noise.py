@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +43,7 @@ def gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
     return draws.view(shape)
 
 
-def poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> np.ndarray:
+def poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> Tensor:
     """Draw each of ``count`` positions independently with probability ``rate``.
 
     Args:
@@ -59,7 +58,7 @@ def poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> np
     Raises:
         ValueError: If the key has another length.
     """
-    return (_uniform(key, count, label) < rate).nonzero().flatten().numpy()
+    return (_uniform(key, count, label) < rate).nonzero().flatten()
 
 
 def _uniform(key: bytes, count: int, label: tuple[int | str, ...]) -> Tensor:

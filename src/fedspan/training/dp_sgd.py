@@ -87,7 +87,7 @@ def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignme
         label = (*label, digest_of(work.job.tensors))
     for step in range(private_steps(settings, work.job, count)):
         rate = expected_batch(settings, count) / count
-        yield work.indices[poisson_sample(privacy.key, rate, count, *label, step)]
+        yield work.indices[poisson_sample(privacy.key, rate, count, *label, step).numpy()]
 
 
 class PrivateTraining:
