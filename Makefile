@@ -40,7 +40,7 @@ demo: $(VENV)/.stamp-model
 	$(BIN)/fedspan demo
 
 test: dev
-	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: dev
 	$(BIN)/ruff check .

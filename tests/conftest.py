@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes of deployments first: files are handed out in this order, and a long one must not be the last."""
+    items.sort(key=lambda item: "test_engines_agree.py" not in item.nodeid)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> None:
     """Small matrices are fastest on one thread, and bits depend on the number of threads."""

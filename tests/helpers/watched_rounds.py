@@ -53,7 +53,7 @@ def method_config(folder: Path, key: str, kind: str = "bert", **changes: Mapping
     """
     values = {
         "method": {"name": key, "r": 3, "lora_alpha": 6, **OPTIONS.get(key, {}), **changes.pop("method", {})},
-        "federation": {"rounds": 5, **changes.pop("federation", {})},
+        "federation": {"rounds": 4, **changes.pop("federation", {})},
         "training": {"optimizer_state": "keep", "weight_decay": 0.1, **changes.pop("training", {})},
     }
     return tiny.config(folder, kind, **values, **changes)

@@ -28,7 +28,7 @@ both = pytest.mark.parametrize(("key", "policy"), [(key, policy) for key in METH
 
 
 def with_policy(played: Play, key: str, policy: str) -> Played:
-    """Three of four clients in five rounds; the same run as elsewhere under the policy that the method prefers."""
+    """Three of four clients in four rounds; the same run as elsewhere under the policy that the method prefers."""
     return played(key) if policy == METHODS[key].claims.extras else played(key, model={"extras": policy})
 
 

@@ -107,7 +107,7 @@ def test_fedloru_moves_its_factors_into_the_base_every_tau_rounds(played: Play) 
 
 def test_fedloru_starts_anew_after_an_accumulation(played: Play) -> None:
     """With another A each time, and without the moments of the factors that went into the base."""
-    run = played("fedloru")
+    run = played("fedloru", federation={"rounds": 5})
     name, drawn = tensor_name(run.layers[0].name, "A"), set[tuple[float, ...]]()
     for round in run.rounds[::2]:
         drawn.add(tuple(round.before.state.tensors[name].flatten().tolist()))

@@ -71,10 +71,10 @@ def test_rounds_between_machines_have_the_bits_of_those_on_one(
         assert progress.held == other.held
         assert result.transfers == got.transfers
         assert result.loss == pytest.approx(got.loss, rel=1e-12)
-        validation, test = here.evaluator.clients(progress)
-        theirs = RemoteEvaluator(there, 32).clients(other)
-        for mine, found in zip((validation, test), theirs, strict=True):
-            assert (mine is None) == (found is None)
-            if mine is not None and found is not None:
-                assert mine.by_client == {id: pytest.approx(row) for id, row in found.by_client.items()}
-                assert mine.pooled["accuracy"] == pytest.approx(found.pooled["accuracy"])
+    validation, test = here.evaluator.clients(progress)
+    theirs = RemoteEvaluator(there, 32).clients(other)
+    for mine, found in zip((validation, test), theirs, strict=True):
+        assert (mine is None) == (found is None)
+        if mine is not None and found is not None:
+            assert mine.by_client == {id: pytest.approx(row) for id, row in found.by_client.items()}
+            assert mine.pooled["accuracy"] == pytest.approx(found.pooled["accuracy"])
