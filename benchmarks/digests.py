@@ -291,20 +291,39 @@ def _deployment(folder: Path) -> Any:
     from stage import Deployment
 
     made = Deployment(folder / "deployed").__enter__()
-    for site in SITES:
-        made.join(site, made.node_file(site, folder / "inputs" / f"{site}.csv"))
+    _join(made, folder)
     return made
+
+
+def _join(deployment: Any, folder: Path, case: str = "") -> None:
+    """Have all nodes join, anew if they had joined, with the data of a case."""
+    for site in SITES:
+        if site in deployment.processes:
+            deployment.end(site)
+        train = folder / "inputs" / f"{site}.csv"
+        columns = {"label": "target"} if case == "regression" else {}
+        if case == "image-classification":
+            train = folder / "inputs" / "images"
+        deployment.join(site, deployment.node_file(site, train, data={"train": str(train), **columns}))
 
 
 def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Path) -> dict[str, Any]:
     sent = {key: value for key, value in values.items() if key not in ("engine", "device", "threads")}
     sent["data"] = {key: value for key, value in values["data"].items() if key in ("labels", "prompt", "answer")}
+    if own := out.name in ("regression", "image-classification"):  # of a task whose data the nodes have otherwise
+        _join(deployment, folder, out.name)
+    if out.name == "image-classification":
+        sent["data"]["labels"] = ["dark", "light"]
     sent["partition"] = {"partitioner": "iid", "clients": len(SITES), "validation": 0.1, "test": 0.1}
     sent["federation"] = {**values["federation"], "deadline": 60.0}
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(sent))
     log = folder / "submit.txt"
-    if _forked(["submit", str(config), "--out", str(out), "--server", str(deployment.server)], log):
+    arguments = ["submit", str(config), "--out", str(out), "--server", str(deployment.server), "--wait", "90"]
+    code = _forked(arguments, log)
+    if own:
+        _join(deployment, folder)
+    if code:
         return {"refused": _without(log.read_text(), folder)}
     found = digest_folder(out)
     for site in SITES:
