@@ -18,23 +18,23 @@ Write = Callable[..., Path]
 @pytest.mark.parametrize(
     ("setting", "field", "remedy"),
     [
-        ("method.name=fedot", "method.name: 'fedot'", "the nearest are fedit"),
-        ("method.tau=3", "method.tau: 3", "fedit has the options r, lora_alpha"),
-        ("method.r=zwei", "method.r: 'zwei'", "integer"),
-        ("method.r=17", "method.r: 17", "larger than a target layer"),
-        ("model.target_modules=[quary]", "model.target_modules: 'quary'", "the nearest module names are query"),
-        ("model.name=nowhere/nothing", "model.name: 'nowhere/nothing'", "a local folder with a model"),
-        ("partition.clients=500", "partition", "clients"),
-        ("data.label=lable", "data.label: 'lable'", "a column of"),
-        ("data.train=missing.csv", "data.train: 'missing.csv'", "a file; "),
-        ("training.lr=1e6", "training.lr: 1000000.0", "lower the learning rate"),
-        ("training.lr=inf", "training.lr: 'inf'", "finite"),
-        ("training.learning_rate=1", "training.learning_rate: 1", "no such field; the nearest are"),
-        ("device=tpu", "device: 'tpu'", "cpu, cuda"),
-        ("method.r", "--set: 'method.r'", "section.field=value"),
-        ("=3", "--set: '=3'", "section.field=value"),
-        ("seed.value=3", "--set: 'seed.value=3'", "seed is a value, not a section"),
-        ("seed=[", "--set: 'seed=['", "valid YAML"),
+        ("method.name=fedot", "`method.name`: ", "Did you mean 'fedit'"),
+        ("method.tau=3", "`method.tau`: ", "Its options are r, lora_alpha"),
+        ("method.r=zwei", "`method.r`: ", "integer"),
+        ("method.r=17", "`method.r`: ", "larger than a target layer"),
+        ("model.target_modules=[quary]", "`model.target_modules`: ", "Did you mean 'query'"),
+        ("model.name=nowhere/nothing", "`model.name`: ", "a local folder with a model"),
+        ("partition.clients=500", "`partition.clients`: ", "108"),
+        ("data.label=lable", "`data.label`: ", "a column of"),
+        ("data.train=missing.csv", "`data.train`: ", "a file"),
+        ("training.lr=1e6", "`training.lr`: ", "a lower learning rate"),
+        ("training.lr=inf", "`training.lr`: ", "finite"),
+        ("training.learning_rate=1", "`training.learning_rate`: ", "no such field. Did you mean"),
+        ("device=tpu", "`device`: ", "cpu, cuda"),
+        ("method.r", "`--set`: ", "section.field=value"),
+        ("=3", "`--set`: ", "section.field=value"),
+        ("seed.value=3", "`--set`: ", "seed is a value, not a section"),
+        ("seed=[", "`--set`: ", "valid YAML"),
     ],
 )
 def test_mistakes_in_a_config(
@@ -57,10 +57,10 @@ def test_a_label_of_the_test_set_that_training_lacks(refused: Refused, write: Wr
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "a readable YAML file"),
+        (None, "cannot be read as a YAML file"),
         ("a: [1, 2\nb: {", "valid YAML"),
         ("just text", "a YAML mapping"),
-        ("methd: {name: fedit}\ndata: {train: x.csv}\n", "the nearest are method"),
+        ("methd: {name: fedit}\ndata: {train: x.csv}\n", "Did you mean 'method'"),
         ("method: {name: fedit}\n", "is required"),
     ],
 )
@@ -75,8 +75,8 @@ def test_run_without_and_with_too_much(refused: Refused, stopped: Path, write: W
     assert refused("run").startswith("`CONFIG`: no value is given. Expected a YAML file, or --resume FOLDER")
     config = write()
     assert refused("run", config, "--resume", stopped).startswith("`CONFIG`: it cannot be combined with --resume")
-    assert refused("run", "--out", "x", "--resume", stopped).startswith("--out: 'x'")
-    assert refused("run", "--set", "seed=1", "--resume", stopped).startswith("--set: 'seed=1'")
+    assert refused("run", "--out", "x", "--resume", stopped).startswith("`--out`: it cannot be combined")
+    assert refused("run", "--set", "seed=1", "--resume", stopped).startswith("`--set`: it cannot be combined")
 
 
 def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, stopped: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, sto
     assert said.startswith(f"`run folder`: '{tmp_path / 'taken'}' holds other files (thesis.tex)")
     missing = write(model={"name": "nobody/no-such-model"})  # the folder is looked at before a model is loaded
     assert "thesis.tex" in refused("run", missing, "--out", tmp_path / "taken")
-    assert "it holds a run" in refused("run", write(), "--out", stopped)
+    assert "already holds a run" in refused("run", write(), "--out", stopped)
     assert "no run was begun here" in refused("run", "--resume", tmp_path / "nothing")
 
 
@@ -111,12 +111,12 @@ def test_a_damaged_checkpoint(refused: Refused, stopped: Path) -> None:
     tensors.write_bytes(content)
     said = refused("run", "--resume", stopped)
     assert tensors.name in said
-    assert "start again" in said
+    assert "Start again" in said
 
 
 def test_unknown_clients(refused: Refused, finished: Path, personal: Path, tmp_path: Path) -> None:
     assert refused("predict", finished, "word1", "--client", "weast").startswith(
-        "`client`: {finished} has no client 'weast'"
+        f"`client`: {finished} has no client 'weast'"
     )
     assert "the nearest are west" in refused("predict", finished, "word1", "--client", "weast")
     assert refused("predict", personal, "word1").startswith("`client`: no value is given. Expected one of east, north")
@@ -125,7 +125,7 @@ def test_unknown_clients(refused: Refused, finished: Path, personal: Path, tmp_p
 
 
 def test_folders_without_a_model(refused: Refused, stopped: Path, tmp_path: Path) -> None:
-    assert "no such folder" in refused("predict", tmp_path / "nothing", "word1")
+    assert "there is no folder" in refused("predict", tmp_path / "nothing", "word1")
     assert "fedspan.json" in refused("predict", tmp_path, "word1")
     assert "this run is not finished" in refused("predict", stopped, "word1")
     assert "this run is not finished" in refused("evaluate", stopped)
@@ -137,9 +137,9 @@ def test_adapters_that_were_damaged(refused: Refused, call: Callable[..., Any], 
     assert refused("evaluate", out).startswith("`data`: no data are given")
     assert refused("predict", out, "word1", "--client", "east").startswith("`client`: this model is ")
     (out / "adapter_model.safetensors").write_bytes(b"no tensors")
-    assert "an adapter that PEFT can read" in refused("predict", out, "word1")
+    assert "PEFT cannot read this adapter" in refused("predict", out, "word1")
     (out / "adapter_config.json").write_text("{")
-    assert "an adapter that PEFT can read" in refused("predict", out, "word1")
+    assert "PEFT cannot read this adapter" in refused("predict", out, "word1")
     (out / "fedspan.json").write_text("{")
     assert "fedspan.json" in refused("predict", out, "word1")
     (out / "fedspan.json").write_text("{}")
@@ -157,14 +157,14 @@ def test_exports_that_cannot_be(refused: Refused, finished: Path, tmp_path: Path
         "`round`: 'all' is not accepted. Expected best, last"
     )
     (tmp_path / "file").touch()
-    assert refused("export", finished, "--out", tmp_path / "file" / "x").startswith("out: ")
+    assert refused("export", finished, "--out", tmp_path / "file" / "x").startswith("`out`: ")
 
 
 def test_texts_that_are_missing(refused: Refused, finished: Path, tmp_path: Path) -> None:
     assert refused("predict", finished).startswith("`TEXT`: no value is given. Expected texts to label")
-    assert refused("predict", finished, "--file", tmp_path / "no.txt").startswith("--file: ")
+    assert refused("predict", finished, "--file", tmp_path / "no.txt").startswith("`--file`: ")
     (tmp_path / "empty.txt").write_text("\n\n")
-    assert "this one is empty" in refused("predict", finished, "--file", tmp_path / "empty.txt")
+    assert "the file is empty" in refused("predict", finished, "--file", tmp_path / "empty.txt")
     assert refused("predict", finished, "--pairs", "one text").startswith(
         "`--pairs`: 'one text' is not accepted. Expected two texts separated by a tab"
     )
@@ -186,7 +186,7 @@ def test_files_that_cannot_be_measured_on(refused: Refused, finished: Path, tmp_
 
 
 def test_a_picture_that_cannot_be_written(refused: Refused, write: Write, tmp_path: Path) -> None:
-    assert refused("partition", write(), "--png", tmp_path / "no" / "p.png").startswith("--png: ")
+    assert refused("partition", write(), "--png", tmp_path / "no" / "p.png").startswith("`--png`: ")
 
 
 def test_unknown_method_to_look_at(refused: Refused) -> None:

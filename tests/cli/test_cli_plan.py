@@ -137,4 +137,4 @@ def test_a_method_that_can_not_is_named_beside_those_that_can(bare: str) -> None
 def test_mistakes(arguments: list[str], field: str, bare: str) -> None:
     result = invoked(*(word.replace("{bare}", bare) for word in arguments))
     assert result.exit_code == 2, result.output
-    assert result.stderr.startswith(f"error: {field}: "), result.stderr
+    assert result.stderr.startswith(f"error: `{field}`: "), result.stderr

@@ -90,7 +90,7 @@ def test_its_fields_are_options(tiny_folder: Path) -> None:
     values = tiny.settings(tiny_folder)
     made = parse_config(values | {"method": {"name": "own", "strength": 2.5}})
     assert made.method.options == {"strength": 2.5}
-    with pytest.raises(FedspanError, match=r"method\.strength: -1"):
+    with pytest.raises(FedspanError, match=r"`method\.strength`: -1"):
         parse_config(values | {"method": {"name": "own", "strength": -1}})
 
 

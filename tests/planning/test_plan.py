@@ -176,5 +176,5 @@ def test_what_a_local_file_tells_need_not_be_said(tiny_folder: Path, tmp_path: P
     each = str(tmp_path / f"{{{values['partition']['column']}}}.csv")
     assert fedspan.plan(values, overrides=["federation.rounds=1", f"data.train={each}"]) == found
     gone = values | {"data": {**values["data"], "train": str(tmp_path / "elsewhere.csv")}}
-    with pytest.raises(FedspanError, match=r"data\.labels: None"):
+    with pytest.raises(FedspanError, match=r"`data\.labels`: no value"):
         fedspan.plan(gone)

@@ -203,7 +203,9 @@ def test_a_node_keeps_to_its_own_limit(tiny_folder: Path, tmp_path: Path) -> Non
         assert why in (told.refused or "")
         assert "limits.epsilon" in (told.refused or "")
     seeded = {**values(tiny_folder), "privacy": {**DP_SGD, "randomness": "seed"}}
-    assert "privacy.randomness: seed" in (introduced(NodeService(node(tiny_folder, tmp_path)), seeded).refused or "")
+    assert "this node requires privacy.randomness: secret" in (
+        introduced(NodeService(node(tiny_folder, tmp_path)), seeded).refused or ""
+    )
     secret = {"privacy": {**DP_SGD, "randomness": "secret"}}
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, **limit)), **secret)
     progress = run.federation.begin()

@@ -295,7 +295,7 @@ def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Pre
             method, built.engine, built.federation.clients, built.federation.examples, built.federation.settings
         )), tmp_path
     )  # fmt: skip
-    with pytest.raises(FedspanError, match=r"federation\.secure: .*do not sum.*model\.extras"):
+    with pytest.raises(FedspanError, match=r"`federation\.secure`: .*do not sum.*model\.extras"):
         federation.run_round(federation.begin())
     assert not stage.asked
 
