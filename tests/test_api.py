@@ -90,13 +90,13 @@ def test_resume(run: tuple[Path, RunReport], tiny_folder: Path, tmp_path: Path) 
         began = (folder / "report.json").stat().st_mtime_ns
         assert go_on(folder) == report, "of a finished run, the report is read"
         assert (folder / "report.json").stat().st_mtime_ns == began
-    with pytest.raises(FedspanError, match="the config that this run was begun with"):
+    with pytest.raises(FedspanError, match="the config with which this run began"):
         fedspan.run({**values, "seed": 4}, folder, resume=True)
 
 
 def test_a_report_that_was_changed(run: tuple[Path, RunReport], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
-    for text, said in (("{", "JSON is expected"), ("{}", "a report with"), ("[]", "a report with")):
+    for text, said in (("{", "not valid JSON"), ("{}", "a report with"), ("[]", "a report with")):
         (tmp_path / "report.json").write_text(text)
         with pytest.raises(FedspanError, match=said):
             fedspan.predict(tmp_path, ["word1"])

@@ -173,12 +173,15 @@ def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str],
             ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--seeds", "0,x"],
             "`--seeds`: '0,x' is not accepted. Expected whole numbers",
         ),
-        (["compare", "CONFIG", "--out", "OUT", "--methods", "fedot"], "no such method; the nearest are fedit"),
+        (
+            ["compare", "CONFIG", "--out", "OUT", "--methods", "fedot"],
+            "no method is named 'fedot'. Did you mean 'fedit'",
+        ),
         (
             ["compare", "CONFIG", "--out", "OUT", "--methods", "fedit", "--set-for", "method.r=3"],
             "METHOD:section.field",
         ),
-        (["compare", "CONFIG", "--resume", "OUT"], "nothing beside --resume"),
+        (["compare", "CONFIG", "--resume", "OUT"], "it cannot be combined with --resume"),
         (
             ["compare", "--methods", "fedit", "--resume", "OUT"],
             "`--methods`: it cannot be combined with --resume",

@@ -87,7 +87,7 @@ def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, sto
     missing = write(model={"name": "nobody/no-such-model"})  # the folder is looked at before a model is loaded
     assert "thesis.tex" in refused("run", missing, "--out", tmp_path / "taken")
     assert "already holds a run" in refused("run", write(), "--out", stopped)
-    assert "no run was begun here" in refused("run", "--resume", tmp_path / "nothing")
+    assert "holds no run" in refused("run", "--resume", tmp_path / "nothing")
 
 
 def test_a_second_process_on_the_same_run(refused: Refused, stopped: Path) -> None:
@@ -118,10 +118,10 @@ def test_unknown_clients(refused: Refused, finished: Path, personal: Path, tmp_p
     assert refused("predict", finished, "word1", "--client", "weast").startswith(
         f"`client`: {finished} has no client 'weast'"
     )
-    assert "the nearest are west" in refused("predict", finished, "word1", "--client", "weast")
+    assert "Did you mean 'west'" in refused("predict", finished, "word1", "--client", "weast")
     assert refused("predict", personal, "word1").startswith("`client`: no value is given. Expected one of east, north")
-    assert "no such client" in refused("evaluate", personal, "--client", "weast")
-    assert "no such client" in refused("export", personal, "--client", "weast", "--out", tmp_path / "out")
+    assert "has no client 'weast'" in refused("evaluate", personal, "--client", "weast")
+    assert "has no client 'weast'" in refused("export", personal, "--client", "weast", "--out", tmp_path / "out")
 
 
 def test_folders_without_a_model(refused: Refused, stopped: Path, tmp_path: Path) -> None:

@@ -207,20 +207,22 @@ def require_refused(what: str, call: Any, *arguments: Any, **options: Any) -> No
 def test_phases_come_in_their_order_each_once(vault: SessionStore) -> None:
     made = sums(vault)
     made.give_keys(*IDS)
-    require_refused("more than 1: sessions are new ones", made.client("a").answer, KeysOrder(**made.common("a")))
+    require_refused(
+        "a number above 1, because every session is new", made.client("a").answer, KeysOrder(**made.common("a"))
+    )
     for id in IDS:
         made.sealed[id] = dict.fromkeys(IDS, bytes(28))
-    require_refused("phases come in their order", made.client("a").require, *made.order("a"))
-    require_refused("phases come in their order", made.client("a").answer, made.unmask_order("a", IDS))
+    require_refused("phases must come in order", made.client("a").require, *made.order("a"))
+    require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", IDS))
     made.give_shares(*IDS)
-    require_refused("phases come in their order", made.client("a").answer, made.shares_order("a"))
-    require_refused("phases come in their order", made.client("a").answer, made.unmask_order("a", IDS))
+    require_refused("phases must come in order", made.client("a").answer, made.shares_order("a"))
+    require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", IDS))
     vectors = {id: made.vector(id, START) for id in IDS}
-    require_refused("phases come in their order", made.vector, "a", START)
+    require_refused("phases must come in order", made.vector, "a", START)
     mean, _ = made.mean(vectors, IDS)
     assert all(float(value.abs().max()) < 1e-6 for value in mean.values())
     for survivors in (IDS, IDS[:3]):  # again, and with another set of survivors
-        require_refused("phases come in their order", made.client("a").answer, made.unmask_order("a", survivors))
+        require_refused("phases must come in order", made.client("a").answer, made.unmask_order("a", survivors))
     require_refused("more than 1", made.client("a").answer, KeysOrder(**made.common("a")))
 
 

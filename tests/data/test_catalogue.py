@@ -253,7 +253,7 @@ def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: P
 
 
 def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="no such data set; the nearest are sst2"):
+    with pytest.raises(ValidationError, match="no data set is named 'sst'. Did you mean 'sst2'"):
         DataConfig(dataset="sst")
     with pytest.raises(ValidationError, match=r"is required, or data\.dataset"):
         DataConfig()
@@ -293,7 +293,7 @@ def test_a_run_s_own_words_win_over_the_data_set_s() -> None:
         ({"task": "regression", "data": {"dataset": "sst2"}}, "task", ["sequence-classification", "sst2"]),
         ({"task": "poetry", "data": {"dataset": "sst2"}}, "task", ["poetry"]),
         ({"task": "regression", "data": {"dataset": "cifar10"}}, "task", ["image-classification"]),
-        ({"data": {"dataset": "sst"}}, "data.dataset", ["the nearest are sst2"]),
+        ({"data": {"dataset": "sst"}}, "data.dataset", ["Did you mean 'sst2'"]),
         ({"data": {"dataset": 3}}, "data.dataset", ["string"]),
         ({"data": {"max_examples": 3}}, "data.train", ["is required", "data.dataset"]),
         ({"data": {"dataset": "sst2"}, "evaluation": 3}, "evaluation", []),

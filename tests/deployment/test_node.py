@@ -45,9 +45,9 @@ def test_what_was_sent_before_is_refused(tiny_folder: Path, tmp_path: Path) -> N
     for one in (service, NodeService(node(tiny_folder, tmp_path))):
         answer = decode_reply(one.answer(envelope))
         assert answer.failed is not None
-        assert "was here before" in answer.failed
+        assert "arrived before" in answer.failed
     older = replace(decode_order(envelope), serial=decode_order(envelope).serial - 1)
-    assert "was here before" in (decode_reply(service.answer(older.envelope())).failed or "")
+    assert "arrived before" in (decode_reply(service.answer(older.envelope())).failed or "")
 
 
 def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

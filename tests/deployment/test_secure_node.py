@@ -104,9 +104,9 @@ def test_every_envelope_that_comes_again_is_refused(tiny_folder: Path, tmp_path:
         back = transport.make(asked.to).answer(envelope)
         kind = KeysReply if asked.task == "keys" else UnmaskReply if asked.task == "unmask" else None
         if isinstance(asked, Order):
-            assert "was here before" in (decode_reply(back).failed or "")
+            assert "arrived before" in (decode_reply(back).failed or "")
         elif kind is not None:
-            assert "was here before" in (read_header(kind, back).failed or "")
+            assert "arrived before" in (read_header(kind, back).failed or "")
         newer = asked.serial + 10**9 + len(transport.came)
         if not isinstance(asked, Order):  # newer by its serial: the session still knows
             again = transport.make(asked.to).answer(asked.model_copy(update={"serial": newer}).envelope())
@@ -126,7 +126,7 @@ def test_a_server_cannot_leave_the_masks_out_later(tiny_folder: Path, tmp_path: 
     run.federation.run_round(run.federation.begin())
     order = next(asked for asked in map(decode_request, transport.sent) if isinstance(asked, Order))
     answer = decode_reply(transport.make(order.to).answer(replace(order, secure=None, serial=2**52).envelope()))
-    assert "in this run replies are sent under masks" in (answer.failed or "")
+    assert "in this run replies are only sent under masks" in (answer.failed or "")
     assert not answer.body
 
 

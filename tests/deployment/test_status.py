@@ -52,7 +52,7 @@ def test_a_run_whose_process_is_gone(run: Path) -> None:
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="no run was begun here"):
+    with pytest.raises(FedspanError, match="holds no run"):
         read_status(tmp_path)
 
 

@@ -54,7 +54,7 @@ def test_a_process_that_dies_is_told_of_and_replaced(supervised: Supervisor) -> 
 
     timer = threading.Timer(0.5, kill)
     timer.start()
-    assert "its process ended" in (decode_reply(supervised.answer(ORDER)).failed or "")
+    assert "the node's process ended" in (decode_reply(supervised.answer(ORDER)).failed or "")
     timer.join()
     assert "invited" in (decode_reply(supervised.answer(ORDER)).failed or "")
     process = supervised._process

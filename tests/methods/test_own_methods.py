@@ -105,7 +105,7 @@ def test_an_installed_package_s_is_found_by_its_entry_point(
         match=r"`method\.name`: own_package:Nothing cannot be imported",
     ):
         method_class("lost")
-    with pytest.raises(FedspanError, match="no such method"):
+    with pytest.raises(FedspanError, match="no method is named"):
         method_class("own_package:Packaged")  # no module by its name: a server could name one
 
 
@@ -123,14 +123,14 @@ def installed(folder: Path, entries: dict[str, str], monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("key", "cls", "expected"),
     [
-        ("fedit", Own, "a key that is free; this one is FedIT's"),
+        ("fedit", Own, "'fedit' is already the key of FedIT"),
         ("Own", Own, "lower case letters and digits"),
         ("all", Own, "not all"),
         ("own+more", Own, "lower case letters and digits"),
-        ("own", dict, "a class on fedspan.core.method.RegisteredMethod"),
+        ("own", dict, "a subclass of fedspan.core.method.RegisteredMethod"),
         ("own", Unfinished, "it lacks contribute, finish, init, start, sync, traffic, update"),
-        ("own", Loose, "a class under @dataclass"),
-        ("own", Silent, "a class that declares its claims"),
+        ("own", Loose, "lacks @dataclass"),
+        ("own", Silent, "declares no claims"),
     ],
 )
 def test_what_is_no_method_or_has_a_taken_key_is_refused(key: str, cls: Any, expected: str) -> None:

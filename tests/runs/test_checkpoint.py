@@ -159,7 +159,7 @@ def test_a_damaged_file_is_named_with_the_way_on(run: RunFolder, name: str, dama
 
 def test_nothing_intact_says_so(run: RunFolder) -> None:
     (save(run, checkpoint_of(1)) / "state.safetensors").write_bytes(b"")
-    with pytest.raises(FedspanError, match="no older checkpoint is intact"):
+    with pytest.raises(FedspanError, match="No older checkpoint is intact"):
         latest(run)
 
 

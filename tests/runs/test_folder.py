@@ -43,7 +43,7 @@ def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG).close()
-    with pytest.raises(FedspanError, match="holds a run; choose another or use --resume"):
+    with pytest.raises(FedspanError, match="already holds a run. Choose another folder or use --resume"):
         RunFolder.create(tmp_path, "seed: 2\n")
     assert RunFolder(tmp_path).config_text() == CONFIG
 
@@ -52,21 +52,21 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(FedspanError, match=r"thesis\.tex"):
         RunFolder.create(tmp_path, CONFIG)
-    with pytest.raises(FedspanError, match="leave --resume out"):
+    with pytest.raises(FedspanError, match="Leave --resume out"):
         RunFolder.resume(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x")
-    with pytest.raises(FedspanError, match="a file has that name"):
+    with pytest.raises(FedspanError, match="is a file. Choose another name"):
         RunFolder.create(tmp_path / "run", CONFIG)
     with pytest.raises(FedspanError, match="choose another folder"):
         RunFolder.create(tmp_path / "run" / "inner", CONFIG)
 
 
 def test_resuming_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match="no run was begun here"):
+    with pytest.raises(FedspanError, match="holds no run"):
         RunFolder.resume(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -84,7 +84,7 @@ def test_ranks_that_do_not_fit_are_refused_whoever_has_them() -> None:
     assert (caught.value.field, caught.value.value) == ("federation.ranks.client-00", 33)
     with pytest.raises(FedspanError, match="fedit needs one rank for all clients, 8"):
         client_ranks(*made([8, 4], "fedit"), ids(2))
-    with pytest.raises(FedspanError, match="no such client"):
+    with pytest.raises(FedspanError, match="no client is named"):
         client_ranks(*made({"client-09": 4}), ids(2))
 
 

@@ -149,7 +149,7 @@ def dataset_of(key: str, field: str) -> DatasetEntry:
     """
     known = _catalogue()
     if key not in known:
-        raise FedspanError(field, key, f"no such data set; the nearest are {nearest(key, known)}")
+        raise FedspanError(field, key, problem=f"no data set is named {key!r}. {nearest(key, known)}")
     return known[key]
 
 

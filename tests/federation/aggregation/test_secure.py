@@ -96,7 +96,9 @@ def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared
     federation, stage = secure_rounds.secured(built, tmp_path, lose=lose, retries=1)
     begin = federation.begin()
     before = serialization.encode_state(begin.state)
-    with pytest.raises(FedspanError, match=r"at least 3 of 4 clients in round 1 \(.*south: ") as stopped:
+    with pytest.raises(
+        FedspanError, match=r"round 1 needs good replies of at least 3 of 4 clients.*south: "
+    ) as stopped:
         federation.run_round(begin)
     assert "west" in str(stopped.value)
     assert serialization.encode_state(begin.state) == before
@@ -347,9 +349,9 @@ def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewh
     with pytest.raises(FedspanError, match=r"`federation\.secure`: in this run replies are only sent under masks"):
         participant.answer(replace(order, secure=None))
     participant.secure = None
-    with pytest.raises(FedspanError, match=r"the run's config has none"):
+    with pytest.raises(FedspanError, match=r"the run's config has no secure aggregation"):
         participant.answer(order)
-    with pytest.raises(FedspanError, match=r"the run's config has none"):
+    with pytest.raises(FedspanError, match=r"the run's config has no secure aggregation"):
         participant.reply(next(asked for asked, _ in stage.sent if not isinstance(asked, Order)))
     assert progress.state.round == 1
 

@@ -60,7 +60,7 @@ def test_what_is_secret_is_only_its_owner_s_and_nothing_is_overwritten(tmp_path:
         assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     assert b"PRIVATE" not in public.read_bytes()
-    with pytest.raises(FedspanError, match="these are in use"):
+    with pytest.raises(FedspanError, match="already has certificates"):
         keys.make_authority(tmp_path / "a", [])
     with pytest.raises(FedspanError, match="not there yet"):
         keys.make_node_key(tmp_path / "node.key")
