@@ -207,9 +207,7 @@ def require_refused(what: str, call: Any, *arguments: Any, **options: Any) -> No
 def test_phases_come_in_their_order_each_once(vault: SessionStore) -> None:
     made = sums(vault)
     made.give_keys(*IDS)
-    require_refused(
-        "a number above 1, because every session is new", made.client("a").answer, KeysOrder(**made.common("a"))
-    )
+    require_refused("a number above 1", made.client("a").answer, KeysOrder(**made.common("a")))
     for id in IDS:
         made.sealed[id] = dict.fromkeys(IDS, bytes(28))
     require_refused("phases must come in order", made.client("a").require, *made.order("a"))

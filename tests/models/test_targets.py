@@ -98,7 +98,7 @@ def test_a_name_that_matches_nothing_gets_the_nearest(tiny_folder: Path) -> None
             find_targets(model, config(**options))
         assert (caught.value.field, caught.value.value) == ("model.target_modules", value)
         assert words in str(caught.value)
-    with pytest.raises(FedspanError, match="matches no module. Did you mean 'classifier'") as caught:
+    with pytest.raises(FedspanError, match=r"matches no module. Did you mean 'classifier'") as caught:
         find_extras(model, ["clasifier"])
     assert (caught.value.field, caught.value.value) == ("model.modules_to_save", "clasifier")
 
@@ -113,9 +113,7 @@ def test_the_head_is_not_suggested_as_a_target(tiny_folder: Path) -> None:
 
 def test_an_architecture_without_a_default_has_to_name_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(
-        FedspanError, match="no default for the architecture None. Expected names of modules, for example 0"
-    ):
+    with pytest.raises(FedspanError, match=r"the architecture None. Expected names of modules, for example 0"):
         find_targets(model, LoraConfig())
 
 

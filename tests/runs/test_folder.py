@@ -43,7 +43,7 @@ def test_what_a_killed_creation_leaves_is_no_hindrance(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG).close()
-    with pytest.raises(FedspanError, match="already holds a run. Choose another folder or use --resume"):
+    with pytest.raises(FedspanError, match=r"already holds a run. Choose another folder or use --resume"):
         RunFolder.create(tmp_path, "seed: 2\n")
     assert RunFolder(tmp_path).config_text() == CONFIG
 
@@ -59,9 +59,9 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x")
-    with pytest.raises(FedspanError, match="is a file. Choose another name"):
+    with pytest.raises(FedspanError, match=r"is a file. Choose another name"):
         RunFolder.create(tmp_path / "run", CONFIG)
-    with pytest.raises(FedspanError, match="choose another folder"):
+    with pytest.raises(FedspanError, match="Choose another folder"):
         RunFolder.create(tmp_path / "run" / "inner", CONFIG)
 
 
@@ -113,7 +113,7 @@ def test_a_lock_holder_on_another_machine(tmp_path: Path) -> None:
 def test_a_failed_creation_gives_the_lock_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refusing(errno.ENOSPC))
-        with pytest.raises(FedspanError, match="the disk is full; choose another folder"):
+        with pytest.raises(FedspanError, match="the disk is full; Choose another folder"):
             RunFolder.create(tmp_path, CONFIG)
     RunFolder.create(tmp_path, CONFIG).close()
 
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         run.write_json(run.report, {"score": 1})
         with monkeypatch.context() as patch:
             patch.setattr(os, step, refusing(errno.ENOSPC))
-            with pytest.raises(FedspanError, match="the disk is full; the last finished round is intact") as caught:
+            with pytest.raises(FedspanError, match="the disk is full; The last finished round is intact") as caught:
                 run.write_json(run.report, {"score": 2})
         assert str(tmp_path) in str(caught.value)
         assert run.read_json(run.report) == {"score": 1}

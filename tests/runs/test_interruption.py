@@ -175,7 +175,7 @@ def test_disk_refuses_at_every_change(tmp_path: Path, monkeypatch: pytest.Monkey
                     said = str(error)
             if said:
                 assert f"run folder: '{path}'" in said
-                assert "the last finished round is intact" in said
+                assert "The last finished round is intact" in said
                 assert ("the disk is full" in said) == (code == errno.ENOSPC)
             assert assert_sound(path) >= 2
             go_on(run, 3)

@@ -208,9 +208,7 @@ def test_batches_of_one_image_need_something_to_measure(images: Path) -> None:
     """Of 8 x 8 pixels a ResNet's last norm has a single value left, of which there is no variance."""
     made = prepare(tiny_images.config(images, "resnet", model={"image_size": 8}, training={"batch_size": 1}))
     begun = made.federation.begin()
-    with pytest.raises(
-        FedspanError, match=r"a batch of one image fails at this size \(Expected more than 1 value"
-    ) as caught:
+    with pytest.raises(FedspanError, match=r"a batch of one image fails .* \(Expected more than 1 value") as caught:
         made.federation.run_round(begun)
     assert (caught.value.field, caught.value.value) == ("model.image_size", 8)
 
