@@ -33,7 +33,7 @@ def main() -> None:
     from fedspan.clients.host import refuse
     from fedspan.core.values import Message
     from fedspan.deployment.deploy import join
-    from fedspan.deployment.node import Supervisor
+    from fedspan.deployment.supervisor import Supervisor
     from fedspan.federation import serialization
     from fedspan.federation.protocol import Envelope, Order, decode_order, decode_reply
 

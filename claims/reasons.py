@@ -15,13 +15,12 @@ import report
 from looks import LOOKS, Look
 from reproduced import finding, measures
 
-from fedspan.experiments.compare import compare
-from fedspan.experiments.reuse import finished_runs
+from fedspan.experiments.comparison import compare
+from fedspan.experiments.execution import finished_runs
 from fedspan.experiments.tables import megabytes, plus_minus, seconds
 from fedspan.reproduction.cells import MODEL, cells_of
 from fedspan.reproduction.measurement import MEASURED, measure
-from fedspan.reproduction.presets import preset_of
-from fedspan.reproduction.statements import Claim
+from fedspan.reproduction.presets import Claim, preset_of
 from fedspan.reproduction.verdicts import CellScore, judge
 from fedspan.training.prefix_rows import shared_prefixes
 

@@ -21,7 +21,7 @@ import fedspan
 from fedspan import FedspanError, Watcher
 from fedspan.config import parse_config
 from fedspan.config.privacy import PrivacyConfig
-from fedspan.experiments.reuse import FinishedRuns
+from fedspan.experiments.execution import FinishedRuns
 from fedspan.experiments.series import Step
 from fedspan.reproduction import reproduce
 from fedspan.reproduction.presets import Preset, list_presets, read_preset

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedspan.deployment.node import Supervisor
+from fedspan.deployment.supervisor import Supervisor
 from fedspan.federation.protocol import Order, decode_reply
 
 ORDER = Order("train", 0, 0, 0.1, "a", None, b"", run="none", serial=1).envelope()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import fedspan.experiments.compare
+import fedspan.experiments.comparison
 import fedspan.experiments.run_search
 import fedspan.runs.train  # noqa: F401  so that it is there when a command asks for it
 from fedspan.cli import app, live, run_summary  # noqa: F401

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.models.bins import binned, rounded
-from fedspan.models.layout import Move, Padded, TokenLayout
+from fedspan.models.layout import Move, Padded, TokenLayout, binned, rounded
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,7 @@ from fedspan.models import names
 from fedspan.models.loading import load_pretrained
 from fedspan.models.names import published_name, resolve_model
 from fedspan.tasks.classification import SequenceClassification
-from fedspan.tasks.encoding import EncodedText
-from fedspan.tasks.ragged import Ragged
+from fedspan.tasks.encoding import EncodedText, Ragged
 from helpers import tiny
 
 KINDS = ("bert", "roberta", "distilbert", "gpt2")

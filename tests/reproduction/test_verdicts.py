@@ -10,7 +10,7 @@ import pytest
 
 import fedspan
 from fedspan.reproduction.cells import Cell
-from fedspan.reproduction.statements import Claim
+from fedspan.reproduction.presets import Claim
 from fedspan.reproduction.verdicts import CellScore, Judged, JudgedCell, difference, judge, verdict_table
 from fedspan.runs.curves import Point, curve_of, reached, target_of
 from fedspan.runs.folder import RunFolder

@@ -16,7 +16,8 @@ import torch
 import fedspan
 from fedspan.errors import FedspanError
 from fedspan.files import write_atomic
-from fedspan.runs.folder import RunFolder, record_environment
+from fedspan.runs.environment import record_environment
+from fedspan.runs.folder import RunFolder
 
 CONFIG = "seed: 1  # ключ\n"
 
@@ -73,7 +74,7 @@ def test_resuming_nothing(tmp_path: Path) -> None:
 
 LOCK_HOLDER = """
 import sys
-from fedspan.runs.folder import RunFolder
+from fedspan.runs.folder import (RunFolder)
 with RunFolder.resume(sys.argv[1]):
     print("holding", flush=True)
     sys.stdin.read()

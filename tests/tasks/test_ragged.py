@@ -12,7 +12,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.tasks import causal, encoding
 from fedspan.tasks.causal import CausalLM
 from fedspan.tasks.classification import SequenceClassification
-from fedspan.tasks.ragged import Ragged
+from fedspan.tasks.encoding import Ragged
 from helpers import tiny_decoders
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=6)

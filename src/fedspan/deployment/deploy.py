@@ -13,8 +13,8 @@ from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, base_digest, server_config
-from fedspan.deployment.node import Supervisor
 from fedspan.deployment.status import store_named_run
+from fedspan.deployment.supervisor import Supervisor
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, read_header
 from fedspan.files import disk_errors, read_bytes, write_atomic

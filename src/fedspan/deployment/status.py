@@ -14,7 +14,7 @@ import yaml
 
 from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
-from fedspan.runs.callbacks import failures_by_client
+from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
 

@@ -1,7 +1,4 @@
-"""Outcomes of exchanges with clients besides their replies: transfers and failures.
-
-The state of a run between rounds, the result of a round, and the facts about a client.
-"""
+"""The state of a run between rounds, the result of a round with its transfers and failures, and facts about clients."""
 
 from __future__ import annotations
 

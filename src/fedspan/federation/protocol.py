@@ -191,19 +191,8 @@ class Order:
 
     def envelope(self) -> Envelope:
         """Encode as an envelope."""
-        facts = None if self.client is None else ClientFacts.of(self.client)
-        header = _OrderHeader(
-            task=self.task,
-            round=self.round,
-            attempt=self.attempt,
-            lr=self.lr,
-            to=self.to,
-            client=facts,
-            best=self.best,
-            run=self.run,
-            serial=self.serial,
-            secure=self.secure,
-        )
+        facts = {name: getattr(self, name) for name in _OrderHeader.model_fields if name not in ("format", "client")}
+        header = _OrderHeader(**facts, client=None if self.client is None else ClientFacts.of(self.client))
         return Envelope(header.model_dump_json(), self.body)
 
 
@@ -235,16 +224,9 @@ class Reply:
 
     def envelope(self) -> Envelope:
         """Encode as an envelope."""
-        header = _ReplyHeader(
-            task=self.task,
-            round=self.round,
-            attempt=self.attempt,
-            id=self.id,
-            parts=self.parts,
-            scores=self.scores or {},
-            failed=None if self.failed is None else self.failed[:4096],
-            lost=self.lost,
-        )
+        facts = {name: getattr(self, name) for name in _ReplyHeader.model_fields if name != "format"}
+        failed = None if self.failed is None else self.failed[:4096]
+        header = _ReplyHeader(**facts | {"scores": self.scores or {}, "failed": failed})
         return Envelope(header.model_dump_json(), self.body)
 
 
@@ -254,22 +236,9 @@ def decode_order(envelope: Envelope) -> Order:
     Raises:
         ValueError: If the header is invalid; no input raises any other error.
     """
-    header = read_header(_OrderHeader, envelope)
-    client = None if header.client is None else header.client.client()
-    best, run, serial, secure = header.best, header.run, header.serial, header.secure
-    return Order(
-        header.task,
-        header.round,
-        header.attempt,
-        header.lr,
-        header.to,
-        client,
-        envelope.body,
-        best,
-        run,
-        serial,
-        secure,
-    )
+    facts = {name: value for name, value in read_header(_OrderHeader, envelope) if name != "format"}
+    client: ClientFacts | None = facts.pop("client")
+    return Order(**facts, client=None if client is None else client.client(), body=envelope.body)
 
 
 def decode_reply(envelope: Envelope) -> Reply:
@@ -278,18 +247,8 @@ def decode_reply(envelope: Envelope) -> Reply:
     Raises:
         ValueError: If the header is invalid; no input raises any other error.
     """
-    header = read_header(_ReplyHeader, envelope)
-    return Reply(
-        header.task,
-        header.round,
-        header.attempt,
-        header.id,
-        header.parts,
-        header.scores,
-        header.failed,
-        header.lost,
-        envelope.body,
-    )
+    facts = {name: value for name, value in read_header(_ReplyHeader, envelope) if name != "format"}
+    return Reply(**facts, body=envelope.body)
 
 
 def read_header(kind: type[H], envelope: Envelope) -> H:

@@ -29,9 +29,8 @@ from fedspan.planning.layer_counts import Computation
 from fedspan.runs.model_setup import PROBLEMS, Facts, empty_model
 from fedspan.runs.setup import choose_device, make_engine, max_length
 from fedspan.tasks.causal import EncodedPrompts
-from fedspan.tasks.encoding import EncodedText
+from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.images import EncodedImages
-from fedspan.tasks.ragged import Ragged
 from fedspan.training.batched import BatchedEngine, StackingPlan
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment

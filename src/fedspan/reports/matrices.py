@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
+from fedspan.reports.charts import MANY, Figure, menu, styled, whole_rounds
 from fedspan.reports.run_data import RunData
-from fedspan.reports.style import MANY, Figure, menu, styled, whole_rounds
 
 __all__ = ["by_round", "division", "participation"]
 

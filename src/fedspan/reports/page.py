@@ -15,9 +15,9 @@ from fedspan.diagnostics.measures import MEASURES
 from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.experiments.tables import size
 from fedspan.reports import charts, matrices
+from fedspan.reports.charts import Figure
 from fedspan.reports.groups import Group, differences
 from fedspan.reports.run_data import RunData
-from fedspan.reports.style import Figure
 from fedspan.reports.summary import score_text, sentences
 from fedspan.tasks.metrics import METRICS
 

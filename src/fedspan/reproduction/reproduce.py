@@ -16,9 +16,8 @@ import yaml
 
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.experiments.compare import compare
-from fedspan.experiments.execution import command_line, read_settings
-from fedspan.experiments.reuse import finished_runs
+from fedspan.experiments.comparison import compare
+from fedspan.experiments.execution import command_line, finished_runs, read_settings
 from fedspan.experiments.run_search import sweep
 from fedspan.experiments.series import Watcher
 from fedspan.experiments.tables import Table, markdown, megabytes, plus_minus, seconds

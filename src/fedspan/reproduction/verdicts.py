@@ -9,7 +9,7 @@ from typing import Literal
 from fedspan.experiments.tables import Table, plus_minus
 from fedspan.experiments.verdict import Within, near, paired
 from fedspan.reproduction.cells import Cell
-from fedspan.reproduction.statements import Claim
+from fedspan.reproduction.presets import Claim
 from fedspan.runs.curves import Point, reached, target_of
 from fedspan.tasks.metrics import METRICS
 

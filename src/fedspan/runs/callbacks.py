@@ -1,18 +1,18 @@
-"""What a run reports while it runs: events for listeners, scores of rounds, and failures by client."""
+"""What a run reports while it runs: events for listeners, and scores of rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from fedspan.federation.evaluation import summarised
-from fedspan.federation.progress import Failure, Progress
+from fedspan.federation.progress import Progress
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import rank_of
 
-__all__ = ["Listener", "failures_by_client", "final_scores", "round_score", "sample_predictions"]
+__all__ = ["Listener", "final_scores", "round_score", "sample_predictions"]
 
 
 class Listener:
@@ -82,35 +82,3 @@ def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -
         {"text": prepared.test_names[index], "label": truth, "prediction": answer}
         for index, truth, answer in zip(indices.tolist(), truths, answers, strict=True)
     )
-
-
-def failures_by_client(
-    rows: Iterable[Mapping[str, object]], last: int = 0, more: Iterable[Failure] = ()
-) -> dict[str, dict[str, Any]]:
-    """Count the failures by client, sorted by client id.
-
-    Args:
-        rows: Lines of metrics.jsonl; entries that are not failures as a run writes them are ignored.
-        last: The round that was evaluated and exported at the end of the run.
-        more: Failures of that evaluation and export.
-
-    Returns:
-        By client id, ``count``, and the ``round`` and ``reason`` of its last failure.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        failures = row.get("failures")
-        for failure in cast(list[object], failures) if isinstance(failures, list) else ():
-            match failure:
-                case {"client": str() as client, "reason": str() as reason}:
-                    _count(found, client, row.get("round"), reason)
-                case _:
-                    continue
-    for failure in more:
-        _count(found, failure.client, last, failure.reason)
-    return dict(sorted(found.items()))
-
-
-def _count(found: dict[str, dict[str, Any]], client: str, round: object, reason: str) -> None:
-    count = found[client]["count"] if client in found else 0
-    found[client] = {"count": count + 1, "round": round, "reason": reason}

@@ -1,8 +1,7 @@
-"""The summary of a finished run.
+"""The summary of a finished run, and its model card in the hub's format.
 
-Model cards in the hub's format: base model, training and scores of a model, without its data or clients.
-
-A card excludes client names, paths and label counts, because cards are uploaded.
+A card has base model, training and scores. It excludes data, client names, paths and label counts, because cards are
+uploaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs with remote clients: the server's half of a prepared run, and the clients' half as a service.
-
-Runs on Flower's simulation engine.
-"""
+"""Runs with remote clients: the server's half, the clients' half as a service, and Flower's simulation."""
 
 from __future__ import annotations
 

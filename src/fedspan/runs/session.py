@@ -22,9 +22,11 @@ from fedspan.federation.progress import Progress, RoundResult, Transfer
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener, failures_by_client, final_scores, round_score, sample_predictions
+from fedspan.runs.callbacks import Listener, final_scores, round_score, sample_predictions
 from fedspan.runs.checkpoint import Checkpoint
-from fedspan.runs.folder import RunFolder, record_environment
+from fedspan.runs.environment import record_environment
+from fedspan.runs.failures import failures_by_client
+from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key

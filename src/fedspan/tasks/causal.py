@@ -19,9 +19,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fedspan.errors import FedspanError
 from fedspan.tasks.answers import same_answer
+from fedspan.tasks.encoding import Ragged
 from fedspan.tasks.losses import means, widened
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
-from fedspan.tasks.ragged import Ragged
 
 __all__ = ["CausalLM", "EncodedPrompts", "Generation", "sees_across"]
 

@@ -1,13 +1,11 @@
-"""The stacking plan: how many clients train at once, measured at the start of a run and cached on the machine.
-
-Stacking pays if a client's own batch is too small to keep the processor busy. Otherwise it costs time, because batches
-of several clients are padded to the longest of them. The measurement uses the run's own first jobs and leaves them
-unchanged. Its result is stored in the user's cache folder, so that a rerun gives the same bits.
-
-The batched engine: many clients in one forward and backward pass over one frozen base; a faster `loop`.
+"""The batched engine: many clients in one forward and backward pass over one frozen base; a faster `loop`.
 
 Clients are distributed among threads, each with its own model object (the weights share memory); each thread trains
 several of its clients at once (``worker.py``). The grouping depends on the data alone: two runs have the same bits.
+
+Stacking pays if a client's own batch is too small to keep the processor busy. Otherwise it costs time, because batches
+of several clients are padded to the longest of them. So the number of stacked clients is measured on the run's own
+first jobs, which it leaves unchanged, and stored in the user's cache folder: a rerun gives the same bits.
 """
 
 from __future__ import annotations

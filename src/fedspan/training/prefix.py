@@ -1,10 +1,9 @@
 """Output hidden states of a model's frozen prefix: computed once an example, stored in memory or in a mapped file.
 
+An engine has one cache for each data set; in a series (``prefix_rows.shared_prefixes``) it reuses those of the previous
+run.
+
 Shapes: N examples, T tokens, D features of a hidden state.
-
-The prefix caches of an engine: one for each data set that it trains on or evaluates.
-
-An engine is made for one run: in a series (``prefix_rows.shared_prefixes``) it reuses what the previous run computed.
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ serve(Link(sys.argv[1], None, None, 2**20, poll=0.1), lambda envelope: envelope,
 
 def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -> None:
     """The SuperLink's arguments, Flower's commands, the run that is taken over, both ends of the messages."""
-    from fedspan.transports.flower.server import nodes, prepare_folder
+    from fedspan.transports.flower.server import nodes_of, prepare_folder
     from fedspan.transports.flower.superlink import supervise
     from fedspan.transports.flower.transport import GridTransport, attach, invite
 
@@ -340,7 +340,7 @@ def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -
         with attach(link, 2**20) as grid:
             [(id, reply)] = [next(invite(grid, Envelope("hello"), 60.0))]
             assert reply == Envelope("hello")
-            assert [one.status for one in nodes(link)] == ["online"]
+            assert [one.status for one in nodes_of(link)] == ["online"]
             transport = GridTransport(grid, {"a": id})
             for size, expected in ((2**10, Envelope("{}", bytes(2**10))), (2**21, "larger than this node takes")):
                 reply = exchanged(transport, {"a": Envelope("{}", bytes(size))}, 60.0)["a"]

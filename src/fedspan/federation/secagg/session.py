@@ -1,7 +1,4 @@
-"""The server's last step of a secure sum: removal of the clients' own masks and of masks shared with dropouts.
-
-The server half of a secure aggregation session: keys and shares before training, unmasking after it.
-"""
+"""The server half of a secure aggregation session: keys and shares before training, unmasking after it."""
 
 from __future__ import annotations
 

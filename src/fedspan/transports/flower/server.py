@@ -1,7 +1,4 @@
-"""A server's folder with certificates and the secret, and the connection of its operator to the SuperLink.
-
-The nodes that a server admits and knows.
-"""
+"""A server's folder with certificates and the secret, its operator's connection, and the known nodes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,112 @@
+"""A node service in a separate process: a hang or crash costs only the current order."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from fedspan.clients.host import refuse_any
+from fedspan.config.node import load_node
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Envelope
+from fedspan.federation.secagg.messages import decode_request
+
+__all__ = ["Supervisor"]
+
+_LOADING = 3600.0
+"""Time limit in seconds for an invitation and for loading a run's model, which may have to be downloaded."""
+
+log = logging.getLogger("fedspan.node")
+
+
+class Supervisor:
+    """Passes envelopes to a node service in another process, which is started on demand and killed after a timeout.
+
+    Args:
+        path: The node file.
+        seconds: Time limit in seconds for an order after its run's model is loaded.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path, self.seconds = path, seconds
+        self._loaded: str | None = None
+        """The run whose model the process has certainly loaded."""
+        self._process: SpawnProcess | None = None
+        self._ours: Connection | None = None
+
+    def answer(self, envelope: Envelope) -> Envelope:
+        """``NodeService.answer``."""
+        try:
+            order = decode_request(envelope)
+        except ValueError:
+            order = None
+        line = self._line()
+        line.send_bytes(envelope.header.encode())
+        line.send_bytes(envelope.body)
+        limit = self.seconds if order is not None and order.run == self._loaded else _LOADING
+        try:
+            if line.poll(limit):
+                line.recv_bytes()
+                self._loaded = None if order is None else order.run
+                limit = _LOADING if order is None else self.seconds
+                if line.poll(limit):
+                    return Envelope(line.recv_bytes().decode(), line.recv_bytes())
+            error = FedspanError(
+                "limits.round_seconds", limit, problem=f"an order took more than {limit:g} seconds and was stopped"
+            )
+        except (EOFError, OSError):
+            error = FedspanError(
+                "node", None, problem="the node's process ended, perhaps for lack of memory. See its log"
+            )
+        log.error("%s", error)
+        self.close()
+        if order is None:
+            raise error
+        return refuse_any(order, error)
+
+    def close(self) -> None:
+        """Kill the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        if self._ours is not None:
+            self._ours.close()
+        self._process = self._ours = self._loaded = None
+
+    def _line(self) -> Connection:
+        if self._ours is None or self._process is None or not self._process.is_alive():
+            self.close()
+            context = multiprocessing.get_context("spawn")
+            self._ours, theirs = context.Pipe()
+            process = context.Process(target=_hold, args=(str(self.path), theirs), daemon=True)
+            process.start()
+            self._process = process
+            theirs.close()
+        return self._ours
+
+
+def _hold(path: str, line: Connection) -> None:
+    """Run the node service in the other process: bytes in, bytes out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervising process handles Ctrl-C
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    from fedspan.deployment.node import NodeService  # torch, Transformers
+
+    holder = NodeService(load_node(path))
+    while True:
+        try:
+            envelope = Envelope(line.recv_bytes().decode(), line.recv_bytes())
+        except EOFError:
+            return
+        holder.load(envelope)
+        line.send_bytes(b"loaded")
+        try:
+            back = holder.answer(envelope)
+        except ValueError:  # of an unknown kind: the reply reports nothing else
+            log.exception("a message that is none of ours")
+            back = Envelope("{}")
+        line.send_bytes(back.header.encode())
+        line.send_bytes(back.body)

@@ -1,0 +1,77 @@
+"""The environment of a run, in enough detail to explain why two runs of one configuration differ."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import fedspan
+from fedspan.config import RunConfig
+from fedspan.runs.folder import RunFolder
+
+__all__ = ["record_environment", "same_environment"]
+
+_PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)  # from the metadata: importing transformers takes seconds
+    except PackageNotFoundError:
+        return None
+
+
+def _environment(seed: int, command: Sequence[str]) -> dict[str, object]:
+    return {
+        "fedspan": fedspan.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{package: _version(package) for package in _PACKAGES},
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+        "command": list(command),
+    }
+
+
+def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> dict[str, tuple[object, object]]:
+    """Write environment.json, or compare it with the environment that the run was started in.
+
+    Args:
+        folder: The run folder, created or resumed.
+        seed: Seed of the run.
+        command: The command line.
+
+    Returns:
+        ``{name: (then, now)}`` of what differs from the start of the run (except the command): after a resume with
+        other versions or threads, the same bits can no longer be expected. Empty for a new run.
+
+    Raises:
+        FedspanError: If the file cannot be written, or exists and cannot be read.
+    """
+    now = _environment(seed, command)
+    if not folder.environment.exists():
+        folder.write_json(folder.environment, now)
+        return {}
+    return _changes(folder, now)
+
+
+def same_environment(folder: RunFolder, config: RunConfig) -> bool:
+    """Check whether a run had the current versions, a machine like this one, and the threads of this config.
+
+    Raises:
+        FedspanError: If its environment.json cannot be read.
+    """
+    now = _environment(config.seed, ())
+    return not _changes(folder, now if config.threads is None else now | {"threads": config.threads})
+
+
+def _changes(folder: RunFolder, now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    recorded = folder.read_json(folder.environment)
+    then = recorded if isinstance(recorded, dict) else {}
+    return {name: (then.get(name), now[name]) for name in now if name != "command" and then.get(name) != now[name]}
