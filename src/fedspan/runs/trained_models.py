@@ -49,6 +49,9 @@ def write_model(
 ) -> None:
     """Write a job's model as an adapter or, where no adapter can express it, as a whole model.
 
+    The tokenizer or image processor is written beside it, so that the folder loads without a network if the base model
+    is local.
+
     Args:
         prepared: The prepared run.
         job: The job whose model is written.
@@ -72,3 +75,4 @@ def write_model(
     else:
         updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
         export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes)
+        built.processor.save_pretrained(str(folder))
