@@ -97,6 +97,12 @@ class FederationConfig(Section):
     """Rounds, cohort, weights, ranks."""
 
     rounds: int = Field(default=10, ge=1, description="Communication rounds.")
+    early_stopping: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stop after this many rounds without a better score on the clients' validation parts; left out: "
+        "run all rounds. Baselines stop by the same rule.",
+    )
     clients_per_round: int | None = Field(default=None, ge=1, description="Clients asked each round; left out: all.")
     weights: Literal["examples", "uniform"] = Field(
         default="examples", description="Weight of a client's reply in the average."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from typing import Annotated, Literal, Self
 
@@ -15,6 +16,7 @@ from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig
 from fedspan.config.privacy import PrivacyConfig
+from fedspan.config.rates import training_defaults
 from fedspan.config.section import Section
 from fedspan.config.simulation import SimulationConfig
 from fedspan.core.factors import require_rank
@@ -118,7 +120,12 @@ class TrainingConfig(Section):
     """Local training of one client in one round."""
 
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="SGD takes training.momentum.")
-    lr: float = Field(default=2e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    lr: float | Literal["auto"] = Field(
+        default=2e-3,
+        description="Peak learning rate. auto: chosen before the first round by a range test, which trains a few steps "
+        "with each of several rates and takes the one with the lowest loss on the clients' validation parts. Where "
+        "the clients are in this process or in Flower's simulation, without privacy.",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Across rounds.")
     warmup_rounds: int = Field(default=0, ge=0, description="Rounds of linear warm-up.")
     min_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="What a schedule falls to; at most lr.")
@@ -136,6 +143,14 @@ class TrainingConfig(Section):
         default="reset", description="Whether a client's moments are reset each round or stay on the client."
     )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="On the adapters' input.")
+    logit_adjustment: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Classifiers whose clients differ in their classes: add so many times the logarithm of a class's "
+        "share of the client's examples to its logit in local training, so that a client does not unlearn the classes "
+        "that it lacks (logit calibration; 1 is the usual strength). 0: off.",
+    )
     group_by_length: bool = Field(default=True, description="Batches of texts of similar length: less padding.")
 
     @field_validator("betas")
@@ -145,10 +160,21 @@ class TrainingConfig(Section):
             raise ValueError("two numbers from 0 to below 1")
         return value
 
+    @field_validator("lr", mode="before")
+    @classmethod
+    def _rate(cls, value: object) -> object:
+        try:
+            positive = value == "auto" or (not isinstance(value, bool) and 0 < float(value) < math.inf)  # pyright: ignore
+        except (TypeError, ValueError):
+            positive = False
+        if not positive:
+            raise ValueError("a number above 0, or auto")
+        return value if value == "auto" else float(value)  # pyright: ignore
+
     @field_validator("min_lr")
     @classmethod
     def _at_most_lr(cls, value: float, info: ValidationInfo) -> float:
-        if value > info.data.get("lr", value):
+        if info.data.get("lr") != "auto" and value > info.data.get("lr", value):
             raise ValueError(f"at most training.lr, {info.data['lr']:g}")
         return value
 
@@ -191,7 +217,7 @@ class RunConfig(Section):
         gt=0,
         allow_inf_nan=False,
         description="Learning rate of the centralised baseline, which takes as many steps an epoch as all clients "
-        "together and so wants a smaller one; left out: training.lr.",
+        "together and so wants a smaller one; left out: training.lr, or with auto a range test of its own.",
     )
 
     @model_validator(mode="before")
@@ -215,11 +241,34 @@ class RunConfig(Section):
                 raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, problem=problem)
         self._require_simulated()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
+        self._require_training_fit()
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"a metric of {self.task}: {', '.join(metrics)}"
             raise FedspanError("evaluation.metric", self.evaluation.metric, expected)
         return self
+
+    def _require_training_fit(self) -> None:
+        """Check that options of local training, and those that need validation parts, fit the rest of the run.
+
+        Raises:
+            FedspanError: If they do not.
+        """
+        training, adjustment = self.training, self.training.logit_adjustment
+        if adjustment and self.task not in CLASSIFIERS:
+            raise FedspanError("training.logit_adjustment", adjustment, f"0: {self.task} has no classes")
+        if adjustment and self.privacy is not None and self.privacy.mechanism == "dp-sgd":
+            expected = "0 with dp-sgd, which does not cover a client's class counts"
+            raise FedspanError("training.logit_adjustment", adjustment, expected)
+        if training.lr == "auto" and self.privacy is not None:
+            raise FedspanError("training.lr", "auto", "a number under privacy: every trial would cost privacy budget")
+        if self.partition.validation:
+            return
+        expected = "a partition.validation above 0 beside it, because it decides by validation scores"
+        if training.lr == "auto":
+            raise FedspanError("training.lr", "auto", expected)
+        if self.federation.early_stopping is not None:
+            raise FedspanError("federation.early_stopping", self.federation.early_stopping, expected)
 
     def _require_simulated(self) -> None:
         """Check that simulated conditions fit the engine and the task.
@@ -283,13 +332,21 @@ class RunConfig(Section):
         """
         return None if self.privacy is None else self.privacy.settings(self.federation.rounds, self.seed, key)
 
+    @property
+    def default_lr(self) -> float:
+        """Default learning rate of the task and the method."""
+        return training_defaults(self.task, self.method.name).lr
+
     def training_settings(self, key: bytes | None = None) -> TrainingSettings:
-        """Return the settings of local training for the engines; ``key`` as in ``privacy_settings``."""
+        """Return the settings of local training for the engines; ``key`` as in ``privacy_settings``.
+
+        With ``training.lr: auto``, the rate is the default; ``runs.learning_rate`` replaces it.
+        """
         t = self.training
         return TrainingSettings(
             optimizer=OptimizerSpec(
                 name=t.optimizer,
-                lr=t.lr,
+                lr=self.default_lr if t.lr == "auto" else t.lr,
                 momentum=t.momentum,
                 betas=t.betas,
                 eps=t.eps,
@@ -307,6 +364,7 @@ class RunConfig(Section):
             keep_optimizer=t.optimizer_state == "keep",
             dropout=t.lora_dropout,
             group_by_length=t.group_by_length,
+            logit_adjustment=t.logit_adjustment,
             privacy=self.privacy_settings(key),
         )
 

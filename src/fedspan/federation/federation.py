@@ -40,6 +40,7 @@ from fedspan.federation.validation import ReplyRules
 from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
+from fedspan.training.jobs import TrainingSettings
 
 __all__ = ["Federation", "Round", "clients_by_id", "cohort_of"]
 
@@ -221,6 +222,7 @@ class Federation:
         aggregating: Creates the aggregation of a round.
         run: Name of the run, for nodes that take part in several.
         exporting: Whether clients export their own models because the server does not see them.
+        training: Settings of local training, from which orders take the learning rate; None: the engine's.
     """
 
     def __init__(
@@ -235,6 +237,7 @@ class Federation:
         aggregating: AggregationFactory = PlaintextAggregation,
         run: str = "",
         exporting: bool = False,
+        training: TrainingSettings | None = None,
     ) -> None:
         self.method = method
         self.engine = engine
@@ -243,10 +246,27 @@ class Federation:
         self.settings = settings
         self.transport, self.rules, self.aggregating = transport, rules or STRICT, aggregating
         self.run, self.exporting = run, exporting
+        self.training = training or engine.settings
         self._best: Mapping[str, int] = {}
         self._transfers: list[Transfer] = []
         self._failures: list[Failure] = []
         self._remark: str | None = None
+
+    def with_training(self, training: TrainingSettings) -> Federation:
+        """Return the federation with other settings of local training, over the same transport."""
+        return Federation(
+            self.method,
+            self.engine,
+            self.clients,
+            self.examples,
+            self.settings,
+            self.transport,
+            self.rules,
+            self.aggregating,
+            self.run,
+            self.exporting,
+            training,
+        )
 
     def remember(self, best: Progress) -> None:
         """Record the best progress so far: clients must not delete the state that belongs to it."""
@@ -309,7 +329,7 @@ class Federation:
         context = RoundContext(
             method=self.method,
             settings=self.settings,
-            training=self.engine.settings,
+            training=self.training,
             clients=self.clients,
             state=state,
             ids=self.cohort(state.round),

@@ -154,7 +154,8 @@ class _Bench:
 
     def _work(self, client: str, steps: int) -> Assignment:
         indices = np.arange(self._batch * steps)
-        return Assignment(client, 0, replace(self._job, steps=steps), indices, self._config.training.lr)
+        lr = self._config.training_settings().optimizer.lr
+        return Assignment(client, 0, replace(self._job, steps=steps), indices, lr)
 
     def _seconds(self, clients: int, steps: int) -> float:
         """Time this many clients with this many steps each."""

@@ -18,9 +18,10 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
 from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener, final_scores, round_score
+from fedspan.runs.callbacks import Listener, final_scores, has_stalled, round_score
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
 from fedspan.runs.setup import Prepared, make_engine
 from fedspan.transports.in_process import simulate
 
@@ -77,7 +78,7 @@ def _variant(
     lr: float | None,
 ) -> Prepared:
     """Build a baseline on the same model and data: all clients participate in every round and store their moments."""
-    settings = replace(prepared.engine.settings, keep_optimizer=True, privacy=None)
+    settings = replace(prepared.federation.training, keep_optimizer=True, logit_adjustment=0.0, privacy=None)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
     engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, prepared.engine.prefixes)
@@ -95,7 +96,7 @@ BASELINES = {"local": alone, "centralised": pooled}
 
 
 def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Path) -> dict[str, Any]:
-    """Train a baseline for as many epochs as the federation has rounds, and score its best epoch by validation.
+    """Train a baseline for as many epochs as the federation may have rounds, and score its best epoch by validation.
 
     Every epoch is saved, and a finished baseline is read instead of trained again.
 
@@ -106,17 +107,24 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         folder: The baseline's own folder, inside a run whose lock this process holds.
 
     Returns:
-        ``best_round``, ``scores`` and ``by_client``, as in a ``RunReport``.
+        ``best_round``, ``scores`` and ``by_client``, as in a ``RunReport``; ``learning_rate`` if centralized training
+        had a range test of its own.
     """
     place = RunFolder(folder)
     if place.report.is_file():
         return cast(dict[str, Any], place.read_json(place.report))
     variant = BASELINES[name](prepared)
+    config, tested = variant.config, place.learning_rate
+    if name == "centralised" and config.training.lr == "auto" and config.centralised_lr is None:
+        untested = variant
+        variant = with_rate(variant, load_or_choose(tested, lambda: run_range_test(untested, config.default_lr)))
     federation, evaluator = variant.federation, variant.evaluator
     listener.baseline_started(name, federation.settings.rounds)
     kept = checkpoints.resume(place) if folder.is_dir() else None
     progress, best = (federation.begin(), None) if kept is None else (kept.progress, kept.best)
     while progress.state.round < federation.settings.rounds:
+        if has_stalled(variant.config, progress.state.round, best and best[0]):
+            break
         result = federation.run_round(progress)
         progress = store(place.clients, result.progress)
         number = progress.state.round
@@ -130,10 +138,13 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     if best is not None and best[0] != progress.state.round:
         progress = checkpoints.load(place.best).progress
     scores, by_client = final_scores(variant, progress)
-    report = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
+    report: dict[str, Any] = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
+    if tested.is_file():
+        report["learning_rate"] = read_range_test(tested)
     place.write_json(place.report, report)
     with disk_errors(folder):  # as large as the run's own checkpoints, and nothing resumes from them
         remove(place.checkpoints)
         remove(place.clients)
         remove(place.best)
+        remove(tested)
     return report

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from fedspan.config import RunConfig
 from fedspan.federation.evaluation import summarised
 from fedspan.federation.progress import Progress
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import rank_of
 
-__all__ = ["Listener", "final_scores", "round_score", "sample_predictions"]
+__all__ = ["Listener", "final_scores", "has_stalled", "round_score", "sample_predictions"]
 
 
 class Listener:
@@ -41,6 +42,20 @@ class Listener:
 
 
 _WORST = -1e308
+
+
+def has_stalled(config: RunConfig, number: int, best_round: int | None) -> bool:
+    """Check whether early stopping ends a run after a round.
+
+    Args:
+        config: Config of the run.
+        number: Number of the last finished round, from 1.
+        best_round: The round with the best validation score so far; None: no round has been evaluated.
+    """
+    patience = config.federation.early_stopping
+    if patience is None or best_round is None or number % config.evaluation.every:
+        return False
+    return number - best_round >= patience
 
 
 def round_score(prepared: Prepared, number: int, validation: Mapping[str, float] | None) -> float:

@@ -4,6 +4,7 @@
 
     config.yaml          the configuration, with all defaults filled in; its presence makes the folder a run
     environment.json     versions, machine, seed, command
+    learning_rate.json   the range test of training.lr: auto
     engine.json          the number of clients that train at once, as measured at the start
     partition.json       the examples of each client
     metrics.jsonl        one line per round
@@ -47,6 +48,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.engine = self.path / "engine.json"
+        self.learning_rate = self.path / "learning_rate.json"
         self.partition = self.path / "partition.json"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"

@@ -48,6 +48,8 @@ class RunReport:
         other_bytes: Bytes sent for ``evaluate`` and ``export``, ``down`` and ``up``, if clients are remote.
         failures: Failures by client: ``count``, how often its reply did not count, or it was not evaluated or did not
             export, and the ``round`` and ``reason`` of the last failure.
+        learning_rate: Result of the range test: the chosen ``lr``, the loss at the ``start``, and the ``losses`` of the
+            candidates, each with its ``lr``; empty unless ``training.lr`` is ``auto``.
     """
 
     method: str
@@ -65,6 +67,7 @@ class RunReport:
     privacy: Mapping[str, Any] = field(default_factory=dict)
     other_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     failures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    learning_rate: Mapping[str, Any] = field(default_factory=dict)
 
 
 CARD = "README.md"

@@ -154,6 +154,7 @@ def connect(
         aggregation_of(config),
         run,
         exporting=nodes is None,
+        training=here.training,
     )
     keeper = None if nodes is None else DiskClientStore(nodes)
 

@@ -22,11 +22,12 @@ from fedspan.federation.progress import Progress, RoundResult, Transfer
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener, final_scores, round_score, sample_predictions
+from fedspan.runs.callbacks import Listener, final_scores, has_stalled, round_score, sample_predictions
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
@@ -139,6 +140,11 @@ def _play(
         with disk_errors(place.path):
             write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
 
+    if config.training.lr == "auto":
+        tested = prepared
+        lr = load_or_choose(place.learning_rate, lambda: run_range_test(tested, config.default_lr))
+        prepared = with_rate(prepared, lr)
+
     def played(prepared: Prepared) -> RunReport:
         with JsonLines(place.metrics) as metrics, Ledger(place.ledger) as ledger:
             session = _Session(place, prepared, listener, metrics, ledger)
@@ -174,6 +180,9 @@ class _Session:
         engine = self.prepared.engine
         load_stacking_plan(self.place, engine)
         self.listener.started(self.prepared, progress.state.round, resumed)
+        if self.prepared.config.training.lr == "auto":
+            lr = federation.training.optimizer.lr
+            self.listener.noted(f"training.lr is {lr:g}, by a range test ({self.place.learning_rate.name})")
         first = progress.state.round + 1
         if not progress.state.round and self.budget.limited:
             self.budget.require_first(federation.next_charges(progress))
@@ -197,11 +206,18 @@ class _Session:
         return progress
 
     def _over(self, progress: Progress) -> bool:
-        """Check whether all rounds are finished, or the privacy budget covers no further round."""
-        federation = self.prepared.federation
-        if progress.state.round >= federation.settings.rounds:
-            return True
-        return self.budget.limited and not self.budget.allows(federation.next_charges(progress))
+        """Check whether all rounds are finished, or something ends the run before its last round."""
+        return progress.state.round >= self.prepared.federation.settings.rounds or self._ended_by(progress) is not None
+
+    def _ended_by(self, progress: Progress) -> str | None:
+        """Return the reason why no further round follows before the last one, as a clause; None: there is none."""
+        federation, number = self.prepared.federation, progress.state.round
+        if has_stalled(self.prepared.config, number, self.best and self.best[0]):
+            assert self.best is not None
+            return f"the validation score has not improved since round {self.best[0]} (federation.early_stopping)"
+        if self.budget.limited and not self.budget.allows(federation.next_charges(progress)):
+            return "the next one would exceed privacy.epsilon"
+        return None
 
     def _row(self, result: RoundResult) -> dict[str, Any]:
         """Build the round's line of metrics, and update the best round."""
@@ -278,8 +294,9 @@ class _Session:
         """Evaluate the best round, export its adapters, train the baselines, write the report."""
         prepared, place = self.prepared, self.place
         best_round = played = progress.state.round
-        if played < prepared.federation.settings.rounds:
-            self.listener.noted(f"stopped after round {played}: the next one would exceed privacy.epsilon")
+        stopped = self._ended_by(progress) if played < prepared.federation.settings.rounds else None
+        if stopped is not None:
+            self.listener.noted(f"stopped after round {played}: {stopped}")
         if self.best is not None and self.best[0] != progress.state.round:
             best_round, progress = self.best[0], checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
@@ -312,6 +329,7 @@ class _Session:
             privacy=self.budget.report(),
             other_bytes=totals.beside,
             failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
+            learning_rate=read_range_test(place.learning_rate),
         )
         with disk_errors(place.path):
             write_cards(prepared, report, place)
@@ -319,7 +337,7 @@ class _Session:
         return report
 
 
-_LATER = {"failures", "other_bytes", "privacy"}
+_LATER = {"failures", "learning_rate", "other_bytes", "privacy"}
 """Fields that reports of earlier versions lack."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
-from fedspan.tasks.labelling import Labelling
+from fedspan.tasks.labelling import OFFSETS, Labelling
 
 __all__ = ["SequenceClassification"]
 
@@ -44,7 +44,7 @@ class SequenceClassification(Labelling):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
-        return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+        return model(**{key: value for key, value in batch.items() if key not in ("labels", OFFSETS)}).logits
 
     def remarks(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""

@@ -1,4 +1,9 @@
-"""Shared base of all classifiers, for texts and images: cross-entropy; accuracy, F1 and Matthews correlation."""
+"""Shared base of all classifiers, for texts and images: cross-entropy; accuracy, F1 and Matthews correlation.
+
+Local training can adjust the logits to a client's own classes (``class_offsets``): Zhang et al., "Federated Learning
+with Label Distribution Skew via Logits Calibration", ICML 2022, arXiv:2209.00189; Menon et al., "Long-tail learning via
+logit adjustment", ICLR 2021, arXiv:2007.07314. Shapes: B examples, C clients of a pass, K labels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,25 @@ from torch.nn import functional as F
 
 from fedspan.tasks.losses import means, widened
 
-__all__ = ["Labelling"]
+__all__ = ["OFFSETS", "Labelling", "class_offsets"]
+
+OFFSETS = "logit_offsets"
+"""Key of a training batch's terms that are added to the logits before the cross-entropy, (B, K)."""
+
+
+def class_offsets(labels: np.ndarray, count: int, strength: float) -> Tensor:
+    """Compute the terms that adjust logits to the classes of a client's own examples, (K,) float32.
+
+    The term of a class is ``strength`` times the logarithm of its share of the examples; it is minus infinity for a
+    class without examples, which is thereby left out of the softmax and receives no gradient.
+
+    Args:
+        labels: Labels of the client's examples, (examples,).
+        count: Number of labels K.
+        strength: Factor on the logarithm, above 0.
+    """
+    shares = np.bincount(labels, minlength=count) / len(labels)
+    return strength * torch.from_numpy(shares).log().float()
 
 
 class Labelling(ABC):
@@ -35,12 +58,17 @@ class Labelling(ABC):
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean cross-entropy, in float32 or better."""
-        return F.cross_entropy(widened(self.predict(model, batch)), batch["labels"])
+        return F.cross_entropy(self._training_logits(model, batch), batch["labels"])
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of each client's examples, (C,)."""
-        losses_B = F.cross_entropy(widened(self.predict(model, batch)), batch["labels"], reduction="none")
+        losses_B = F.cross_entropy(self._training_logits(model, batch), batch["labels"], reduction="none")
         return means(losses_B, members_CB)
+
+    def _training_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the logits, (B, K), with the batch's offsets, if it has any."""
+        logits = widened(self.predict(model, batch))
+        return logits + batch[OFFSETS] if OFFSETS in batch else logits
 
     def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss``, ``accuracy``, ``macro_f1`` (over labels that are predicted or true), ``matthews``.

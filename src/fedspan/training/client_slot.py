@@ -29,6 +29,7 @@ class ClientSlot:
         seed: Seed of the batches.
         examples: The data set that its indices point into.
         device: Device of the model.
+        logit_offsets: Terms that are added to the logits of the client's examples, (labels,); None: none are.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class ClientSlot:
         seed: int,
         examples: Examples,
         device: torch.device,
+        logit_offsets: Tensor | None = None,
     ) -> None:
         job = work.job
+        self.logit_offsets = logit_offsets
         self.work, self.layout, self.settings = work, layout, settings
         self.spec = spec_of(work, settings)
         self.batches = list(job_batches(settings, seed, work, examples))

@@ -16,6 +16,7 @@ from fedspan.core.projectors import reproject, seeded_projector, sketch_projecto
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Job, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
+from fedspan.tasks.labelling import Labelling, class_offsets
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, spec_of
@@ -125,6 +126,15 @@ class Trainer:
         """``Engine.ready``."""
         self.padding.ensure(examples)
         self.prefixes.ensure(examples, indices)
+
+    def logit_offsets(self, work: Assignment, examples: Examples) -> Tensor | None:
+        """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""
+        strength = self.settings.logit_adjustment
+        if not strength:
+            return None
+        assert isinstance(self.task, Labelling)
+        labels: np.ndarray = examples.labels[work.indices]  # pyright: ignore
+        return class_offsets(labels, len(self.task.labels), strength).to(self.adapted.device)
 
     def make_optimizer(self, work: Assignment, live: Mapping[str, Tensor]) -> LocalOptimizer:
         """Make the optimizer of a job whose tensors are installed."""

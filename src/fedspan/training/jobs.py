@@ -64,6 +64,8 @@ class TrainingSettings:
         keep_optimizer: Whether a client's moments persist between its rounds, unless its tensors were re-initialized.
         dropout: Dropout rate on the adapters' input (PEFT's ``lora_dropout``).
         group_by_length: Use batches of similar length, drawn from windows of a few shuffled batches.
+        logit_adjustment: Factor on the logarithms of a client's class shares, which are added to the logits in local
+            training (``tasks.labelling.class_offsets``); 0: none are.
         privacy: Privacy settings of the run; with ``dp-sgd``, batches are Poisson samples of
             ``batch_size * accumulate`` examples on average, and ``max_grad_norm`` has no effect.
     """
@@ -81,6 +83,7 @@ class TrainingSettings:
     keep_optimizer: bool = False
     dropout: float = 0.0
     group_by_length: bool = True
+    logit_adjustment: float = 0.0
     privacy: Privacy | None = None
 
     def lr(self, round: int, rounds: int) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedspan.core.values import Job, OptimizerState, Trained
 from fedspan.models.adapted import AdaptedModel
+from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import job_batches
 from fedspan.training.dp_sgd import PrivateTraining
@@ -75,7 +76,7 @@ class LoopEngine(Trainer):
         self.ready(examples, indices)
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
-        optimizer = self.make_optimizer(work, live)
+        optimizer, offsets = self.make_optimizer(work, live), self.logit_offsets(work, examples)
         gradients_sum: dict[str, Tensor] = {}
         probing = job.steps == 0
         loss_sum = examples_seen = 0.0
@@ -86,6 +87,8 @@ class LoopEngine(Trainer):
                 refresh_projectors(self, job, live, optimizer, steps, examples, batch_indices)
             self.set_dropout(work, micro)
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
+            if offsets is not None:
+                batch = {**batch, OFFSETS: offsets.expand(len(batch_indices), -1)}
             with self.padding.remove_padding(batch), self.prefixes.feed(examples, batch_indices.tolist()):
                 loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())

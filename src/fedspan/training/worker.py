@@ -15,6 +15,7 @@ from fedspan.core.values import Trained
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import tolerance
 from fedspan.models.stacked import StackedModel, Unstackable
+from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
 from fedspan.training.engine import dropout_mask, refresh_due, refresh_projectors
@@ -124,7 +125,8 @@ class Worker:
             return None
         self.loop.ready(examples, work.indices)
         self._mode = None
-        seat = ClientSlot(work, layout, self.settings, self.seed, examples, self.adapted.device)
+        offsets = self.loop.logit_offsets(work, examples)
+        seat = ClientSlot(work, layout, self.settings, self.seed, examples, self.adapted.device, offsets)
         for name, value in seat.others.items():
             if name in work.job.buffers:
                 continue
@@ -184,6 +186,9 @@ class Worker:
         leaves = {name: view.detach().requires_grad_() for name, view in layout.views(values).items()}
         others = stack_frozen(group)
         batch = self.task.batch(examples, rows, device)
+        offsets = [seat.logit_offsets.expand(size, -1) for seat in group if seat.logit_offsets is not None]
+        if offsets:
+            batch = {**batch, OFFSETS: torch.cat(offsets)}
         counted = members.sum(0).numpy() > 0
         self._verify(group, batch, size, counted)
         self._set_dropout(group, batch, size)

@@ -1,0 +1,163 @@
+"""The learning rate of a run with ``training.lr: auto``: a range test on the clients' validation parts.
+
+The candidates are the default rate of task and method times powers of the square root of 10. With each, a few rounds run
+from the same start, in which every client takes a few steps, and the pooled validation parts are scored. Of the rates
+whose loss is lowest to within 1 % of what the best one gains over the start, the smallest is chosen, because a larger one
+is riskier over many rounds. All draws are keyed by the run's seed, so the test has the same result when it is repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from fedspan.errors import FedspanError
+from fedspan.federation.federation import Federation
+from fedspan.federation.progress import Progress
+from fedspan.files import disk_errors, from_json, read_bytes, to_json, write_atomic
+from fedspan.runs.setup import Prepared, make_engine
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.jobs import TrainingSettings
+from fedspan.transports.in_process import simulate
+
+__all__ = ["RangeTest", "choose_rate", "load_or_choose", "read_range_test", "run_range_test", "with_rate"]
+
+EXPONENTS = (-2, -1, 0, 1, 2)
+"""Exponents of the square root of 10 in the candidates."""
+ROUNDS, STEPS = 2, 8
+"""Rounds of a trial, and the largest number of optimizer steps of a client in each of them."""
+_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """The result of a range test.
+
+    Args:
+        lr: The chosen learning rate.
+        start: Validation loss before training.
+        losses: Validation loss by candidate rate; infinite where training diverged.
+    """
+
+    lr: float
+    start: float
+    losses: tuple[tuple[float, float], ...]
+
+    def values(self) -> dict[str, object]:
+        """Return the result as JSON values, with null for an infinite loss."""
+        trials = [{"lr": lr, "loss": loss if math.isfinite(loss) else None} for lr, loss in self.losses]
+        return {**asdict(self), "losses": trials}
+
+
+def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
+    """Choose the smallest rate whose loss is the lowest, to within 1 % of what the best rate gains over the start.
+
+    Args:
+        start: Loss before training.
+        losses: Loss by candidate rate, in ascending order of the rates.
+
+    Raises:
+        FedspanError: If training diverged with every candidate.
+    """
+    lowest = min(loss for _, loss in losses)
+    if not math.isfinite(lowest):
+        expected = f"a number: training diverged with every candidate from {losses[0][0]:g} to {losses[-1][0]:g}"
+        raise FedspanError("training.lr", "auto", expected)
+    enough = lowest + _TOLERANCE * max(0.0, start - lowest)
+    return next(lr for lr, loss in losses if loss <= enough)
+
+
+def run_range_test(
+    prepared: Prepared, default: float, begin: Callable[[Federation], Progress] | None = None
+) -> RangeTest:
+    """Run the range test of a prepared run whose clients' examples are in this process.
+
+    Args:
+        prepared: The run, or a baseline of it.
+        default: The rate in the middle of the candidates.
+        begin: Returns the progress that trials start from; None: the federation's own first one.
+
+    Raises:
+        FedspanError: If training diverged with every candidate.
+    """
+    here, settings = prepared.federation, prepared.federation.training
+    steps = STEPS if settings.steps is None else min(STEPS, settings.steps)
+    short = replace(settings, steps=steps, schedule="constant", warmup_rounds=0, cycle_rounds=None)
+    engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, prepared.engine.prefixes)
+    if isinstance(engine, BatchedEngine) and isinstance(prepared.engine, BatchedEngine):
+        engine.stacking = prepared.engine.stacking
+    trial = simulate(here.method, engine, here.clients, here.examples, here.settings)
+    first = trial.begin() if begin is None else begin(trial)
+    losses: list[tuple[float, float]] = []
+    for exponent in EXPONENTS:
+        lr = default * 10 ** (exponent / 2)
+        federation = trial.with_training(_at(short, lr))
+        try:
+            progress = first
+            for _ in range(min(ROUNDS, here.settings.rounds)):
+                progress = federation.run_round(progress).progress
+            losses.append((lr, _validation_loss(prepared, progress)))
+        except FedspanError as error:
+            if error.field != "training.lr":  # the one error of training itself: divergence
+                raise
+            losses.append((lr, math.inf))
+    start = _validation_loss(prepared, first)
+    return RangeTest(choose_rate(start, tuple(losses)), start, tuple(losses))
+
+
+def read_range_test(path: Path) -> Mapping[str, Any]:
+    """Read the stored result of a range test; empty if there is none.
+
+    Raises:
+        FedspanError: If the file was changed.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = from_json(read_bytes(path))
+    except ValueError:
+        found = None
+    lr = found.get("lr") if isinstance(found, dict) else None
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
+        raise FedspanError(str(path), lr, "a file with the chosen learning rate, lr")
+    return cast("Mapping[str, Any]", found)
+
+
+def load_or_choose(path: Path, find: Callable[[], RangeTest]) -> float:
+    """Return the rate that is stored in a file, or run a range test and store its result.
+
+    Args:
+        path: The file.
+        find: Runs the range test.
+
+    Raises:
+        FedspanError: If the file was changed, or the range test finds no rate.
+    """
+    if stored := read_range_test(path):
+        return float(stored["lr"])
+    result = find()
+    with disk_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, (to_json(result.values(), indent=2) + "\n").encode())
+    return result.lr
+
+
+def with_rate(prepared: Prepared, lr: float) -> Prepared:
+    """Return a run whose orders have another peak learning rate."""
+    federation = prepared.federation
+    return replace(prepared, federation=federation.with_training(_at(federation.training, lr)))
+
+
+def _at(settings: TrainingSettings, lr: float) -> TrainingSettings:
+    return replace(settings, optimizer=replace(settings.optimizer, lr=lr))
+
+
+def _validation_loss(prepared: Prepared, progress: Progress) -> float:
+    validation, _ = prepared.evaluator.clients(progress)
+    if validation is None:
+        raise FedspanError("training.lr", "auto", "a number: no client has a validation part to test rates on")
+    loss = float(cast("float", validation.pooled["loss"]))
+    return loss if math.isfinite(loss) else math.inf

@@ -1,0 +1,89 @@
+"""Early stopping: when a run ends, what it reports, and that an interrupted run ends like one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedspan
+from fedspan.config import RunConfig, parse_config
+from fedspan.errors import FedspanError
+from fedspan.runs import session
+from fedspan.runs.callbacks import Listener, has_stalled
+from fedspan.runs.setup import Prepared
+from helpers import tiny
+
+SCORES = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.3, 6: 0.9}
+
+
+class Notes(Listener):
+    """Records notes; interrupts after a round if asked to."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.stop = stop
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+    def round_finished(self, row: Any) -> None:
+        if row["round"] == self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the rounds of every run the scores above."""
+
+    def score(prepared: Prepared, number: int, validation: Any) -> float:
+        return SCORES[number]
+
+    monkeypatch.setattr(session, "round_score", score)
+
+
+def values(folder: Path, **changes: Any) -> dict[str, Any]:
+    federation = {"rounds": 6, "early_stopping": 2, **changes.pop("federation", {})}
+    return tiny.settings(folder, federation=federation, **changes)
+
+
+def config(folder: Path, every: int) -> RunConfig:
+    return parse_config(values(folder, federation={"early_stopping": 3}, evaluation={"every": every}))
+
+
+def test_a_run_has_stalled_after_as_many_evaluated_rounds_without_a_better_one(tiny_folder: Path) -> None:
+    each, third = config(tiny_folder, 1), config(tiny_folder, 2)
+    assert [has_stalled(each, number, 2) for number in (2, 3, 4, 5, 6)] == [False, False, False, True, True]
+    assert [has_stalled(third, number, 2) for number in (4, 5, 6)] == [False, False, True]  # round 5 is not evaluated
+    assert not has_stalled(each, 9, None)
+    assert not has_stalled(parse_config(tiny.settings(tiny_folder)), 9, 1)
+
+
+@pytest.mark.usefixtures("scored")
+def test_a_run_stops_and_exports_its_best_round(tiny_folder: Path, tmp_path: Path) -> None:
+    listener = Notes()
+    report = fedspan.run(values(tiny_folder), tmp_path / "run", listener=listener)
+    assert (report.rounds, report.best_round) == (4, 2)
+    expected = "the validation score has not improved since round 2 (federation.early_stopping)"
+    assert listener.notes[-1] == f"stopped after round 4: {expected}"
+    patient = fedspan.run(values(tiny_folder, federation={"early_stopping": 4}), tmp_path / "patient")
+    assert (patient.rounds, patient.best_round) == (6, 6)
+
+
+@pytest.mark.usefixtures("scored")
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_an_interrupted_run_stops_at_the_same_round(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
+    whole = fedspan.run(values(tiny_folder), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values(tiny_folder), tmp_path / "cut", listener=Notes(stop))
+    resumed = fedspan.resume(tmp_path / "cut")
+    assert (resumed.rounds, resumed.best_round, resumed.scores) == (whole.rounds, whole.best_round, whole.scores)
+    assert fedspan.resume(tmp_path / "cut") == resumed
+
+
+def test_it_needs_validation_parts(tiny_folder: Path) -> None:
+    partition = {**values(tiny_folder)["partition"], "validation": 0.0}
+    with pytest.raises(FedspanError, match=r"partition\.validation") as refused:
+        parse_config({**values(tiny_folder), "partition": partition})
+    assert refused.value.field == "federation.early_stopping"
