@@ -17,6 +17,7 @@ from fedspan.errors import FedspanError
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.encoding import EncodedText
+from fedspan.tasks.labelling import OFFSETS, class_offsets
 from helpers import tiny
 
 CPU = torch.device("cpu")
@@ -152,3 +153,26 @@ def test_f1_is_of_two_labels(tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match="macro_f1: there are 4 labels") as caught:
         prepare(tiny.config(tiny_folder, evaluation={"metric": "f1"}))
     assert (caught.value.field, caught.value.value) == ("evaluation.metric", "f1")
+
+
+def test_logits_are_adjusted_to_the_classes_of_a_client() -> None:
+    offsets = class_offsets(np.array([2, 0, 2, 2]), 4, 0.5)
+    assert offsets.tolist() == pytest.approx([0.5 * np.log(0.25), -np.inf, 0.5 * np.log(0.75), -np.inf])
+    assert offsets.dtype == torch.float32
+    assert class_offsets(np.array([1, 1]), 2, 1.0).tolist() == [-np.inf, 0.0]
+
+
+def test_a_batch_s_offsets_enter_the_loss_but_no_prediction(prepared: Prepared, task: SequenceClassification) -> None:
+    logits = torch.randn(3, 4, requires_grad=True)
+    offsets = class_offsets(np.array([2, 1, 1]), 4, 1.0)
+    model, labels = Fixed(logits), torch.tensor([2, 1, 1])
+    batch = {"input_ids": torch.ones(3, 2), "labels": labels, OFFSETS: offsets.expand(3, -1)}
+    expected = -(logits + offsets).log_softmax(1)[range(3), labels]
+    loss = task.loss(model, batch)
+    assert torch.equal(task.losses(model, batch, torch.eye(3)), expected)
+    assert float(loss.detach()) == pytest.approx(float(expected.mean().detach()))
+    assert torch.equal(task.predict(model, batch), logits)
+    loss.backward()
+    assert logits.grad is not None
+    assert (logits.grad[:, [0, 3]] == 0).all()  # classes that the client lacks
+    assert (logits.grad[:, [1, 2]] != 0).all()

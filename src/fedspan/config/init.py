@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import datasets
 import yaml
 
 from fedspan.config import RunConfig, parse_config
+from fedspan.config.rates import training_defaults
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
 from fedspan.data.files import read_source
@@ -37,6 +39,10 @@ _MODELS: Mapping[TaskName, tuple[str, str]] = {
     "causal-lm": ("Qwen/Qwen2.5-0.5B", "all-linear"),
     "image-classification": ("google/vit-base-patch16-224-in21k", "[q_proj, v_proj]"),
 }
+_TARGETS: Mapping[str, str] = {
+    "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
+}
+"""Target modules by ``model_type``, for architectures for which PEFT has no default."""
 _MOST_LABELS = 500
 _SAMPLE = 2000
 """Number of rows that are examined."""
@@ -217,7 +223,8 @@ def _numbers(head: datasets.Dataset, column: str) -> Literal["int", "float"] | N
 
 def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str | None, method: str) -> str:
     """Render the config's text."""
-    name, targets = _MODELS[facts.task]
+    name, targets = _MODELS[facts.task] if model is None else (model, _TARGETS.get(_model_type(model)))
+    defaults = training_defaults(facts.task, method)
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
     divided = f"partitioner: iid # or dirichlet with alpha: 0.5, for clients that differ\n  clients: {clients}"
     if facts.by is not None:
@@ -231,8 +238,8 @@ def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str
         "seed: 0",
         "",
         "model:",
-        f"  name: {_scalar(model or name)} # a hub id or a folder",
-        *(() if model else (f"  target_modules: {targets} # where the adapters go",)),
+        f"  name: {_scalar(name)} # a hub id or a folder",
+        *((f"  target_modules: {targets} # where the adapters go",) if targets else ()),
         "",
         "data:",
         f"  {data}",
@@ -247,14 +254,29 @@ def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str
         "  lora_alpha: 16",
         "",
         "federation:",
-        "  rounds: 20",
+        f"  rounds: {defaults.rounds} # at most",
+        f"  early_stopping: {defaults.early_stopping} # rounds without a better validation score",
         "",
         "training:",
-        f"  lr: {'2.0e-4' if facts.task == 'causal-lm' else '1.0e-3'} # fedspan sweep finds a better one",
-        "  batch_size: 16",
-        "  local_epochs: 1",
+        f"  lr: {defaults.lr:.1e} # or auto: a range test before the first round",
+        f"  batch_size: {defaults.batch_size}",
+        f"  local_epochs: {defaults.local_epochs}",
+        *(
+            (f"  logit_adjustment: {defaults.logit_adjustment:g} # clients differ in their classes",)
+            if defaults.logit_adjustment
+            else ()
+        ),
     )
     return "\n".join(lines) + "\n"
+
+
+def _model_type(model: str) -> str:
+    """Return the ``model_type`` in the config.json of a model's folder; empty for a hub id, or if there is none."""
+    try:
+        found = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("model_type", "")) if isinstance(found, dict) else ""
 
 
 def _scalar(value: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fedspan.data.columns import TaskName
 from fedspan.tasks.metrics import CLASSIFIERS
 
-__all__ = ["TrainingDefaults", "training_defaults"]
+__all__ = ["FACTORS", "TrainingDefaults", "training_defaults"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ _TASK_RATES: Mapping[TaskName, float] = {
     "causal-lm": 2e-4,
 }
 """Rates of a method that trains both factors of a pair."""
-_FACTORS: Mapping[str, float] = {
+FACTORS: Mapping[str, float] = {
     "fedavg": 0.1,
     "fedhm": 0.5,
     "fedgalore": 0.5,
@@ -67,7 +67,7 @@ def training_defaults(task: TaskName, method: str, classes: int | None = None) -
         method: Registry key of the method; a method without an entry has the rate of FedIT.
         classes: Number of classes of a classifier; None: not known.
     """
-    lr = _TASK_RATES[task] * _FACTORS.get(method, 1.0)
+    lr = _TASK_RATES[task] * FACTORS.get(method, 1.0)
     classifies = task in CLASSIFIERS
     return TrainingDefaults(
         lr=lr,

@@ -1,9 +1,9 @@
 """The learning rate of a run with ``training.lr: auto``: a range test on the clients' validation parts.
 
-The candidates are the default rate of task and method times powers of the square root of 10. With each, a few rounds run
-from the same start, in which every client takes a few steps, and the pooled validation parts are scored. Of the rates
-whose loss is lowest to within 1 % of what the best one gains over the start, the smallest is chosen, because a larger one
-is riskier over many rounds. All draws are keyed by the run's seed, so the test has the same result when it is repeated.
+The candidates are the default rate of task and method times powers of the square root of 10. With each, a few rounds
+run from the same start, in which every client takes a few steps, and the pooled validation parts are scored. Of the
+rates whose loss is lowest to within 1 % of what the best one gains over the start, the smallest is chosen, because a
+larger one is riskier over many rounds. All draws are keyed by the run's seed, so the test can be repeated exactly.
 """
 
 from __future__ import annotations
