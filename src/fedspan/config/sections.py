@@ -256,19 +256,21 @@ class RunConfig(Section):
         """
         training, adjustment = self.training, self.training.logit_adjustment
         if adjustment and self.task not in CLASSIFIERS:
-            raise FedspanError("training.logit_adjustment", adjustment, f"0: {self.task} has no classes")
+            problem = f"logits cannot be adjusted to classes, because {self.task} has no classes"
+            raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
         if adjustment and self.privacy is not None and self.privacy.mechanism == "dp-sgd":
-            expected = "0 with dp-sgd, which does not cover a client's class counts"
-            raise FedspanError("training.logit_adjustment", adjustment, expected)
+            problem = "it cannot be combined with dp-sgd, which does not protect a client's class counts"
+            raise FedspanError("training.logit_adjustment", adjustment, "0", problem=problem)
         if training.lr == "auto" and self.privacy is not None:
-            raise FedspanError("training.lr", "auto", "a number under privacy: every trial would cost privacy budget")
+            problem = "auto cannot be combined with privacy, because every trial would cost privacy budget"
+            raise FedspanError("training.lr", "auto", "a number", problem=problem)
         if self.partition.validation:
             return
-        expected = "a partition.validation above 0 beside it, because it decides by validation scores"
+        problem = "it needs a partition.validation above 0, because it decides by validation scores"
         if training.lr == "auto":
-            raise FedspanError("training.lr", "auto", expected)
+            raise FedspanError("training.lr", "auto", problem=problem)
         if self.federation.early_stopping is not None:
-            raise FedspanError("federation.early_stopping", self.federation.early_stopping, expected)
+            raise FedspanError("federation.early_stopping", self.federation.early_stopping, problem=problem)
 
     def _require_simulated(self) -> None:
         """Check that simulated conditions fit the engine and the task.

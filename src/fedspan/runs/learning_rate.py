@@ -64,8 +64,8 @@ def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
     """
     lowest = min(loss for _, loss in losses)
     if not math.isfinite(lowest):
-        expected = f"a number: training diverged with every candidate from {losses[0][0]:g} to {losses[-1][0]:g}"
-        raise FedspanError("training.lr", "auto", expected)
+        problem = f"training diverged with every candidate from {losses[0][0]:g} to {losses[-1][0]:g}"
+        raise FedspanError("training.lr", "auto", "a number", problem=problem)
     enough = lowest + _TOLERANCE * max(0.0, start - lowest)
     return next(lr for lr, loss in losses if loss <= enough)
 
@@ -158,6 +158,7 @@ def _at(settings: TrainingSettings, lr: float) -> TrainingSettings:
 def _validation_loss(prepared: Prepared, progress: Progress) -> float:
     validation, _ = prepared.evaluator.clients(progress)
     if validation is None:
-        raise FedspanError("training.lr", "auto", "a number: no client has a validation part to test rates on")
+        problem = "no client has a validation part to test rates on"
+        raise FedspanError("training.lr", "auto", "a number", problem=problem)
     loss = float(cast("float", validation.pooled["loss"]))
     return loss if math.isfinite(loss) else math.inf
