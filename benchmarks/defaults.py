@@ -319,14 +319,13 @@ def result_of(cell: Cell, args: argparse.Namespace) -> Result:
     folder = folder_of(cell, args)
     report = json.loads((folder / "report.json").read_text())
     scores, nothing = report["scores"], float("nan")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     def baseline(name: str) -> float:
         found = report["baselines"].get(name)
         return nothing if found is None else found["scores"]["test"]["accuracy"]
 
     return Result(
-        start=next((row["test"]["accuracy"] for row in rows if row["round"] == 0), nothing),
+        start=report["start"]["test"]["accuracy"],
         federated=scores["test"]["accuracy"],
         centralized=baseline("centralised"),
         local=baseline("local"),

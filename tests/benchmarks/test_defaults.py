@@ -1,0 +1,114 @@
+"""benchmarks/defaults.py: subsets, configs that differ from init's only in the experiment, and what its tables say."""
+
+from __future__ import annotations
+
+import csv
+import json
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fedspan.config import load_config
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NAME = "Banking77, 20 classes"
+
+
+@pytest.fixture
+def defaults(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import defaults
+
+    return defaults
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Namespace:
+    """A bank whose 30 intents have 100 queries each."""
+    folder = tmp_path / "data" / "banking77"
+    folder.mkdir(parents=True)
+    for part in ("train", "test"):
+        with (folder / f"{part}.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["text", "category"])
+            rows.writerows((f"{part} query {number}", f"intent-{number % 30:02}") for number in range(3000))
+    return Namespace(data=tmp_path / "data", models=tmp_path, out=tmp_path / "out", only=[NAME], seeds=[0, 1])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_subsets_are_drawn_by_their_seed_from_the_first_classes(defaults: ModuleType, args: Namespace) -> None:
+    subsets = []
+    for seed in (0, 1):
+        train, test = defaults.write_data(defaults.Cell(NAME, "IID", seed), args)
+        assert defaults.write_data(defaults.Cell(NAME, "Dirichlet 0.3", seed), args) == (train, test)
+        subsets.append(rows_of(train))
+        assert {row["text"].split()[0] for row in rows_of(test)} == {"test"}
+    assert [len(rows) for rows in subsets] == [1500, 1500]
+    assert subsets[0] != subsets[1]
+    assert {row["category"] for row in subsets[0]} == {f"intent-{number:02}" for number in range(20)}
+
+
+def test_only_what_belongs_to_the_experiment_is_set(defaults: ModuleType, args: Namespace) -> None:
+    made = defaults.config_of(defaults.Cell(NAME, "Dirichlet 0.3", 1), args)
+    (path,) = (args.out / "configs").iterdir()
+    assert defaults.write_data(defaults.Cell(NAME, "IID", 1), args)[1] == Path(made.data.test)
+    own, changed = load_config(path).model_dump(), made.model_dump()
+    differences = {
+        f"{section}.{field}" if isinstance(own[section], dict) else section
+        for section in own
+        for field in (own[section] if isinstance(own[section], dict) else [section])
+        if (own[section][field] if isinstance(own[section], dict) else own[section])
+        != (changed[section][field] if isinstance(own[section], dict) else changed[section])
+    }
+    experiment = {"seed", "threads", "baselines", "data.test", "data.test_fraction"}
+    assert differences == experiment | {"partition.partitioner", "partition.alpha"}
+    slower = defaults.config_of(defaults.Cell(NAME, "IID", 1, "rate x 1/4"), args)
+    assert slower.training.lr == pytest.approx(made.training.lr / 4)
+    assert slower.baselines == []
+
+
+def finish(defaults: ModuleType, args: Namespace, cell: object, start: float, federated: float) -> None:
+    """Write what a finished cell leaves."""
+    folder = defaults.folder_of(cell, args)
+    folder.mkdir(parents=True)
+    scores = {"test": {"accuracy": federated}, "validation": {"accuracy": federated}}
+    baselines = {
+        name: {"scores": {"test": {"accuracy": value}}} for name, value in (("centralised", 0.8), ("local", 0.4))
+    }
+    report = {
+        "scores": scores,
+        "baselines": baselines,
+        "rounds": 7,
+        "seconds": 3.0,
+        "start": {"test": {"accuracy": start}},
+    }
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
+    defaults: ModuleType, args: Namespace
+) -> None:
+    for seed, federated in ((0, 0.77), (1, 0.79)):
+        finish(defaults, args, defaults.Cell(NAME, "IID", seed), 0.7, federated)
+    finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0), 0.79, 0.785)
+    assert defaults.is_finished(defaults.Cell(NAME, "IID", 0), args)
+    lines = defaults.default_table(args).splitlines()
+    assert lines[2] == f"| {NAME} | IID | 2 | 70.0 | 78.0 | 80.0 | 97.5 | 40.0 | 7, 7 | 3 | reached |"
+    assert lines[3] == f"| {NAME} | Dirichlet 0.3 | 1 | 79.0 | 78.5 | 80.0 | 98.1 | 40.0 | 7 | 3 | missed |"
+
+
+def test_settings_are_chosen_on_the_other_sets(defaults: ModuleType, args: Namespace) -> None:
+    args.only = [NAME, "SST-2", "MRPC"]
+    scores = {"as init writes it": (0.8, 0.8, 0.8), "rate x 4": (0.5, 0.9, 0.9)}
+    for setting in defaults.SETTINGS:
+        for name, score in zip(args.only, scores.get(setting, (0.1, 0.1, 0.1)), strict=True):
+            finish(defaults, args, defaults.Cell(name, "Dirichlet 0.3", 0, setting), 0.1, score)
+    lines = defaults.left_out_table(args).splitlines()
+    assert lines[2] == f"| {NAME} | rate x 4 | 50.0 | 80.0 | 80.0 (as init writes it) |"
+    assert lines[3] == "| SST-2 | as init writes it | 80.0 | 80.0 | 90.0 (rate x 4) |"
