@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from click.testing import Result
 
@@ -28,14 +28,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quiet() -> None:
-    """Small matrices are fastest on one thread, and bits depend on the number of threads."""
+def quiet() -> Iterator[None]:
+    """Small matrices are fastest on one thread, and bits depend on the number of threads; nobody waits for the disk.
+
+    No test cuts the power, and what a process has written outlives it, flushed or not.
+    """
     import torch
     from transformers.utils import logging
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -75,9 +74,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
     tiny_folder: Path,
     prepared: Prepared,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here depends on it, and it takes the time
     config = interrupted_config(tiny_folder, key)
     run = RunFolder(tmp_path)
     run.config.write_text(yaml.safe_dump(config.model_dump(mode="json")))

@@ -49,8 +49,7 @@ CHECKPOINTS = st.builds(
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here depends on it, and it takes the time
+def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 

@@ -37,12 +37,6 @@ def tree(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What these tests break off, they break off before the call; waiting for the disk would be all of their time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def uninterrupted(path: Path, stop: int) -> dict[str, bytes]:
     with begin(path) as run:
         go_on(run, stop)

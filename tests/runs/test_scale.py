@@ -57,10 +57,7 @@ def large(prepared: Prepared, folder: Path, asked: list[str]) -> Federation:
     return simulate(old.method, old.engine, LazyMapping(ids, member), old.examples, old.settings)
 
 
-def test_rounds_and_checkpoints_touch_the_cohort_alone(
-    prepared: Prepared, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here depends on it, and it takes the time
+def test_rounds_and_checkpoints_touch_the_cohort_alone(prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     asked: list[str] = []
     federation, run = large(prepared, tiny_folder, asked), RunFolder(tmp_path)
     in_memory = progress = federation.begin()
