@@ -28,6 +28,7 @@ from fedspan.transports.flower import require
 
 if TYPE_CHECKING:
     from fedspan.transports.flower.server import ServerLink
+    from fedspan.transports.flower.signing import Signer
     from fedspan.transports.flower.transport import Grid
 
 __all__ = ["join", "submit"]
@@ -91,7 +92,8 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.server import known_names
+    from fedspan.transports.flower.server import admissions
+    from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
 
     parsed: RunConfig | None = None
@@ -106,14 +108,19 @@ def submit(
     def host(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         run = _name(place)
         with attach(link, prepared.config.federation.message_mib << 20) as grid:
-            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), known_names(link))
+            admitted = admissions(link)
+            signer = None
+            if link.authority is not None:
+                signer = ServerSigner(link.folder, {node: one.key.encode() for node, one in admitted.items()})
+            names = {node: one.name for node, one in admitted.items() if one.name}
+            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), names, signer)
             from fedspan.transports.flower.transport import GridTransport
 
             with disk_errors(link.folder):
                 store_named_run(link.folder, place.path, nodes)
             members = server_clients(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
-            transport = GridTransport(grid, nodes, prepared.config.federation.patience)
+            transport = GridTransport(grid, nodes, prepared.config.federation.patience, signer)
             return played(connect(prepared, transport, rules, clients=members, run=run))
 
     return session.run(
@@ -136,7 +143,13 @@ def _name(place: RunFolder) -> str:
 
 
 def _met(
-    grid: Grid, prepared: Prepared, run: str, wait: float, listener: Listener, names: Mapping[str, str]
+    grid: Grid,
+    prepared: Prepared,
+    run: str,
+    wait: float,
+    listener: Listener,
+    names: Mapping[int, str],
+    signer: Signer | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Invite nodes until as many have joined as there are clients.
 
@@ -156,8 +169,8 @@ def _met(
     nodes: dict[str, int] = {}
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
-    for node, back in invite(grid, envelope, wait):
-        told, why = _introduced(back, base, nodes, names.get(str(node)))
+    for node, back in invite(grid, envelope, wait, signer):
+        told, why = _introduced(back, base, nodes, names.get(node))
         if told is not None and why is None:
             nodes[told.id], examples[told.id] = node, told.examples
         else:

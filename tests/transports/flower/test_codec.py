@@ -33,22 +33,42 @@ app = pytest.importorskip("flwr.app", reason="the extra fedspan[flower] is not i
 codec = pytest.importorskip("fedspan.transports.flower.messages")
 adapter = pytest.importorskip("fedspan.transports.flower.adapter")
 messages = pytest.importorskip("fedspan.transports.flower.messages")
+signing = pytest.importorskip("fedspan.transports.flower.signing")
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 
 
 @given(st.text(max_size=50), st.binary(max_size=300))
 def test_an_envelope_survives(header: str, body: bytes) -> None:
-    envelope = Envelope(header, body)
-    assert codec.from_records(codec.to_records(envelope)) == envelope
+    sealed = signing.Sealed(Envelope(header, body), bytes(16), b"signature")
+    assert codec.from_records(codec.to_records(sealed, codec.new_salt())) == sealed
+
+
+def test_equal_bodies_are_equal_objects_within_a_batch_and_unpredictable_ones_beyond_it() -> None:
+    """Whoever can guess an object's name can announce it with children, and the SuperLink refuses the real one."""
+    ids: list[set[str]] = []
+    for size in (0, 100, codec.SMALL + 1):
+        for salt in (salt_of := codec.new_salt(), salt_of, codec.new_salt()):
+            records = records_of(Envelope("{}", bytes(size)), salt)
+            ids.append({records["fedspan.body"].object_id})
+    assert ids[0] == ids[1]
+    assert ids[3] == ids[4]
+    assert ids[6] == ids[7]
+    assert len(set.union(*ids)) == 6
+    headers = {records_of(Envelope("{}"), bytes(16))["fedspan.header"].object_id for _ in range(2)}
+    assert len(headers) == 2
+
+
+def records_of(envelope: Envelope, salt: bytes = bytes(16)) -> Any:
+    return codec.to_records(signing.UnsignedSigner().seal(envelope, 1), salt)
 
 
 @pytest.mark.usefixtures("identity")
 @pytest.mark.parametrize(("over", "objects"), [(0, 4), (1, 6)])
 def test_a_small_body_is_one_object_and_a_large_one_is_in_pieces(over: int, objects: int) -> None:
     body = bytes(over + codec.SMALL)
-    message = app.Message(codec.to_records(Envelope("{}", body)), dst_node_id=1, message_type="train")
-    assert codec.from_records(message.content) == Envelope("{}", body)
+    message = app.Message(records_of(Envelope("{}", body)), dst_node_id=1, message_type="train")
+    assert codec.from_records(message.content).envelope == Envelope("{}", body)
     assert len(adapter.deflate_message(message)[1]) == objects
 
 
@@ -56,13 +76,13 @@ def test_a_small_body_is_one_object_and_a_large_one_is_in_pieces(over: int, obje
 def test_messages_of_every_number_format_survive_to_the_bit(dtype: torch.dtype) -> None:
     value = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     sent = serialization.encode(Message({"layer/A": value}, {"round": 3}))
-    back = serialization.decode(codec.from_records(codec.to_records(Envelope("{}", sent))).body)
+    back = serialization.decode(codec.from_records(records_of(Envelope("{}", sent))).envelope.body)
     assert back.tensors["layer/A"].dtype == dtype
     assert torch.equal(back.tensors["layer/A"], value)
 
 
 def test_records_that_are_none_of_ours_are_refused() -> None:
-    small, large = codec.to_records(Envelope("{}", b"abc")), codec.to_records(Envelope("{}", bytes(codec.SMALL + 1)))
+    small, large = records_of(Envelope("{}", b"abc")), records_of(Envelope("{}", bytes(codec.SMALL + 1)))
     header, body = large["fedspan.header"], large["fedspan.body"]
     array = app.Array(np.zeros(3, np.uint8))
     for records in (
@@ -75,8 +95,12 @@ def test_records_that_are_none_of_ours_are_refused() -> None:
         app.RecordDict({"fedspan.header": small["fedspan.body"], "fedspan.body": body}),
         app.RecordDict({"fedspan.header": header, "fedspan.body": app.ConfigRecord({"body": "abc"})}),
         app.RecordDict({"fedspan.header": header, "fedspan.body": app.ConfigRecord({"body": b"abc", "more": 1})}),
+        *(
+            app.RecordDict({"fedspan.header": app.ConfigRecord({**header, field: value}), "fedspan.body": body})
+            for field, value in (("nonce", "abc"), ("salt", b"abc"), ("signature", bytes(600)), ("more", 1))
+        ),
     ):
-        with pytest.raises(ValueError, match=r"record|body"):
+        with pytest.raises(ValueError, match=r"record|body|header"):
             codec.from_records(records)
 
 
@@ -128,9 +152,9 @@ def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() 
     large = app.ArrayRecord({"body": app.Array(dtype="uint8", shape=(3,), stype="fedspan.bytes", data=b"abc")})
     for _ in range(40_000):
         text = rng.choice(headers)
-        good = codec.to_records(Envelope(text, b"abc"))
+        good = records_of(Envelope(text, b"abc"))
         if rng.random() < 0.5:  # as if it were large
-            good = app.RecordDict({"fedspan.header": app.ConfigRecord({"header": text}), "fedspan.body": large})
+            good = app.RecordDict({"fedspan.header": good["fedspan.header"], "fedspan.body": large})
         records = app.RecordDict({name: good[name] for name in good if rng.random() < 0.8})
         for _ in range(rng.randrange(3)):
             records[rng.choice(names)] = record()
@@ -139,8 +163,8 @@ def test_forty_thousand_records_with_mistakes_raise_nothing_but_a_value_error() 
         except ValueError:
             continue
         read += 1
-        assert isinstance(made.header, str)
-        assert isinstance(made.body, bytes)
+        assert isinstance(made.envelope.header, str)
+        assert isinstance(made.envelope.body, bytes)
     assert 0 < read < 40_000
 
 
@@ -183,9 +207,9 @@ def phases() -> list[str]:
     return [phase.envelope().header for phase in phases]
 
 
-def _objects(envelope: Envelope) -> tuple[str, dict[str, bytes]]:
-    """A Flower message's id and objects, as they travel."""
-    message = app.Message(codec.to_records(envelope), dst_node_id=1, message_type="train")
+def _objects(records: Any) -> tuple[str, dict[str, bytes]]:
+    """A Flower message's id and objects, as they are transmitted."""
+    message = app.Message(records, dst_node_id=1, message_type="train")
     contents = adapter.deflate_message(message)[1]
     return message.metadata.message_id, contents
 
@@ -193,13 +217,16 @@ def _objects(envelope: Envelope) -> tuple[str, dict[str, bytes]]:
 @pytest.mark.usefixtures("identity")
 def test_a_message_is_as_large_as_its_array_however_little_travelled() -> None:
     """Equal pieces travel once: without care a thousandth would pass for the whole."""
-    body = bytes(50 * 2**20)
-    id, contents = _objects(Envelope("{}", body))
+    body, records = bytes(50 * 2**20), records_of(Envelope("{}"))
+    array = app.Array(dtype="uint8", shape=(len(body),), stype="fedspan.bytes", data=body)
+    records["fedspan.body"] = app.ArrayRecord({"body": array})
+    id, contents = _objects(records)
     assert sum(map(len, contents.values())) < 12 * 2**20
     assert messages.whole_bytes(contents) >= len(body)
     with pytest.raises(ValueError, match="more than 20 MiB"):
         messages.assemble_message(id, dict(contents), 20 * 2**20)
-    assert codec.from_records(messages.assemble_message(id, contents, 51 * 2**20).content).body == body
+    whole = messages.assemble_message(id, contents, 51 * 2**20)
+    assert len(codec.from_records(whole.content).envelope.body) == len(body)
 
 
 @pytest.mark.usefixtures("identity")
@@ -209,7 +236,7 @@ def test_sets_of_objects_with_mistakes_raise_nothing_but_a_value_error(
 ) -> None:
     monkeypatch.setattr(codec, "SMALL", small)
     draw = random.Random(0)
-    id, good = _objects(Envelope('{"a": 1}', bytes(range(200))))
+    id, good = _objects(records_of(Envelope('{"a": 1}', bytes(range(200)))))
     names, refused = sorted(good), 0
     for _ in range(10_000):
         contents = dict(good)

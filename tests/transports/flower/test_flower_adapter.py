@@ -34,13 +34,21 @@ RUNTIME = "flwr.proto.runtime_pb2"
 NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("flwr.app.message", "make_message"): ("metadata error", "the error that stands for a missing reply"),
     ("flwr.common.constant", "ErrorCode"): ("", "the error that stands for a missing reply"),
+    ("flwr.common.constant", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE"): ("", "the maximum size of an object"),
+    ("flwr.common.constant", "SUPERLINK_NODE_ID"): ("", "who a reply is addressed to"),
+    ("flwr.common.constant", "SYSTEM_TIME_TOLERANCE"): ("", "a node's signature"),
+    ("flwr.common.constant", "TIMESTAMP_HEADER"): ("", "a node's signature"),
+    ("flwr.common.constant", "TIMESTAMP_TOLERANCE"): ("", "a node's signature"),
     ("flwr.common.serde", "run_from_proto"): ("run_proto", "being the server of a run"),
+    ("flwr.proto.fleet_pb2", "PushMessagesRequest"): ("", "the check of a node's messages"),
     ("flwr.proto.message_pb2", "ConfirmMessageReceivedRequest"): ("", "deleting a reply on the SuperLink"),
     ("flwr.proto.message_pb2", "ObjectTree"): ("", "the ids of a message's objects"),
     (RUNTIME, "AcquireTaskRequest"): ("", "taking over a run"),
     (RUNTIME, "PullAppMessagesRequest"): ("", "fetching replies"),
     (RUNTIME, "PullTaskInputRequest"): ("", "being the server of a run"),
     (RUNTIME, "PushTaskOutputRequest"): ("", "ending a run"),
+    ("flwr.supercore.constant", "FLEET_HTTP_PUBLIC_KEY_HEADER"): ("", "a node's signature"),
+    ("flwr.supercore.constant", "FLEET_HTTP_SIGNATURE_HEADER"): ("", "a node's signature"),
     ("flwr.supercore.constant", "SYSTEM_MESSAGE_TYPE"): ("", "the error that stands for a missing reply"),
     ("flwr.supercore.date", "now"): ("", "the error that stands for a missing reply"),
     ("flwr.supercore.heartbeat", "HeartbeatSender"): ("heartbeat_fn", "keeping a run alive"),
@@ -58,6 +66,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ),
     (TRANSFER, "ObjectPullError"): ("object_id reason", "noticing that a message can't be fetched"),
     (TRANSFER, "ObjectPushError"): ("", "noticing that a reply can't be sent"),
+    (TRANSFER, "ObjectUnavailableError"): ("", "a reply whose objects have not arrived"),
     (TRANSFER, "inflate_object_from_contents"): ("object_id object_contents", "assembling a message"),
     (TRANSFER, "pull_objects"): ("object_ids pull_object_fn", "fetching a message"),
     (TRANSFER, "push_object_contents_from_iterable"): ("object_contents push_object_fn", "sending a reply"),
@@ -65,6 +74,11 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("flwr.supercore.interceptors", "SuperExecAuthHttpInterceptor"): (
         "master_secret protected_methods",
         "taking over a run",
+    ),
+    ("flwr.supercore.primitives.asymmetric", "bytes_to_public_key"): ("public_key_bytes", "a node's signature"),
+    ("flwr.supercore.primitives.asymmetric", "verify_signature"): (
+        "public_key message signature",
+        "a node's signature",
     ),
     ("flwr.supercore.retry", "make_simple_http_retry_invoker"): ("", "taking over a run"),
     ("flwr.supercore.run", "RunNotRunningException"): ("", "noticing that a run has ended"),
@@ -76,7 +90,6 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "the messages of a run",
     ),
     ("flwr.superlink", "extensions"): ("", "the SuperLink's access filter"),
-    ("flwr.superlink.cli.flower_superlink", "flower_superlink"): ("", "starting the SuperLink"),
     ("flwr.cli.app", "app"): ("", "Flower's own commands"),
 }
 """By module and name: the parameters that are passed, and what for."""
@@ -84,6 +97,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
 FIELDS = {
     ("flwr.proto.message_pb2", "ConfirmMessageReceivedRequest"): "node run_id message_object_id",
     ("flwr.proto.message_pb2", "ObjectTree"): "object_id children",
+    ("flwr.proto.fleet_pb2", "PushMessagesRequest"): "node messages_list message_object_trees",
     (RUNTIME, "AcquireTaskRequest"): "supported_task_types",
     (RUNTIME, "AcquireTaskResponse"): "token task",
     (RUNTIME, "PullAppMessagesRequest"): "message_ids",
@@ -295,16 +309,30 @@ def test_the_grid_has_what_the_server_of_a_run_needs() -> None:
     grid.close()
 
 
+def test_the_superlink_is_run_by_the_uvicorn_of_its_module() -> None:
+    command = lookup("flwr.superlink.cli", "flower_superlink", "starting the SuperLink")
+    module = importlib.import_module("flwr.superlink.cli.flower_superlink")
+    if not callable(command) or module.__dict__.get("flower_superlink") is not command:
+        broken("flwr.superlink.cli.flower_superlink.flower_superlink", "starting the SuperLink")
+    if "uvicorn.run(" not in inspect.getsource(module) or module.__dict__.get("uvicorn") is None:
+        broken("flower_superlink, which calls its module's uvicorn.run", "bounds on connections")
+
+
 def test_the_superlink_asks_for_middleware_and_its_node_api_has_one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     from starlette.middleware import Middleware
 
     from fedspan.transports.flower.adapter import NODE_API
-    from fedspan.transports.flower.superlink import Door
+    from fedspan.transports.flower.door import Door
 
     extensions = lookup("flwr.superlink", "extensions", "the SuperLink's access filter")
     create_app = lookup("flwr.superlink.main", "create_app", "the SuperLink's access filter")
     monkeypatch.setattr(extensions, "get_middleware", lambda: (Middleware(Door),))  # type: ignore[arg-type]
     app = create_app()
+    for name in ("enable_supernode_auth", "linkstate_factory"):
+        if not hasattr(app.state, name):
+            broken(f"the app's state.{name}", "the check of a node's key")
+    if app.state.linkstate_factory.state().get_node_id_by_public_key(b"none") is not None:
+        broken("get_node_id_by_public_key that returns None for an unknown key", "the check of a node's key")
     if app.user_middleware[0].cls is not Door:
         broken("extensions.get_middleware as the outermost middleware", "the SuperLink's access filter")
     paths = list(app.openapi()["paths"])

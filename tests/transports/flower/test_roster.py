@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from fedspan.cli import app
 from fedspan.deployment.status import store_named_run
+from fedspan.errors import FedspanError
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
 
@@ -38,13 +39,20 @@ def test_nodes_have_the_names_that_they_were_admitted_as(server: Path, tmp_path:
     key.write_text("key")
     link = servers.link_of(server)
     servers.admit_node(link, key, "")
-    assert servers.known_names(link) == {}
+    assert servers.admissions(link) == {11: servers.Admission("", "key")}
     servers.admit_node(link, key, "clinic-a")
-    assert servers.known_names(link) == {"11": "clinic-a"}
+    assert servers.admissions(link) == {11: servers.Admission("clinic-a", "key")}
     first, second, third = servers.nodes_of(link)
     assert (first.name, first.status, first.online_seconds, first.offline_since) == ("clinic-a", "online", 75.4, None)
     assert second.offline_since == 1767323045.0
     assert (third.status, third.offline_since) == ("registered", None)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": {}}', '{"11": "clinic-a"}'])
+def test_a_damaged_list_of_admissions_stops_the_server(server: Path, content: str) -> None:
+    (server / "nodes.json").write_text(content)
+    with pytest.raises(FedspanError, match=r"nodes\.json"):
+        servers.admissions(servers.link_of(server))
 
 
 def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:

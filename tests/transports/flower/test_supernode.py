@@ -21,7 +21,8 @@ from fedspan.transports.flower.adapter import (
     RunNotRunningException,
     deflate_message,
 )
-from fedspan.transports.flower.messages import to_records
+from fedspan.transports.flower.messages import new_salt, to_records
+from fedspan.transports.flower.signing import UnsignedSigner
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -37,6 +38,7 @@ def lost() -> BaseException:
 @pytest.mark.parametrize("where", ["pull", "confirm", "send", "receive"])
 @pytest.mark.parametrize("error", [gone, lost])
 def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], BaseException]) -> None:
+    signer = UnsignedSigner()
     stop, answered, sent = Event(), list[Envelope](), list[Any]()
     failing = {where}
 
@@ -48,7 +50,7 @@ def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], 
     messages: list[tuple[Message, Any]] = []
     contents: dict[str, bytes] = {}
     for header in ("first", "second"):
-        message = Message(to_records(Envelope(header)), dst_node_id=1, message_type="train")
+        message = Message(to_records(signer.seal(Envelope(header), 1), new_salt()), dst_node_id=1, message_type="train")
         tree, objects = deflate_message(message)
         messages.append((message, tree))
         contents |= objects
@@ -73,7 +75,7 @@ def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], 
         return envelope
 
     connection = NodeConnection(1, receive, send, None, None, pull, lambda *_: None, lambda *_: at("confirm"))
-    supernode._answer(connection, supernode.Link("", None, None, 2**20), answering, stop)
+    supernode._answer(connection, supernode.Link("", None, None, 2**20), signer, answering, stop)
     taken = [envelope.header for envelope in answered]
     assert taken == (["second"] if where in ("pull", "confirm") else ["first", "second"])
     assert len(sent) == (2 if where == "receive" else 1)

@@ -47,27 +47,48 @@ The server of a run:
 The SuperLink and Flower's commands:
 
 - ``flwr.superlink.extensions.get_middleware``, called through its module when ``flower_superlink`` of
-  ``flwr.superlink.cli.flower_superlink`` makes the app. The paths of the node API, and no others, begin with
-  ``/v1/fleet/``.
+  ``flwr.superlink.cli.flower_superlink`` makes the app, and that module's ``uvicorn.run``. The paths of the node API,
+  and no others, begin with ``/v1/fleet/``.
+- The app's ``state.enable_supernode_auth`` and ``state.linkstate_factory.state().get_node_id_by_public_key``.
+- The headers with which a node signs a request: ``flwr.supercore.constant.FLEET_HTTP_PUBLIC_KEY_HEADER`` and
+  ``FLEET_HTTP_SIGNATURE_HEADER``, ``flwr.common.constant.TIMESTAMP_HEADER``, its tolerances, and
+  ``flwr.supercore.primitives.asymmetric.bytes_to_public_key`` and ``verify_signature``.
+- ``flwr.proto.fleet_pb2.PushMessagesRequest``; ``flwr.common.constant.SUPERLINK_NODE_ID``;
+  ``flwr.common.constant.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE``, the maximum size of a piece of an array.
+- ``flwr.supercore.inflatable.inflatable_utils.ObjectUnavailableError``, raised for an object that was announced and has
+  not arrived.
 - ``flwr.cli.app.app``: the command ``flwr``.
 """
 
 from __future__ import annotations
 
+import binascii
 import json
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, Error, Message, Metadata
 from flwr.app.message import make_message
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import (
+    FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE,
+    SUPERLINK_NODE_ID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+    ErrorCode,
+)
 from flwr.common.serde import run_from_proto
+from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
@@ -75,7 +96,11 @@ from flwr.proto.runtime_pb2 import (
     PullTaskInputRequest,
     PushTaskOutputRequest,
 )
-from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    SYSTEM_MESSAGE_TYPE,
+)
 from flwr.supercore.date import now
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
 from flwr.supercore.inflatable.inflatable_object import (
@@ -91,11 +116,13 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
+    ObjectUnavailableError,
     inflate_object_from_contents,
     pull_objects,
     push_object_contents_from_iterable,
 )
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -103,15 +130,21 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import fleet_http_connection
 
 if TYPE_CHECKING:
+    import asyncio
+
     from starlette.middleware import Middleware
 
 __all__ = [
     "NODE_API",
+    "OBJECT_BYTES",
+    "PIECE_BYTES",
     "Keys",
     "NodeConnection",
     "ObjectPullError",
     "ObjectPushError",
     "ObjectTree",
+    "ObjectUnavailableError",
+    "PushedReply",
     "ReplyHead",
     "RunNotRunningException",
     "TaskGrid",
@@ -119,16 +152,26 @@ __all__ = [
     "array_layout",
     "connect_node",
     "deflate_message",
+    "find_node_id",
     "flwr_command",
     "inflate_message",
     "pull_failure",
     "pull_tree",
+    "read_pushed_reply",
+    "requires_node_keys",
     "run_superlink",
     "set_identity",
+    "tree_ids",
+    "verify_node_headers",
 ]
 
 NODE_API = "/v1/fleet/"
 """Beginning of the paths of the SuperLink's node API."""
+
+PIECE_BYTES = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+"""Maximum size of a piece of an array, in bytes."""
+OBJECT_BYTES = PIECE_BYTES + 2**16
+"""Maximum size of an object in bytes: a piece with what is around it."""
 
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
@@ -190,6 +233,11 @@ def pull_tree(tree: ObjectTree, pull: Callable[[str], bytes]) -> dict[str, bytes
         ObjectPullError: If an object is missing.
     """
     return pull_objects([one.object_id for one in iterate_object_tree(tree)], pull_object_fn=pull)
+
+
+def tree_ids(tree: ObjectTree) -> list[str]:
+    """Return the ids of the objects of a tree, each once."""
+    return list(dict.fromkeys(one.object_id for one in iterate_object_tree(tree)))
 
 
 def pull_failure(error: ObjectPullError) -> str:
@@ -405,7 +453,8 @@ class TaskGrid:
         """Pull one object of a reply.
 
         Raises:
-            ObjectPullError: If the SuperLink does not have it.
+            ObjectPullError: If the SuperLink does not know it.
+            ObjectUnavailableError: If it was announced and has not arrived.
         """
         return make_pull_object_fn_protobuf(self._client.PullObject, self._grid.node, self._run)(id)
 
@@ -447,18 +496,108 @@ def _lenient(beat: Callable[[], bool]) -> Callable[[], bool]:
 # --- the SuperLink and Flower's commands
 
 
-def run_superlink(middleware: Sequence[Middleware]) -> None:
+def run_superlink(middleware: Sequence[Middleware], protocol: type[asyncio.Protocol]) -> None:
     """Run ``flower-superlink`` with this process's arguments.
 
     Args:
         middleware: Middleware that comes before Flower's own extensions.
+        protocol: uvicorn's protocol class for connections.
     """
+    import uvicorn
     from flwr.superlink import extensions  # the whole SuperLink, which only its own process needs
-    from flwr.superlink.cli.flower_superlink import flower_superlink
 
+    command = import_module("flwr.superlink.cli.flower_superlink")  # its package has a function of the same name
     original = extensions.get_middleware
     extensions.get_middleware = lambda: (*middleware, *original())
-    flower_superlink()
+    run = partial(uvicorn.run, http=protocol)
+    command.__dict__["uvicorn"] = SimpleNamespace(run=run)
+    command.flower_superlink()
+
+
+def requires_node_keys(app: Any) -> bool:
+    """Return whether a SuperLink's app serves admitted nodes only."""
+    return bool(app.state.enable_supernode_auth)
+
+
+def find_node_id(app: Any, public_key: bytes) -> int | None:
+    """Return Flower's id of the admitted node with a public key; None: there is none.
+
+    Args:
+        app: The SuperLink's app.
+        public_key: The key as PEM.
+    """
+    return app.state.linkstate_factory.state().get_node_id_by_public_key(public_key)
+
+
+def verify_node_headers(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Verify the signed time in a request's headers.
+
+    Args:
+        headers: The headers by name in lower case.
+
+    Returns:
+        The public key as PEM that signed it; None: the headers are not valid now.
+    """
+    try:
+        key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER.encode()], validate=True)
+        signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER.encode()], validate=True)
+        stamp = headers[TIMESTAMP_HEADER.encode()]
+        age = (now() - datetime.fromisoformat(stamp.decode("ascii"))).total_seconds()
+        if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+            return None
+        return key if verify_signature(bytes_to_public_key(key), stamp, signature) else None
+    except (KeyError, ValueError, TypeError, AttributeError, binascii.Error):
+        return None
+
+
+class PushedReply(NamedTuple):
+    """What a node announces when it sends a message.
+
+    Args:
+        node: Flower's id of the node that claims to send the request.
+        sender: Flower's id of the message's sender.
+        is_to_server: Whether the message is addressed to the server.
+        reply_to: Id of the message that it replies to; empty: it is no reply.
+        objects: Number of its objects.
+        depth: Depth of the tree of its objects.
+    """
+
+    node: int
+    sender: int
+    is_to_server: bool
+    reply_to: str
+    objects: int
+    depth: int
+
+
+def read_pushed_reply(body: bytes) -> PushedReply | None:
+    """Read what a node announces; None: it is not exactly one message with the tree of its objects.
+
+    Args:
+        body: The body of a request to ``push-messages``.
+    """
+    request = PushMessagesRequest()
+    try:
+        request.ParseFromString(body)
+    except Exception:  # protobuf's own error class depends on its implementation
+        return None
+    if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+        return None
+    head, tree = request.messages_list[0].metadata, request.message_object_trees[0]
+    if head.message_id != tree.object_id:
+        return None
+    objects, depth, level = 0, 0, [tree]
+    while level:
+        objects, depth = objects + len(level), depth + 1
+        level = [child for one in level for child in one.children]
+    return PushedReply(
+        request.node.node_id,
+        head.src_node_id,
+        head.dst_node_id == SUPERLINK_NODE_ID,
+        head.reply_to_message_id,
+        objects,
+        depth,
+    )
 
 
 def flwr_command(*arguments: str) -> list[str]:

@@ -30,6 +30,8 @@ __all__ = [
     "AUTHORITY",
     "CERTIFICATE",
     "KEY",
+    "ORDER_KEY",
+    "ORDER_NAME",
     "certified_hosts",
     "ensure_authority",
     "load_node_key",
@@ -37,8 +39,11 @@ __all__ = [
     "make_node_key",
 ]
 
-AUTHORITY, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
+AUTHORITY, CERTIFICATE, KEY, ORDER_KEY = "ca.crt", "server.crt", "server.key", "orders.key"
 """Files that ``make_authority`` writes."""
+
+ORDER_NAME = "fedspan orders"
+"""Common name of the certificate of the key that signs orders."""
 
 _DAYS = 730
 
@@ -56,7 +61,7 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     if not (folder / AUTHORITY).exists():
         make_authority(folder, hosts)
     elif others := [host for host in hosts if host not in certified_hosts(folder)]:
-        files = ", ".join((AUTHORITY, CERTIFICATE, KEY))
+        files = ", ".join((AUTHORITY, CERTIFICATE, KEY, ORDER_KEY))
         expected = (
             f"a name in the certificate in {folder} ({', '.join(certified_hosts(folder))}). For another, "
             f"remove {files} there, and give the new {AUTHORITY} to every data owner"
@@ -65,16 +70,17 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def make_authority(folder: Path, hosts: Sequence[str]) -> None:
-    """Create an authority and a server certificate; the authority's private key is discarded.
+    """Create an authority, a server certificate and an order key; the authority's private key is discarded.
 
     Args:
-        folder: Folder for ``ca.crt`` (for all nodes that join), ``server.crt`` and ``server.key`` (0600).
+        folder: Folder for ``ca.crt`` (for all nodes that join: certificates of the authority and of the order key),
+            ``server.crt``, ``server.key`` and ``orders.key`` (0600).
         hosts: Host names and addresses of the server; the loopback names of this machine are added.
 
     Raises:
         FedspanError: If the folder already contains such files, or a host is empty.
     """
-    for name in (AUTHORITY, CERTIFICATE, KEY):
+    for name in (AUTHORITY, CERTIFICATE, KEY, ORDER_KEY):
         if (folder / name).exists():
             raise FedspanError(
                 "certificates",
@@ -85,19 +91,23 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     if any(not host for host in hosts):
         raise FedspanError("host", "", "a name or an address")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    authority, own = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    authority, own, orders = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedspan federation")])
     signed = _certificate(issuer, issuer, authority.public_key())
     signed = signed.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    _write(folder / AUTHORITY, signed.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+    order_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, ORDER_NAME)])
+    ordering = _certificate(order_name, issuer, orders.public_key())
+    ordering = ordering.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    certificates = [one.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM) for one in (signed, ordering)]
+    _write(folder / AUTHORITY, b"".join(certificates), 0o644)
+    _write(folder / ORDER_KEY, _private_pem(orders), 0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
     names = [_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
     server = _certificate(subject, issuer, own.public_key())
     server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
     server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    private = own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    _write(folder / KEY, private, 0o600)
+    _write(folder / KEY, _private_pem(own), 0o600)
     _write(folder / CERTIFICATE, server.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
 
 
@@ -166,6 +176,10 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePub
         .not_valid_before(now - datetime.timedelta(hours=1))  # tolerates clock differences
         .not_valid_after(now + datetime.timedelta(days=_DAYS))
     )
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def _name(host: str) -> x509.GeneralName:

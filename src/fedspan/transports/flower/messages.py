@@ -1,33 +1,72 @@
-"""Messages between server and nodes through Flower: records, and encoding of envelopes."""
+"""Messages between server and nodes through Flower: sealed envelopes as records, with a limit on their size.
+
+An envelope's body is a safetensors payload (``federation.serialization``), so every dtype arrives bit for bit,
+including bfloat16, which Flower's own records lack. In Flower, every record, array and piece of an array is a separate
+object with its own requests and database rows; equal objects are stored once. So a body has a separate record, which
+the orders of a round share: plain bytes (four objects per message) or, if it is large, an array, which Flower sends in
+pieces (six or more objects).
+
+Objects are named by the hash of their content. Whoever can guess a name can announce the object with children that it
+does not have, and the SuperLink then refuses the real one. So every header has a nonce, and every body is enciphered
+with a salt that is sent with it: not to hide it, but to make the names of its pieces unpredictable.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedspan.federation.protocol import Envelope
 from fedspan.transports.flower.adapter import ObjectPullError, ObjectTree, array_layout, inflate_message, pull_tree
+from fedspan.transports.flower.signing import Sealed
 
-__all__ = ["SMALL", "TooLarge", "assemble_message", "fetch_objects", "from_records", "to_records", "whole_bytes"]
+__all__ = [
+    "SMALL",
+    "TooLarge",
+    "assemble_message",
+    "describe_limit",
+    "fetch_objects",
+    "from_records",
+    "new_salt",
+    "to_records",
+    "whole_bytes",
+]
 
 SMALL = 4 * 2**20
 """Maximum size in bytes of a body that is sent as one piece, which a lost connection forces to resend."""
 _HEADER, _BODY = "fedspan.header", "fedspan.body"
 _STYPE = "fedspan.bytes"
+_SALT_BYTES = 16
 
 
-def to_records(envelope: Envelope) -> RecordDict:
-    """Convert an envelope to the content of a Flower message."""
-    header, data = ConfigRecord({"header": envelope.header}), envelope.body
+def new_salt() -> bytes:
+    """Return a new salt. Equal bodies that are sent with one salt are equal objects."""
+    return secrets.token_bytes(_SALT_BYTES)
+
+
+def to_records(sealed: Sealed, salt: bytes) -> RecordDict:
+    """Convert a sealed envelope to the content of a Flower message.
+
+    Args:
+        sealed: The sealed envelope.
+        salt: The salt of its body, from ``new_salt``; none that was sent before, outside the same batch of messages.
+    """
+    header = ConfigRecord(
+        {"header": sealed.envelope.header, "nonce": sealed.nonce, "signature": sealed.signature, "salt": salt}
+    )
+    data = _scramble(sealed.envelope.body, salt)
     if len(data) <= SMALL:
-        return RecordDict({_HEADER: header, _BODY: ConfigRecord({"body": data})})
+        # the salt makes an empty body unpredictable, too
+        return RecordDict({_HEADER: header, _BODY: ConfigRecord({"body": data, "salt": salt})})
     body = Array(dtype="uint8", shape=(len(data),), stype=_STYPE, data=data)
     return RecordDict({_HEADER: header, _BODY: ArrayRecord({"body": body})})
 
 
-def from_records(records: RecordDict) -> Envelope:
-    """Convert the content of a Flower message to an envelope.
+def from_records(records: RecordDict) -> Sealed:
+    """Convert the content of a Flower message to a sealed envelope.
 
     Raises:
         ValueError: If it is not the output of ``to_records``; no input raises any other error.
@@ -37,15 +76,26 @@ def from_records(records: RecordDict) -> Envelope:
     header, body = records[_HEADER], records[_BODY]
     if not isinstance(header, ConfigRecord) or not isinstance(body, ConfigRecord | ArrayRecord):
         raise ValueError("records of other kinds than fedspan's")
-    text = header.get("header")
-    if set(header) != {"header"} or not isinstance(text, str) or set(body) != {"body"}:
-        raise ValueError("records hold something else than a header and a body")
+    if set(header) != {"header", "nonce", "signature", "salt"} or set(body) - {"salt"} != {"body"}:
+        raise ValueError("a header or a body of other fields than fedspan's")
+    text, nonce, signature, salt = (header[name] for name in ("header", "nonce", "signature", "salt"))
+    if not isinstance(text, str):
+        raise ValueError("the header is no text")
+    if not isinstance(nonce, bytes) or not isinstance(signature, bytes) or len(nonce) + len(signature) > 512:
+        raise ValueError("the header has no proof of who sent it")
+    if not isinstance(salt, bytes) or len(salt) != _SALT_BYTES:
+        raise ValueError(f"the header has no salt of {_SALT_BYTES} bytes")
     data = body["body"]
     if isinstance(data, Array) and (data.dtype, data.stype, tuple(data.shape)) == ("uint8", _STYPE, (len(data.data),)):
         data = data.data
     if not isinstance(data, bytes):
         raise ValueError("the body is no bytes")
-    return Envelope(text, data)
+    return Sealed(Envelope(text, _scramble(data, salt)), nonce, signature)
+
+
+def _scramble(data: bytes, salt: bytes) -> bytes:
+    """Encipher or decipher a body: AES in counter mode, whose key is the salt."""
+    return Cipher(algorithms.AES(salt), modes.CTR(bytes(16))).encryptor().update(data)
 
 
 class TooLarge(ObjectPullError):
@@ -76,7 +126,7 @@ def fetch_objects(tree: ObjectTree, pull: Callable[[str], bytes], most: int) -> 
             taken += len(data)
             if taken <= most:
                 return data
-        raise TooLarge(id, _limit(most))
+        raise TooLarge(id, describe_limit(most))
 
     return pull_tree(tree, counted)
 
@@ -94,7 +144,7 @@ def assemble_message(id: str, contents: dict[str, bytes], most: int) -> Message:
     """
     try:
         if whole_bytes(contents) > most:
-            raise ValueError(f"it has {_limit(most)}")
+            raise ValueError(f"it has {describe_limit(most)}")
         message = inflate_message(id, contents)
     except ValueError:
         raise
@@ -118,5 +168,6 @@ def whole_bytes(contents: Mapping[str, bytes]) -> int:
     return total
 
 
-def _limit(most: int) -> str:
+def describe_limit(most: int) -> str:
+    """Describe a maximum size in bytes."""
     return f"more than {most / 2**20:g} MiB, the most that is taken"

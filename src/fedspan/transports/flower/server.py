@@ -8,16 +8,27 @@ import secrets
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError
+from fedspan.files import disk_errors, write_atomic
 from fedspan.transports.flower.adapter import flwr_command
 from fedspan.transports.flower.keys import AUTHORITY, ensure_authority
 
-__all__ = ["Node", "ServerLink", "admit_node", "call_flower", "known_names", "link_of", "nodes_of", "prepare_folder"]
+__all__ = [
+    "Admission",
+    "Node",
+    "ServerLink",
+    "admissions",
+    "admit_node",
+    "call_flower",
+    "link_of",
+    "nodes_of",
+    "prepare_folder",
+]
 
 _ABOUT, _SECRET = "server.json", "secret"
 _NAME = "fedspan"
@@ -133,7 +144,20 @@ def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
 
 
 _NAMES = "nodes.json"
-"""File with the operator's names of the nodes, by Flower's node id."""
+"""File with the admitted nodes, by Flower's node id."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the operator decided about a node.
+
+    Args:
+        name: Id that the node must use; empty: any.
+        key: The node's public key in OpenSSH's format.
+    """
+
+    name: str
+    key: str
 
 
 def admit_node(link: ServerLink, key: Path, name: str) -> None:
@@ -150,18 +174,29 @@ def admit_node(link: ServerLink, key: Path, name: str) -> None:
     if not key.is_file():
         raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
     said = call_flower(link, "supernode", "register", str(key.resolve()), "@", "--name", name or key.stem)
-    if name and "node-id" in said:
-        named = {**known_names(link), str(said["node-id"]): name}
-        (link.folder / _NAMES).write_text(json.dumps(named) + "\n", encoding="utf-8")
+    if "node-id" not in said:
+        raise FedspanError("server", str(said)[:200], "an answer of the SuperLink with the node's id")
+    known = {**admissions(link), int(said["node-id"]): Admission(name, key.read_text(encoding="utf-8").strip())}
+    content = {str(id): asdict(one) for id, one in known.items()}
+    with disk_errors(link.folder):
+        write_atomic(link.folder / _NAMES, json.dumps(content, indent=1).encode())
 
 
-def known_names(link: ServerLink) -> dict[str, str]:
-    """Return the ids that admitted nodes must use, by Flower's node id."""
+def admissions(link: ServerLink) -> dict[int, Admission]:
+    """Return the admitted nodes, by Flower's node id.
+
+    Raises:
+        FedspanError: If the file is damaged: without it, one node could take another's place.
+    """
+    path = link.folder / _NAMES
     try:
-        found = json.loads((link.folder / _NAMES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {int(id): Admission(str(one["name"]), str(one["key"])) for id, one in found.items()}
+    except FileNotFoundError:
         return {}
-    return {str(id): str(name) for id, name in found.items()} if isinstance(found, dict) else {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        expected = "the file that fedspan admit wrote; restore it, or remove it and admit all nodes again"
+        raise FedspanError("server", str(path), expected) from error
 
 
 @dataclass(frozen=True)
@@ -185,12 +220,13 @@ class Node:
 
 def nodes_of(link: ServerLink) -> list[Node]:
     """Return the nodes that a server knows."""
-    names = known_names(link)
+    known = admissions(link)
     found: list[Node] = []
     for one in call_flower(link, "supernode", "list", "@").get("nodes", []):
         id, status = str(one.get("node-id")), str(one.get("status"))
         online = float(one.get("online-elapsed") or 0.0) if status == "online" else 0.0
-        found.append(Node(id, names.get(id, ""), status, online, _moment(one.get("offline-at"))))
+        name = known[int(id)].name if id.isdigit() and int(id) in known else ""
+        found.append(Node(id, name, status, online, _moment(one.get("offline-at"))))
     return found
 
 

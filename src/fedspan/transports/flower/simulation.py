@@ -13,7 +13,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fedspan.federation.protocol import Envelope, Transport
-from fedspan.transports.flower.messages import from_records, to_records
+from fedspan.transports.flower.messages import from_records, new_salt, to_records
+from fedspan.transports.flower.signing import UnsignedSigner
 from fedspan.transports.flower.transport import GridTransport, roll_call
 
 __all__ = ["client_app", "simulate"]
@@ -38,8 +39,8 @@ def client_app(answering: Answering) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:  # pyright: ignore[reportUnusedFunction]
-        envelope = answering(int(context.node_config["partition-id"]), from_records(message.content))
-        return Message(to_records(envelope), reply_to=message)
+        reply = answering(int(context.node_config["partition-id"]), from_records(message.content).envelope)
+        return Message(to_records(UnsignedSigner().seal(reply, 0), new_salt()), reply_to=message)
 
     return app
 

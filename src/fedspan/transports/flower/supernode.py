@@ -29,7 +29,15 @@ from fedspan.transports.flower.adapter import (
     connect_node,
     set_identity,
 )
-from fedspan.transports.flower.messages import TooLarge, assemble_message, fetch_objects, from_records, to_records
+from fedspan.transports.flower.messages import (
+    TooLarge,
+    assemble_message,
+    fetch_objects,
+    from_records,
+    new_salt,
+    to_records,
+)
+from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
 
 __all__ = ["Link", "serve"]
 
@@ -68,6 +76,16 @@ class Link:
     def __init__(self, address: str, authority: Path | None, keys: Keys | None, most: int, poll: float = 1.0) -> None:
         self.address, self.authority, self.keys, self.most, self.poll = address, authority, keys, most, poll
 
+    def signer(self) -> Signer:
+        """Return the signer of this node: with keys, only orders that the server signed are carried out.
+
+        Raises:
+            FedspanError: If the authority's file has no valid certificate of an order key.
+        """
+        if self.keys is None or self.authority is None:
+            return UnsignedSigner()
+        return NodeSigner(self.keys[0], self.authority)
+
 
 def serve(link: Link, answering: Answering, stop: Event) -> None:
     """Reply to messages until ``stop`` is set; reconnect after a lost connection.
@@ -78,8 +96,9 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
         stop: Event that ends the function when set.
 
     Raises:
-        FedspanError: If the SuperLink refuses this node.
+        FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
     """
+    signer = link.signer()
     pause, until = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
         try:
@@ -88,7 +107,7 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
                 log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:
-                    _answer(connection, link, answering, stop)
+                    _answer(connection, link, signer, answering, stop)
                 finally:
                     until = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
@@ -108,14 +127,14 @@ def _why(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _answer(connection: NodeConnection, link: Link, answering: Answering, stop: Event) -> None:
+def _answer(connection: NodeConnection, link: Link, signer: Signer, answering: Answering, stop: Event) -> None:
     pause = _SOON * link.poll
     while not stop.is_set():
         try:
             received = connection.receive()
             if received is not None:
                 message, tree = received
-                _answer_one(connection, message, tree, link.most, answering)
+                _answer_one(connection, message, tree, link.most, signer, answering)
         except _OVER as error:
             log.warning(
                 "a message can't be fetched or answered any more, most likely as its run is over (%s)",
@@ -130,7 +149,7 @@ def _answer(connection: NodeConnection, link: Link, answering: Answering, stop: 
 
 
 def _answer_one(
-    connection: NodeConnection, message: Message, tree: ObjectTree, most: int, answering: Answering
+    connection: NodeConnection, message: Message, tree: ObjectTree, most: int, signer: Signer, answering: Answering
 ) -> None:
     run = message.metadata.run_id
     set_identity(1, run, connection.node_id)
@@ -140,19 +159,23 @@ def _answer_one(
     except TooLarge:
         contents = None
     connection.confirm(run, message.metadata.message_id)
-    reply = _reply(message, contents, most, answering)
+    reply = _reply(message, contents, most, connection.node_id, signer, answering)
     try:
         connection.send_reply(run, reply, time.monotonic() - began)
     except httpx.HTTPStatusError as error:  # `receive` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 
 
-def _reply(message: Message, contents: dict[str, bytes] | None, most: int, answering: Answering) -> Message:
+def _reply(
+    message: Message, contents: dict[str, bytes] | None, most: int, node: int, signer: Signer, answering: Answering
+) -> Message:
     if contents is None:
         return Message(Error(_FAILED, "the message is larger than this node takes"), reply_to=message)
     try:
         whole = assemble_message(message.metadata.message_id, contents, most)
-        return Message(to_records(answering(from_records(whole.content))), reply_to=whole)
+        sealed = from_records(whole.content)
+        reply = signer.seal(answering(signer.open(sealed, node)), node, sealed.nonce)
+        return Message(to_records(reply, new_salt()), reply_to=whole)
     except Exception as error:  # on any error the node continues, and the server learns that there is no reply
         log.exception("a message could not be answered")
         return Message(Error(_FAILED, f"{type(error).__name__}; see the node's log"), reply_to=message)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
 
 import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -18,14 +20,19 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
 from fedspan.transports.flower.adapter import (
+    PIECE_BYTES,
     ObjectPullError,
+    ObjectUnavailableError,
+    ReplyHead,
     RunNotRunningException,
     TaskGrid,
     acquire_task,
     pull_failure,
+    tree_ids,
 )
-from fedspan.transports.flower.messages import TooLarge, assemble_message, fetch_objects, from_records, to_records
+from fedspan.transports.flower.messages import assemble_message, describe_limit, from_records, new_salt, to_records
 from fedspan.transports.flower.server import ServerLink, call_flower
+from fedspan.transports.flower.signing import Signer, UnsignedSigner
 
 __all__ = ["Grid", "GridTransport", "attach", "invite", "roll_call"]
 
@@ -58,10 +65,14 @@ class GridTransport(Transport):
         grid: Flower's grid.
         nodes: Flower's node id of each client.
         patience: Seconds that a patient exchange waits for nodes that are not online.
+        signer: Signs orders and verifies replies; None: neither.
     """
 
-    def __init__(self, grid: Grid, nodes: Mapping[str, int], patience: float = 300.0) -> None:
+    def __init__(
+        self, grid: Grid, nodes: Mapping[str, int], patience: float = 300.0, signer: Signer | None = None
+    ) -> None:
         self.grid, self.nodes, self.patience = grid, nodes, patience
+        self.signer = signer or UnsignedSigner()
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""
@@ -70,14 +81,16 @@ class GridTransport(Transport):
                 return
 
     def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Envelope | str]]:
-        unsent, waiting = dict.fromkeys(orders), dict[str, str]()
+        unsent, waiting = dict.fromkeys(orders), dict[str, _Sent[str]]()
         began, pause = time.monotonic(), _POLL[0]
         until, absent = began + seconds, began + (min(seconds, self.patience) if patient else 0.0)
         while True:
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
+            salt = new_salt()
             for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
-                if message := self._pushed(id, orders[id], until - time.monotonic()):
-                    waiting[message] = id
+                lifetime = max(until - time.monotonic(), 0) + 60
+                if sent := _send(self.grid, self.signer, orders[id], id, self.nodes[id], "train", lifetime, salt):
+                    waiting.update(sent)
                     del unsent[id]
             if time.monotonic() >= absent:
                 lasting = f"was not online for {absent - began:g} s" if patient else "is not online"
@@ -85,7 +98,7 @@ class GridTransport(Transport):
                     yield id, f"its node {lasting}"
                 unsent.clear()
             came = False
-            for id, back in _opened(self.grid, waiting):
+            for id, back in _receive(self.grid, self.signer, waiting):
                 came = True
                 yield id, back
             if not waiting and not unsent:
@@ -94,32 +107,44 @@ class GridTransport(Transport):
                 break
             pause = _POLL[0] if came else min(2 * pause, _POLL[1])
             time.sleep(pause)
-        for id in sorted(waiting.values()):
+        for id in sorted(sent.to for sent in waiting.values()):
             yield id, f"no reply within {seconds:g} s"
         for id in sorted(unsent):
             yield id, f"its node was not online for {seconds:g} s"
 
-    def _pushed(self, id: str, envelope: Envelope, seconds: float) -> str | None:
-        """Send an envelope and return the message id, or None if Flower accepts no message for the node."""
-        ttl, node = max(seconds, 0) + 60, self.nodes[id]
-        message = Message(to_records(envelope), dst_node_id=node, message_type="train", ttl=ttl)
-        (sent,) = self.grid.push_messages([message]) or (None,)
-        return sent or None
+
+@dataclass(frozen=True)
+class _Sent(Generic[A]):
+    """A message without a reply: who it was sent to, that node's id, and its nonce."""
+
+    to: A
+    node: int
+    nonce: bytes
 
 
-def _opened(grid: Grid, waiting: dict[str, A]) -> Iterator[tuple[A, Envelope | str]]:
+def _send(
+    grid: Grid, signer: Signer, envelope: Envelope, to: A, node: int, kind: str, seconds: float, salt: bytes
+) -> dict[str, _Sent[A]]:
+    """Send an envelope, and return it by its message id; empty if Flower accepts no message for the node."""
+    sealed = signer.seal(envelope, node)
+    message = Message(to_records(sealed, salt), dst_node_id=node, message_type=kind, ttl=seconds)
+    (id,) = grid.push_messages([message]) or (None,)
+    return {id: _Sent(to, node, sealed.nonce)} if id else {}
+
+
+def _receive(grid: Grid, signer: Signer, waiting: dict[str, _Sent[A]]) -> Iterator[tuple[A, Envelope | str]]:
     """Yield the available replies with their senders, and remove their messages from ``waiting``."""
     for reply in grid.pull_messages(sorted(waiting)) if waiting else ():
-        whose = waiting.pop(reply.metadata.reply_to_message_id, None)
-        if whose is None:
+        sent = waiting.pop(reply.metadata.reply_to_message_id, None)
+        if sent is None:
             continue
         if reply.has_error():
-            yield whose, f"its node failed (Flower's code {reply.error.code}: {reply.error.reason})"
+            yield sent.to, f"its node failed (Flower's code {reply.error.code}: {reply.error.reason})"
             continue
         try:
-            yield whose, from_records(reply.content)
+            yield sent.to, signer.open(from_records(reply.content), sent.node, sent.nonce)
         except ValueError as error:
-            yield whose, str(error)
+            yield sent.to, str(error)
 
 
 def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
@@ -157,60 +182,97 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
     return found
 
 
-def invite(grid: Grid, envelope: Envelope, seconds: float) -> Iterator[tuple[int, Envelope | str]]:
+def invite(
+    grid: Grid, envelope: Envelope, seconds: float, signer: Signer | None = None
+) -> Iterator[tuple[int, Envelope | str]]:
     """Send an envelope to all current and newly connecting nodes until time is up or the caller stops iterating.
 
     Args:
         grid: Flower's grid.
         envelope: The invitation.
         seconds: Seconds to wait.
+        signer: Signs the invitation and verifies replies; None: neither.
 
     Returns:
         Node ids with their replies, or with the reason for a missing reply in plain text.
     """
     until = time.monotonic() + seconds
-    waiting: dict[str, int] = {}
-    asked: set[int] = set()
+    waiting: dict[str, _Sent[int]] = {}
+    invited: set[int] = set()
+    signer = signer or UnsignedSigner()
     while time.monotonic() < until:
-        for node in sorted(set(grid.get_node_ids()) - asked):
+        salt = new_salt()
+        for node in sorted(set(grid.get_node_ids()) - invited):
             left = max(1.0, until - time.monotonic())
-            message = Message(to_records(envelope), dst_node_id=node, message_type="query", ttl=left + 60)
-            asked.add(node)
-            waiting.update({id: node for id in grid.push_messages([message]) if id})
-        yield from _opened(grid, waiting)
+            invited.add(node)
+            waiting.update(_send(grid, signer, envelope, node, node, "query", left + 60, salt))
+        yield from _receive(grid, signer, waiting)
         time.sleep(_POLL[1] / 2)
 
 
+_RECORDS = 16
+"""Maximum number of a reply's objects beside the pieces of its body."""
 _PATIENCE = 60.0
 """Time limit for taking over a submitted run, in seconds."""
 
 
+class _Partial:
+    """A reply whose objects have not all been fetched."""
+
+    def __init__(self, head: ReplyHead) -> None:
+        self.head, self.missing = head, tree_ids(head.tree)
+        self.contents: dict[str, bytes] = {}
+        self.size = 0
+
+
 class LimitedGrid(TaskGrid):
-    """A grid that stops fetching a reply at the size limit and has the SuperLink delete it."""
+    """A grid that stops fetching a reply at the size limit, and never waits for an object that has not arrived.
+
+    A node announces a reply before it sends the objects. What has not arrived is fetched at a later call, so a node
+    that withholds an object delays its own reply only.
+    """
 
     most = 1 << 31
     """Maximum size of a reply, in bytes."""
+    _partial: Mapping[str, _Partial] = MappingProxyType({})
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies that are ready; one that is too large or incomplete is replaced by an error."""
+        """Return the replies that are complete; one that is too large or damaged is replaced by an error."""
+        wanted = set(message_ids)
+        partial = {id: one for id, one in self._partial.items() if id in wanted}
+        for one in self._partial.values():
+            if one.head.reply_to not in wanted:
+                self.confirm(one.head)
+        for head in self.list_replies(sorted(wanted)):
+            partial.setdefault(head.reply_to, _Partial(head))
         messages: list[Message] = []
-        for head in self.list_replies(message_ids):
-            contents, why = None, ""
-            try:
-                contents = fetch_objects(head.tree, self.pull_object, self.most)
-            except TooLarge as error:
-                why = f"the reply has {pull_failure(error)}"
-            except ObjectPullError as error:
-                why = pull_failure(error)
-            self.confirm(head)
-            if contents is not None:
-                try:
-                    messages.append(assemble_message(head.id, contents, self.most))
-                    continue
-                except ValueError as error:
-                    why = f"the reply: {error}"
-            messages.append(self.make_error(head.reply_to, why))
+        for reply_to, one in list(partial.items()):
+            message = self._continue(one)
+            if message is not None:
+                self.confirm(one.head)
+                messages.append(message)
+                del partial[reply_to]
+        self._partial = partial
         return messages
+
+    def _continue(self, one: _Partial) -> Message | None:
+        """Fetch the objects of a reply that have arrived; return the reply when it is complete, or an error."""
+        try:
+            if len(one.missing) + len(one.contents) > _RECORDS + self.most // PIECE_BYTES:
+                raise ValueError("the reply has too many objects")
+            while one.missing:
+                content = self.pull_object(one.missing[-1])
+                one.size += len(content)
+                if one.size > self.most:
+                    raise ValueError(f"the reply has {describe_limit(self.most)}")
+                one.contents[one.missing.pop()] = content
+            return assemble_message(one.head.id, one.contents, self.most)
+        except ObjectUnavailableError:
+            return None
+        except ObjectPullError as error:
+            return self.make_error(one.head.reply_to, pull_failure(error))
+        except ValueError as error:
+            return self.make_error(one.head.reply_to, str(error))
 
 
 @contextmanager

@@ -1,0 +1,175 @@
+"""Bounds on the server's connections that have not sent an accepted request: number, time and bytes.
+
+uvicorn accepts any number of connections and waits for their requests without a limit. ``BoundedProtocol`` is its
+protocol with these bounds; the door (``door``) reports the connections whose requests it accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["CONNECTIONS", "BoundedProtocol", "ConnectionLimits", "Connections"]
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Bounds on connections.
+
+    Args:
+        per_address: Connections from one address that have not sent an accepted request.
+        total: Such connections from all addresses.
+        seconds: Time until the first accepted request, in seconds.
+        bytes: Bytes that are read before the first accepted request.
+        per_sender: Connections of one node; the oldest one is closed for a new one.
+    """
+
+    per_address: int = 64
+    total: int = 512
+    seconds: float = 10.0
+    bytes: int = 1 << 20
+    per_sender: int = 8
+
+
+class Closable(Protocol):
+    """A connection."""
+
+    allowance: int | None
+    """Bytes that may still be read before the next accepted request; None: any number."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        ...
+
+
+class Connections:
+    """The open connections of a server.
+
+    Args:
+        limits: The bounds.
+    """
+
+    def __init__(self, limits: ConnectionLimits | None = None) -> None:
+        self.limits = limits or ConnectionLimits()
+        self._open: dict[Address, Closable] = {}
+        self._pending: set[Address] = set()
+        self._by_host: Counter[str] = Counter()
+        self._by_sender: defaultdict[bytes, OrderedDict[Address, None]] = defaultdict(OrderedDict)
+        self._sender: dict[Address, bytes] = {}
+
+    def add(self, client: Address, connection: Closable) -> bool:
+        """Register a new connection.
+
+        Returns:
+            Whether it may stay; if not, it is not registered.
+        """
+        if self._by_host[client[0]] >= self.limits.per_address or len(self._pending) >= self.limits.total:
+            return False
+        self._open[client] = connection
+        self._pending.add(client)
+        self._by_host[client[0]] += 1
+        return True
+
+    def is_pending(self, client: Address) -> bool:
+        """Return whether a connection has not sent an accepted request."""
+        return client in self._pending
+
+    def accept(self, client: Address | None, sender: bytes, allowance: int | None) -> None:
+        """Report an accepted request.
+
+        Args:
+            client: Address of the connection; one that is not registered is ignored.
+            sender: Who sent the request.
+            allowance: Bytes that the connection may send until its next accepted request; None: any number.
+        """
+        if client is None or client not in self._open:
+            return
+        client = (client[0], client[1])
+        self._forget_pending(client)
+        self._open[client].allowance = allowance
+        if self._sender.get(client) == sender or allowance is None:
+            return
+        self._forget_sender(client)
+        self._sender[client] = sender
+        own = self._by_sender[sender]
+        own[client] = None
+        if len(own) > self.limits.per_sender:
+            oldest = next(iter(own))
+            self._open[oldest].abort()
+            self.remove(oldest)
+
+    def remove(self, client: Address) -> None:
+        """Forget a connection that is closed."""
+        if self._open.pop(client, None) is not None:
+            self._forget_pending(client)
+            self._forget_sender(client)
+
+    def _forget_pending(self, client: Address) -> None:
+        if client in self._pending:
+            self._pending.remove(client)
+            self._by_host[client[0]] -= 1
+            if not self._by_host[client[0]]:
+                del self._by_host[client[0]]
+
+    def _forget_sender(self, client: Address) -> None:
+        sender = self._sender.pop(client, None)
+        if sender is not None:
+            self._by_sender[sender].pop(client, None)
+            if not self._by_sender[sender]:
+                del self._by_sender[sender]
+
+
+CONNECTIONS = Connections()
+"""The connections of the server in this process."""
+
+
+class BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with bounds on connections. h11 also bounds the size of a request's headers."""
+
+    connections = CONNECTIONS
+
+    def connection_made(self, transport: Any) -> None:
+        """Register the connection, or close it."""
+        super().connection_made(transport)
+        self.allowance: int | None = self.connections.limits.bytes
+        self._address: Address | None = None
+        client = self.client
+        if client is None:
+            return
+        address = (client[0], client[1])
+        if not self.connections.add(address, self):
+            self.abort()
+            return
+        self._address = address
+        self._expiry = asyncio.get_running_loop().call_later(self.connections.limits.seconds, self._expire)
+
+    def data_received(self, data: bytes) -> None:
+        """Process received bytes, up to the allowance."""
+        if self.allowance is not None:
+            self.allowance -= len(data)
+            if self.allowance < 0:
+                self.abort()
+                return
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        if self._address is not None:
+            self._expiry.cancel()
+            self.connections.remove(self._address)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _expire(self) -> None:
+        assert self._address is not None
+        if self.connections.is_pending(self._address):
+            self.abort()

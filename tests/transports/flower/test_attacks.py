@@ -1,0 +1,276 @@
+"""Attacks on a server at work, replayed: with an admitted key, without any, and from another user of its machine.
+
+Each attack happens while an honest node takes part in exchanges, which must end as they would without it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import pytest
+
+from fedspan.federation.protocol import Envelope
+from helpers.hostile_node import HostileNode, connect, id_of, send_unauthenticated, tree_of
+from helpers.reply_transport import exchanged
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+
+ECHO = """
+import sys, threading
+from pathlib import Path
+from fedspan.transports.flower.keys import load_node_key
+from fedspan.transports.flower.supernode import Link, serve
+keys = load_node_key(Path(sys.argv[3]))
+serve(Link(sys.argv[1], Path(sys.argv[2]), keys, 2**24, poll=0.1), lambda envelope: envelope, threading.Event())
+"""
+
+
+class Scene(NamedTuple):
+    """A server at work, an honest node and a hostile one.
+
+    Args:
+        address: Address of the server.
+        authority: File of its authority.
+        log: File of its log.
+        transport: Transport to both nodes.
+        hostile: The hostile node, which is online.
+        honest: Flower's id of the honest node.
+    """
+
+    address: str
+    authority: Path
+    log: Path
+    transport: Any
+    hostile: HostileNode
+    honest: int
+
+    def exchange(self, to: tuple[str, ...] = ("honest",), seconds: float = 60.0) -> tuple[dict[str, Any], float]:
+        """Send every client a message of its own; return the replies and how long it took."""
+        began = time.monotonic()
+        orders = {id: Envelope(f'{{"at": {began}}}', f"{id} {began}".encode()) for id in to}
+        return exchanged(self.transport, orders, seconds), time.monotonic() - began
+
+    def require_work(self) -> None:
+        """Require that the honest node takes part in an exchange, also with an empty body and a large one."""
+        for body in (b"", b"abc", bytes(5 * 2**20)):
+            order = Envelope('{"honest": true}', body)
+            assert exchanged(self.transport, {"honest": order}, 60.0) == {"honest": order}, self.log.read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    from fedspan.transports.flower.keys import load_node_key, make_node_key
+    from fedspan.transports.flower.server import admissions, admit_node, prepare_folder
+    from fedspan.transports.flower.signing import ServerSigner
+    from fedspan.transports.flower.superlink import supervise
+    from fedspan.transports.flower.transport import GridTransport, attach
+
+    folder = tmp_path_factory.mktemp("attacked")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    link = prepare_folder(folder / "server", port, [], insecure=False)
+    assert link.authority is not None
+    stop, ready = Event(), Event()
+    server = Thread(target=supervise, args=(folder / "server", link, "127.0.0.1", stop, ready.set))
+    server.start()
+    node = None
+    try:
+        assert ready.wait(120), (folder / "server" / "superlink.log").read_text()
+        for name in ("honest", "hostile"):
+            admit_node(link, make_node_key(folder / f"{name}.key"), name)
+        nodes = {one.name: id for id, one in admissions(link).items()}
+        arguments = [link.address, str(link.authority), str(folder / "honest.key")]
+        node = subprocess.Popen([sys.executable, "-c", ECHO, *arguments])
+        hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key")[0])
+        hostile.activate()
+        assert hostile.node == nodes["hostile"]
+        signer = ServerSigner(link.folder, {id: one.key.encode() for id, one in admissions(link).items()})
+        with attach(link, 2**24) as grid:
+            transport = GridTransport(grid, nodes, signer=signer)
+            until = time.monotonic() + 120
+            while nodes["honest"] not in set(grid.get_node_ids()):
+                assert time.monotonic() < until
+                time.sleep(0.2)
+            yield Scene(
+                link.address, link.authority, folder / "server" / "superlink.log", transport, hostile, nodes["honest"]
+            )
+        hostile.close()
+    finally:
+        stop.set()
+        if node is not None:
+            node.kill()
+            node.wait()
+        server.join()
+
+
+@pytest.fixture
+def order(scene: Scene) -> Iterator[Any]:
+    """An order that the hostile node received, with the tree of its objects; its exchange goes on meanwhile."""
+    back: dict[str, Any] = {}
+    waiting = Thread(target=lambda: back.update(scene.exchange(("hostile",), 20.0)[0]))
+    waiting.start()
+    until = time.monotonic() + 60
+    while (pulled := scene.hostile.pull()) is None:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    yield pulled
+    waiting.join()
+    assert isinstance(back["hostile"], str)  # whatever it did, no reply of its counts
+
+
+def ids_in(tree: Any) -> list[str]:
+    return [tree.object_id, *(id for child in tree.children for id in ids_in(child))]
+
+
+def test_no_claim_about_an_object_that_others_send_stops_them(scene: Scene, order: Any) -> None:
+    """Objects are named by their content; one whose name can be guessed could be announced with children."""
+    from flwr.app import ConfigRecord
+
+    message, tree = order
+    empty = ConfigRecord({"body": b""}).object_id
+    child = tree_of(id_of(b"child"))
+    for number, id in enumerate((empty, *ids_in(tree)[1:])):
+        scene.hostile.reply(message, tree_of(id_of(b"%d" % number), [tree_of(id, [child])]))
+    scene.require_work()
+
+
+def test_nobody_sends_in_the_name_of_another(scene: Scene, order: Any) -> None:
+    message, _ = order
+    own, honest = scene.hostile.node, scene.honest
+    for changes in (
+        {"src_node_id": 1, "dst_node_id": honest},
+        {"src_node_id": 1, "dst_node_id": honest, "reply_to_message_id": ""},
+        {"src_node_id": honest},
+        {"dst_node_id": honest},
+        {"src_node_id": own, "dst_node_id": honest, "reply_to_message_id": ""},
+        {"reply_to_message_id": ""},
+    ):
+        status, content = scene.hostile.reply(message, tree_of(id_of(b"forged")), **changes)
+        assert (status, changes) == (403, changes), content
+    scene.require_work()
+
+
+def test_a_reply_has_few_objects(scene: Scene, order: Any) -> None:
+    message, _ = order
+    for tree in (
+        tree_of(id_of(b"root"), [tree_of(id_of(b"%d" % number)) for number in range(5_000)]),
+        tree_of(id_of(b"root"), [tree_of(id_of(b"a"), [tree_of(id_of(b"%d" % n)) for n in range(3_000)])]),
+    ):
+        assert scene.hostile.reply(message, tree)[0] == 413
+    scene.require_work()
+
+
+def test_a_withheld_object_delays_nobody_else(scene: Scene) -> None:
+    """A reply that is announced and never sent: the others' replies are there at once, and the round ends in time."""
+    back: dict[str, Any] = {}
+    arrived: dict[str, float] = {}
+    began = time.monotonic()
+
+    def reply() -> None:
+        until = time.monotonic() + 60
+        while (pulled := scene.hostile.pull()) is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert pulled is not None
+        status, content = scene.hostile.reply(pulled[0], tree_of(id_of(os.urandom(8)), [tree_of(id_of(b"late"))]))
+        assert status == 200, content
+
+    acting = Thread(target=reply)
+    acting.start()
+
+    def received(id: str, envelope: Any) -> bool:
+        back[id], arrived[id] = envelope, time.monotonic() - began
+        return False
+
+    from fedspan.federation.protocol import Orders
+
+    envelopes = {id: Envelope("{}", id.encode()) for id in ("hostile", "honest")}
+    scene.transport.exchange(Orders("train", envelopes, envelopes.__getitem__), received, 15.0)
+    acting.join()
+    assert back["honest"] == envelopes["honest"]
+    assert back["hostile"] == "no reply within 15 s"
+    assert arrived["honest"] < 14
+    assert time.monotonic() - began < 40
+
+
+def test_a_body_without_credentials_is_not_read(scene: Scene) -> None:
+    for declared in (800 * 2**20, 2**20, 5):
+        answer, sent = send_unauthenticated(scene.address, scene.authority, declared, 32 * 2**20)
+        assert " 401 " in answer or " 413 " in answer or not answer
+        assert sent < 16 * 2**20
+    scene.require_work()
+
+
+def test_objects_without_a_reply_are_not_stored(scene: Scene) -> None:
+    from helpers.hostile_node import name_of
+
+    request = name_of("flwr.proto.message_pb2", "PushObjectRequest")
+    for size in (10, 5 * 2**20, 5 * 2**20 + 2**18, 40 * 2**20):
+        body = request(node=scene.hostile.own(), run_id=1, object_id="0" * 64, object_content=bytes(size))
+        try:
+            status, _ = scene.hostile.post("push-object", body)
+        except Exception:  # the server closed the connection before the whole body was sent
+            status = 413
+        assert status == 413
+    scene.require_work()
+
+
+def test_half_sent_requests_are_few_and_closed_soon(scene: Scene) -> None:
+    from fedspan.transports.flower.connections import ConnectionLimits
+
+    limits, began = ConnectionLimits(), time.monotonic()
+    lines: list[Any] = []
+    refused = 0
+    for _ in range(limits.per_address + 40):
+        try:
+            line = connect(scene.address, scene.authority)
+            line.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\nHost: a\r\nContent-Le")
+            lines.append(line)
+        except OSError:
+            refused += 1
+    closed = 0
+    for line in lines:
+        line.settimeout(max(0.1, began + limits.seconds + 30 - time.monotonic()))
+        try:
+            closed += line.recv(1) == b""
+        except TimeoutError:
+            pass
+        except OSError:
+            closed += 1
+        line.close()
+    assert closed == len(lines)
+    scene.require_work()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_another_user_of_the_machine_commands_nothing(scene: Scene) -> None:
+    code = """
+import ssl, sys, http.client
+context = ssl._create_unverified_context()
+host, port = sys.argv[1].split(":")
+for path in ("/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/health"):
+    line = http.client.HTTPSConnection(host, int(port), context=context, timeout=30)
+    line.request("POST", path, body=b"", headers={"content-type": "application/x-protobuf"})
+    print(line.getresponse().status)
+"""
+    python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
+    done = subprocess.run([python, "-c", code, scene.address], user=65534, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["403"] * 5, done.stderr
+
+
+def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene) -> None:
+    """Even one that was stored on the SuperLink past the door."""
+    from fedspan.transports.flower.signing import UnsignedSigner
+    from fedspan.transports.flower.transport import GridTransport
+
+    unsigned = GridTransport(scene.transport.grid, scene.transport.nodes, signer=UnsignedSigner())
+    back = exchanged(unsigned, {"honest": Envelope('{"serial": 9007199254740991}')}, 60.0)
+    assert "ValueError" in str(back["honest"])
+    scene.require_work()

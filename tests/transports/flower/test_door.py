@@ -1,0 +1,217 @@
+"""The door in front of the SuperLink: what each role may send, how much of it, and how fast."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+door = pytest.importorskip("fedspan.transports.flower.door", reason="the extra fedspan[flower] is not installed")
+connections = pytest.importorskip("fedspan.transports.flower.connections")
+
+KEY = b"key of node 7"
+ELSEWHERE = ("192.0.2.1", 7)
+HERE = ("127.0.0.1", 7)
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 7 has a key that was admitted; any other key is valid and was not."""
+    monkeypatch.setattr(door, "requires_node_keys", lambda app: app.keyed)
+    monkeypatch.setattr(door, "verify_node_headers", lambda headers: headers.get(b"key"))
+    monkeypatch.setattr(door, "find_node_id", lambda app, key: 7 if key == KEY else None)
+
+
+def reply(**changes: Any) -> Any:
+    values = {"node": 7, "sender": 7, "is_to_server": True, "reply_to": "m", "objects": 6, "depth": 5, **changes}
+    return door.PushedReply(**values)
+
+
+class Behind:
+    """The app behind the door.
+
+    Args:
+        seconds: Duration of a request.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.bodies = seconds, list[bytes]()
+        self.running = self.most = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        message = await receive() if receive is not None else {}
+        self.bodies.append(message.get("body", b""))
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def request(
+    made: Any,
+    path: str,
+    *,
+    body: bytes = b"",
+    key: bytes | None = KEY,
+    client: tuple[str, int] | None = ELSEWHERE,
+    keyed: bool = True,
+    declared: int | None = None,
+    receive: Callable[[], Awaitable[Any]] | None = None,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    method: str = "POST",
+) -> int:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def whole() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    length = str(len(body) if declared is None else declared).encode()
+    own = ((b"content-length", length), *headers, *(((b"key", key),) if key is not None else ()))
+    app = SimpleNamespace(keyed=keyed)
+    scope = {"type": "http", "path": path, "client": client, "method": method, "headers": own, "app": app}
+    await made({**scope, "server": ("127.0.0.1", 1)}, receive or whole, send)
+    if sent[0]["status"] != 200:
+        assert (b"connection", b"close") in sent[0]["headers"]
+    return sent[0]["status"]
+
+
+def status(path: str, **options: Any) -> int:
+    return asyncio.run(request(door.Door(Behind()), path, **options))
+
+
+def test_nodes_reach_the_paths_that_they_need_and_no_others() -> None:
+    for name in door.BODY_BYTES:
+        if not name.startswith("push"):
+            assert status(f"{door.NODE_API}{name}") == 200
+            assert status(f"{door.NODE_API}{name}", method="GET") == 403
+    for path in ("register-node", "unregister-node", "get-fab", "", "pull-messages/"):
+        assert status(f"{door.NODE_API}{path}") == 403
+
+
+@pytest.mark.parametrize("client", [ELSEWHERE, ("::ffff:192.0.2.1", 7), ("2001:db8::1", 7), ("", 7), None])
+def test_other_machines_reach_the_node_api_only(client: tuple[str, int] | None) -> None:
+    for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/health", "/", "/v1/fleets", "/docs"):
+        assert status(path, client=client) == 403
+
+
+@pytest.mark.parametrize("owner", [0, None, 12345])
+def test_this_machine_s_other_users_reach_the_node_api_only(owner: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "peer_uid", lambda *_: owner)
+    for client in (HERE, ("::1", 7), ("::ffff:127.0.0.1", 7)):
+        assert status("/v1/control/start-run", client=client) == (200 if owner == 0 else 403)
+
+
+def test_a_body_is_read_only_from_a_node_whose_key_was_admitted() -> None:
+    async def never() -> Any:
+        raise AssertionError("the body was read")
+
+    path = f"{door.NODE_API}push-object"
+    for key in (None, b"another key"):
+        assert status(path, key=key, declared=1000, receive=never) == 401
+    assert status(path, declared=800 * 2**20, receive=never) == 413
+    for headers in (((b"transfer-encoding", b"chunked"),), ()):
+        length = 5 if headers else -5
+        assert status(path, declared=length, receive=never, headers=headers) == 411
+
+
+def test_a_body_has_its_declared_length_and_arrives_in_time() -> None:
+    async def stalled() -> Any:
+        await asyncio.sleep(60)
+
+    async def endless() -> Any:
+        return {"type": "http.request", "body": bytes(1000), "more_body": True}
+
+    async def closed() -> Any:
+        return {"type": "http.disconnect"}
+
+    limits = door.DoorLimits(body_seconds=0.1)
+    for receive, expected in ((stalled, 408), (endless, 413), (closed, 400)):
+        made = door.Door(Behind(), limits)
+        assert asyncio.run(request(made, f"{door.NODE_API}pull-messages", declared=10, receive=receive)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 200),
+        ({"sender": 1}, 403),
+        ({"sender": 8}, 403),
+        ({"node": 8, "sender": 8}, 403),
+        ({"is_to_server": False}, 403),
+        ({"reply_to": ""}, 403),
+        ({"objects": 20_000}, 413),
+        ({"depth": 9}, 413),
+        (None, 400),
+    ],
+)
+def test_a_message_is_the_node_s_own_reply_to_the_server(
+    changes: dict[str, Any] | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda body: None if changes is None else reply(**changes))
+    assert status(f"{door.NODE_API}push-messages") == expected
+
+
+@pytest.mark.parametrize("body", [b"", b"abc", bytes(100), bytes(range(256))])
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    assert status(f"{door.NODE_API}push-messages", body=body) == 400
+
+
+def test_objects_belong_to_a_reply_and_are_no_larger_than_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    limits = door.DoorLimits(reply_bytes=2 * door.OBJECT_BYTES)
+    made, piece = door.Door(Behind(), limits), bytes(door.OBJECT_BYTES)
+
+    async def run() -> list[int]:
+        found = [await request(made, f"{door.NODE_API}push-object", body=b"abc")]
+        for _ in range(2):
+            found.append(await request(made, f"{door.NODE_API}push-messages"))
+            found += [await request(made, f"{door.NODE_API}push-object", body=piece) for _ in range(4)]
+        return found
+
+    assert asyncio.run(run()) == [413, *2 * [200, 200, 200, 200, 413]]
+
+
+def test_one_node_s_requests_wait_for_each_other_and_not_for_those_of_others() -> None:
+    behind = Behind(0.05)
+    made = door.Door(behind, door.DoorLimits(parallel=2, waiting=4))
+
+    async def run() -> list[int]:
+        path = f"{door.NODE_API}pull-messages"
+        return await asyncio.gather(*(request(made, path) for _ in range(8)))
+
+    answers = asyncio.run(run())
+    assert sorted(answers) == [*6 * [200], 429, 429]
+    assert behind.most == 2
+
+
+def test_a_node_in_a_hurry_is_slowed_down() -> None:
+    made = door.Door(Behind(), door.DoorLimits(rate=20.0, burst=2.0))
+
+    async def run() -> float:
+        began = time.monotonic()
+        for _ in range(6):
+            assert await request(made, f"{door.NODE_API}pull-messages") == 200
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= 0.15
+
+
+def test_without_keys_messages_are_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, expected in (({}, 200), ({"sender": 1}, 403)):
+        monkeypatch.setattr(door, "read_pushed_reply", lambda body, changes=changes: reply(**changes))
+        assert status(f"{door.NODE_API}push-messages", key=None, keyed=False) == expected
+
+
+def test_the_app_behind_receives_the_body() -> None:
+    behind = Behind()
+    assert asyncio.run(request(door.Door(behind), f"{door.NODE_API}pull-messages", body=b"abc")) == 200
+    assert behind.bodies == [b"abc"]
