@@ -48,7 +48,7 @@ class HostileNode:
             constants.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(self.public).decode(),
             constants.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(sign(self._key, stamp.encode())).decode(),
             name_of("flwr.common.constant", "TIMESTAMP_HEADER"): stamp,
-            "content-type": "application/x-protobuf",
+            "content-type": "application/protobuf",
         }
 
     def post(self, path: str, body: Any) -> tuple[int, bytes]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from fedspan.federation.protocol import Envelope
@@ -22,6 +23,7 @@ from helpers.hostile_node import HostileNode, connect, id_of, send_unauthenticat
 from helpers.reply_transport import exchanged
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+pytestmark = pytest.mark.slow
 
 ECHO = """
 import sys, threading
@@ -51,12 +53,6 @@ class Scene(NamedTuple):
     transport: Any
     hostile: HostileNode
     honest: int
-
-    def exchange(self, to: tuple[str, ...] = ("honest",), seconds: float = 60.0) -> tuple[dict[str, Any], float]:
-        """Send every client a message of its own; return the replies and how long it took."""
-        began = time.monotonic()
-        orders = {id: Envelope(f'{{"at": {began}}}', f"{id} {began}".encode()) for id in to}
-        return exchanged(self.transport, orders, seconds), time.monotonic() - began
 
     def require_work(self) -> None:
         """Require that the honest node takes part in an exchange, also with an empty body and a large one."""
@@ -113,17 +109,19 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 @pytest.fixture
 def order(scene: Scene) -> Iterator[Any]:
-    """An order that the hostile node received, with the tree of its objects; its exchange goes on meanwhile."""
-    back: dict[str, Any] = {}
-    waiting = Thread(target=lambda: back.update(scene.exchange(("hostile",), 20.0)[0]))
-    waiting.start()
+    """An order that the hostile node received, with the tree of its objects; whatever it does, no reply of its counts."""
+    from fedspan.transports.flower.messages import new_salt, to_records
+    from fedspan.transports.flower.transport import Message
+
+    sealed = scene.transport.signer.seal(Envelope("{}", b"order"), scene.hostile.node)
+    sent = Message(to_records(sealed, new_salt()), dst_node_id=scene.hostile.node, message_type="train", ttl=600)
+    (id,) = scene.transport.grid.push_messages([sent])
     until = time.monotonic() + 60
-    while (pulled := scene.hostile.pull()) is None:
+    while (pulled := scene.hostile.pull()) is None or pulled[0].metadata.message_id != id:
         assert time.monotonic() < until
         time.sleep(0.1)
     yield pulled
-    waiting.join()
-    assert isinstance(back["hostile"], str)  # whatever it did, no reply of its counts
+    assert not scene.transport.grid.pull_messages([id])
 
 
 def ids_in(tree: Any) -> list[str]:
@@ -146,12 +144,12 @@ def test_nobody_sends_in_the_name_of_another(scene: Scene, order: Any) -> None:
     message, _ = order
     own, honest = scene.hostile.node, scene.honest
     for changes in (
-        {"src_node_id": 1, "dst_node_id": honest},
-        {"src_node_id": 1, "dst_node_id": honest, "reply_to_message_id": ""},
-        {"src_node_id": honest},
-        {"dst_node_id": honest},
-        {"src_node_id": own, "dst_node_id": honest, "reply_to_message_id": ""},
-        {"reply_to_message_id": ""},
+        dict(src_node_id=1, dst_node_id=honest),
+        dict(src_node_id=1, dst_node_id=honest, reply_to_message_id=""),
+        dict(src_node_id=honest),
+        dict(dst_node_id=honest),
+        dict(src_node_id=own, dst_node_id=honest, reply_to_message_id=""),
+        dict(reply_to_message_id=""),
     ):
         status, content = scene.hostile.reply(message, tree_of(id_of(b"forged")), **changes)
         assert (status, changes) == (403, changes), content
@@ -216,9 +214,9 @@ def test_objects_without_a_reply_are_not_stored(scene: Scene) -> None:
         body = request(node=scene.hostile.own(), run_id=1, object_id="0" * 64, object_content=bytes(size))
         try:
             status, _ = scene.hostile.post("push-object", body)
-        except Exception:  # the server closed the connection before the whole body was sent
+        except httpx.HTTPError:  # the server closed the connection before the whole body was sent
             status = 413
-        assert status == 413
+        assert status == 413 or (status != 200 and size <= 5 * 2**20)
     scene.require_work()
 
 
@@ -257,7 +255,7 @@ context = ssl._create_unverified_context()
 host, port = sys.argv[1].split(":")
 for path in ("/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/health"):
     line = http.client.HTTPSConnection(host, int(port), context=context, timeout=30)
-    line.request("POST", path, body=b"", headers={"content-type": "application/x-protobuf"})
+    line.request("POST", path, body=b"", headers={"content-type": "application/protobuf"})
     print(line.getresponse().status)
 """
     python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 door = pytest.importorskip("fedspan.transports.flower.door", reason="the extra fedspan[flower] is not installed")
+adapter = pytest.importorskip("fedspan.transports.flower.adapter")
 connections = pytest.importorskip("fedspan.transports.flower.connections")
 
 KEY = b"key of node 7"
@@ -28,7 +29,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reply(**changes: Any) -> Any:
     values = {"node": 7, "sender": 7, "is_to_server": True, "reply_to": "m", "objects": 6, "depth": 5, **changes}
-    return door.PushedReply(**values)
+    return adapter.PushedReply(**values)
 
 
 class Behind:

@@ -51,7 +51,8 @@ The SuperLink and Flower's commands:
   and no others, begin with ``/v1/fleet/``.
 - The app's ``state.enable_supernode_auth`` and ``state.linkstate_factory.state().get_node_id_by_public_key``.
 - The headers with which a node signs a request: ``flwr.supercore.constant.FLEET_HTTP_PUBLIC_KEY_HEADER`` and
-  ``FLEET_HTTP_SIGNATURE_HEADER``, ``flwr.common.constant.TIMESTAMP_HEADER``, its tolerances, and
+  ``FLEET_HTTP_SIGNATURE_HEADER``, ``flwr.common.constant.TIMESTAMP_HEADER``, ``TIMESTAMP_TOLERANCE`` and
+  ``SYSTEM_TIME_TOLERANCE``, and
   ``flwr.supercore.primitives.asymmetric.bytes_to_public_key`` and ``verify_signature``.
 - ``flwr.proto.fleet_pb2.PushMessagesRequest``; ``flwr.common.constant.SUPERLINK_NODE_ID``;
   ``flwr.common.constant.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE``, the maximum size of a piece of an array.

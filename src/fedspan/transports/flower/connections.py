@@ -132,22 +132,22 @@ CONNECTIONS = Connections()
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol with bounds on connections. h11 also bounds the size of a request's headers."""
 
-    connections = CONNECTIONS
+    bounds = CONNECTIONS
 
     def connection_made(self, transport: Any) -> None:
         """Register the connection, or close it."""
         super().connection_made(transport)
-        self.allowance: int | None = self.connections.limits.bytes
+        self.allowance: int | None = self.bounds.limits.bytes
         self._address: Address | None = None
         client = self.client
         if client is None:
             return
         address = (client[0], client[1])
-        if not self.connections.add(address, self):
+        if not self.bounds.add(address, self):
             self.abort()
             return
         self._address = address
-        self._expiry = asyncio.get_running_loop().call_later(self.connections.limits.seconds, self._expire)
+        self._expiry = asyncio.get_running_loop().call_later(self.bounds.limits.seconds, self._expire)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes, up to the allowance."""
@@ -162,7 +162,7 @@ class BoundedProtocol(H11Protocol):
         """Forget the connection."""
         if self._address is not None:
             self._expiry.cancel()
-            self.connections.remove(self._address)
+            self.bounds.remove(self._address)
         super().connection_lost(exc)
 
     def abort(self) -> None:
@@ -171,5 +171,5 @@ class BoundedProtocol(H11Protocol):
 
     def _expire(self) -> None:
         assert self._address is not None
-        if self.connections.is_pending(self._address):
+        if self.bounds.is_pending(self._address):
             self.abort()
