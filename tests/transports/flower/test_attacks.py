@@ -109,7 +109,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 @pytest.fixture
 def order(scene: Scene) -> Iterator[Any]:
-    """An order that the hostile node received, with the tree of its objects; whatever it does, no reply of its counts."""
+    """An order that the hostile node received, with the tree of its objects; no reply of its counts afterwards."""
     from fedspan.transports.flower.messages import new_salt, to_records
     from fedspan.transports.flower.transport import Message
 

@@ -207,6 +207,7 @@ def test_a_node_in_a_hurry_is_slowed_down() -> None:
 
 
 def test_without_keys_messages_are_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert status(f"{door.NODE_API}register-node", key=None, keyed=False) == 200
     for changes, expected in (({}, 200), ({"sender": 1}, 403)):
         monkeypatch.setattr(door, "read_pushed_reply", lambda body, changes=changes: reply(**changes))
         assert status(f"{door.NODE_API}push-messages", key=None, keyed=False) == expected

@@ -60,6 +60,9 @@ BODY_BYTES = {
 }
 """Paths of the node API that nodes may use, and the maximum size of a request's body in bytes."""
 
+_KEYLESS = {"register-node": _SMALL, "unregister-node": _SMALL}
+"""Further paths of a server without keys, at which nodes register themselves."""
+
 _KNOWN_SECONDS = 5.0
 """Seconds for which an admitted key need not be looked up again; a revoked key is refused after that time."""
 
@@ -165,10 +168,12 @@ class Door:
 
     async def _serve_node(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = str(scope["path"])[len(NODE_API) :], dict[bytes, bytes](scope["headers"])
-        if path not in BODY_BYTES or scope["method"] != "POST":
+        keyed = requires_node_keys(scope["app"])
+        most = (BODY_BYTES if keyed else BODY_BYTES | _KEYLESS).get(path)
+        if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
-        length = _declared_length(headers, BODY_BYTES[path])
-        if not requires_node_keys(scope["app"]):  # a trial on one machine: nobody can tell its nodes apart
+        length = _declared_length(headers, most)
+        if not keyed:  # a trial on one machine: nobody can tell its nodes apart
             body = await _read(receive, length, self.limits)
             if path == "push-messages":
                 self._require_reply(body, None)
