@@ -175,7 +175,7 @@ def admit_node(link: ServerLink, key: Path, name: str) -> None:
         raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
     said = call_flower(link, "supernode", "register", str(key.resolve()), "@", "--name", name or key.stem)
     if "node-id" not in said:
-        raise FedspanError("server", str(said)[:200], "an answer of the SuperLink with the node's id")
+        raise FedspanError("server", link.address, problem="the SuperLink's answer has no node id")
     known = {**admissions(link), int(said["node-id"]): Admission(name, key.read_text(encoding="utf-8").strip())}
     content = {str(id): asdict(one) for id, one in known.items()}
     with disk_errors(link.folder):
@@ -195,8 +195,8 @@ def admissions(link: ServerLink) -> dict[int, Admission]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        expected = "the file that fedspan admit wrote; restore it, or remove it and admit all nodes again"
-        raise FedspanError("server", str(path), expected) from error
+        problem = f"{path} is damaged ({type(error).__name__}). Restore it, or remove it and admit all nodes again"
+        raise FedspanError("server", str(path), problem=problem) from error
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def load_order_key(path: Path) -> ec.EllipticCurvePublicKey:
                     return key
     except (OSError, ValueError, TypeError, InvalidSignature) as error:
         raise FedspanError("authority", str(path), f"{expected} ({type(error).__name__})") from error
-    raise FedspanError("authority", str(path), f"{expected}; this file has no certificate of an order key")
+    raise FedspanError("authority", str(path), expected, problem="the file has no certificate of an order key")
 
 
 def _signed(direction: bytes, node: int, nonce: bytes, reply_to: bytes, envelope: Envelope) -> bytes:
