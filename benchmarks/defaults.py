@@ -41,6 +41,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "rate x 4": ("training.lr=*4",),
     "logits not adjusted": ("training.logit_adjustment=0",),
     "frozen head": ("model.extras=frozen",),
+    "adapters in all layers": ("model.layers_to_transform=null",),
 }
 """The settings that ``--leave-one-out`` chooses from, as changes of init's config."""
 

@@ -224,7 +224,7 @@ def _numbers(head: datasets.Dataset, column: str) -> Literal["int", "float"] | N
 def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str | None, method: str) -> str:
     """Render the config's text."""
     name, targets = _MODELS[facts.task] if model is None else (model, _TARGETS.get(_model_type(model)))
-    defaults = training_defaults(facts.task, method)
+    defaults, small = training_defaults(facts.task, method), name == "builtin:all-minilm-l6-v2"
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
     divided = f"partitioner: iid # or dirichlet with alpha: 0.5, for clients that differ\n  clients: {clients}"
     if facts.by is not None:
@@ -240,6 +240,11 @@ def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str
         "model:",
         f"  name: {_scalar(name)} # a hub id or a folder",
         *((f"  target_modules: {targets} # where the adapters go",) if targets else ()),
+        *(
+            ("  layers_to_transform: [4, 5] # the last of six: faster, as the others' output is cached",)
+            if small
+            else ()
+        ),
         "",
         "data:",
         f"  {data}",
