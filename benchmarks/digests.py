@@ -304,7 +304,7 @@ def _join(deployment: Any, folder: Path, case: str = "") -> None:
         columns = {"label": "target"} if case == "regression" else {}
         if case == "image-classification":
             train = folder / "inputs" / "images"
-        deployment.join(site, deployment.node_file(site, train, data={"train": str(train), **columns}))
+        deployment.join(site, deployment.node_file(site, train, columns))
 
 
 def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Path) -> dict[str, Any]:

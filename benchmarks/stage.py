@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,15 @@ class Deployment:
         self.start("server", "server", "--folder", str(self.server), "--port", str(self.port), *options)
         self.wait_for("server", "listening on")
 
-    def node_file(self, id: str, data: Path, **changes: Any) -> Path:
-        """Write a node's file, with a key of its own that the server knows."""
+    def node_file(self, id: str, data: Path, columns: Mapping[str, str] | None = None, **changes: Any) -> Path:
+        """Write a node's file, with a key of its own that the server knows.
+
+        Args:
+            id: Of the node.
+            data: Its training data.
+            columns: Fields of the node's ``data`` beside the file.
+            changes: Fields of the node's file in the place of those of here.
+        """
         key = self.folder / f"{id}.key"
         if not self.insecure and not key.exists():
             self.call("join", "--new-key", str(key))
@@ -111,7 +118,7 @@ class Deployment:
             "authority": str(self.server / "ca.crt"),
             "key": str(key),
             "folder": str(self.folder / f"{id}-state"),
-            "data": {"train": str(data)},
+            "data": {"train": str(data), **(columns or {})},
             "device": "cpu",
             "threads": 1,
             **changes,

@@ -39,7 +39,7 @@ class Measured:
 
     Args:
         ready: the line after the warm-up: ``losses`` of its rounds, ``warm_up`` seconds, ``first`` client's loss.
-        rounds: a line each: ``seconds``, ``examples``, ``loss``, maybe ``training`` seconds.
+        rounds: a line each: ``seconds``, ``processor`` seconds, ``examples``, ``loss``, maybe ``training`` seconds.
     """
 
     ready: dict[str, Any]
@@ -88,12 +88,14 @@ class _Process:
         return json.loads(line)
 
     def play(self) -> dict[str, float]:
-        """One round."""
+        """One round, with the processor's seconds that it took beside those of the clock."""
         assert self.process.stdin is not None
+        before = processor_seconds(self.process.pid)
         self._signal(signal.SIGCONT)
         self.process.stdin.write("round\n")
         self.process.stdin.flush()
-        return self.hear()
+        found = self.hear()
+        return {**found, "processor": processor_seconds(self.process.pid) - before}
 
     def close(self) -> None:
         """End the session: nobody is waiting for an answer any more."""
@@ -117,6 +119,12 @@ def session_members(session: int) -> list[int]:
             if int(after_name[3]) == session:
                 members.append(int(folder.name))
     return members
+
+
+def processor_seconds(pid: int) -> float:
+    """Seconds that a process has spent on processors in all its threads, whatever else ran on the machine."""
+    times = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def in_turns(contenders: Sequence[Contender], repetitions: int, logs: Path) -> dict[str, Measured]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from engines.contenders import HERE, Contender, Measured, fedspan_variables, in_turns
 from engines.environment import peer_variables
-from engines.page import Limit, ratios, speed_table
+from engines.page import Limit, ratios, speed_table, table
 from engines.work import Work, write_plan
 
 __all__ = ["LAST", "compare", "compare_checkouts", "compiled", "last_layers"]
@@ -136,11 +136,18 @@ def compare_checkouts(args: argparse.Namespace, batch: int) -> tuple[list[str], 
     results = in_turns(contenders, args.repetitions, field.folder)
     keep(results, field.folder)
     limits: list[Limit] = []
+    rows: list[list[str]] = []
     for engine in settings:
-        found = statistics.median(ratios(results[f"{engine}, before"], results[f"{engine}, after"]))
+        pair = results[f"{engine}, before"], results[f"{engine}, after"]
+        for key, measure in (("seconds", "by the clock"), ("processor", "by processor seconds")):
+            found = ratios(*pair, key)
+            rows.append([engine, measure, f"{statistics.median(found):.3f}", f"{min(found):.2f} to {max(found):.2f}"])
+        # What else runs on the machine slows the clock, and hardly the processor's seconds.
+        middle = statistics.median(found)
         what = f"batch {batch}: speed of {engine} over that of the other checkout"
-        limits.append(Limit(what, f"{found:.3f}", f"at least {SLOWER}", found >= SLOWER))
+        limits.append(Limit(what, f"{middle:.3f}", f"at least {SLOWER}", middle >= SLOWER))
     lines = [f"## Before and after, batch {batch}", "", *speed_table(results, "batched, after")]
+    lines += [*table(["engine", "speed after over before", "median", "smallest to largest"], rows)]
     return lines, limits
 
 
