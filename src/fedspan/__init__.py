@@ -14,8 +14,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Where bitsandbytes is installed, PEFT imports it, and it warns that it found no kernels on a hub: no news to a user.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# Where bitsandbytes is installed, PEFT imports it, and it warns that it found no kernels on a hub. Its int8 layers warn
+# in every pass over float32 inputs, which are the rule on a CPU.
+for _name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 _HOMES = {
     "CompareReport": "fedspan.experiments.comparison",

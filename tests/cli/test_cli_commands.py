@@ -10,13 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import peft
 import pytest
 import transformers
+import typer
 import yaml
 from click.testing import Result
+from typer.testing import CliRunner
 
 import fedspan
+from fedspan.cli import app
 from fedspan.cli.live_run import fresh_folder
 from fedspan.methods.describe import describe
 from fedspan.methods.registry import METHODS
@@ -276,6 +280,22 @@ def test_version_and_help(call: Call) -> None:
         said = done(call(command, "--help"))
         assert f"fedspan {command}" in said
         assert "Examples" in said
+
+
+def test_help_shows_texts_as_they_are_written() -> None:
+    """Rich takes ``[report]`` for markup, unless it is escaped."""
+    runner, program = CliRunner(env={"COLUMNS": "400", "TERM": "dumb"}), typer.main.get_command(app)
+    assert isinstance(program, click.Group)
+    bracketed = 0
+    for name, command in program.commands.items():
+        shown = " ".join(runner.invoke(app, [name, "--help"]).output.split())
+        texts = [command.help or "", *(getattr(option, "help", None) or "" for option in command.params)]
+        for text in texts:
+            plain = " ".join(text.replace("\\[", "[").split())
+            assert plain in shown, (name, plain)
+            bracketed += "[" in plain
+    assert bracketed
+    assert "fedspan[report]" in runner.invoke(app, ["report", "--help"]).output
 
 
 def cpu_seconds(*arguments: str, enough: float = 0.0) -> float:

@@ -166,7 +166,7 @@ def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolde
         path.write_bytes({"cut": data[:-1], "longer": data + b"\n", "empty": b"", "another's": other}[damage])
     with pytest.raises(FedspanError) as caught:
         latest(run)
-    assert str(caught.value).startswith(str(path))
+    assert str(caught.value).startswith(f"`{path}`: ")
     assert "round 1 is intact: delete " in str(caught.value)
 
 

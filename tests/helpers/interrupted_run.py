@@ -16,7 +16,7 @@ import torch
 from fedspan.clients.store import overlay, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
-from fedspan.runs.checkpoint import Checkpoint, prune, resume, save
+from fedspan.runs.checkpoint import Best, Checkpoint, prune, resume, save
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import JsonLines, Ledger
 
@@ -48,8 +48,7 @@ def go_on(run: RunFolder, stop: int) -> None:
                 ledger.record(round, client, "up", 50 + round, 40)
             score = round % 4 + round / 100
             metrics.append({"round": round, "score": score, "bytes": ledger.totals.run("up").bytes})
-            if best is None or score > best[1]:
-                best = round, score
+            best = max(filter(None, (best, Best(score, 0.0, round))))
             moments = OptimizerState({"exp_avg": {"l/A": torch.ones(3) * round}}, {"l/A": round})
             positions = {run.metrics.name: metrics.commit(), run.ledger.name: ledger.commit()}
             memories, kept = overlay(progress.memories), overlay(progress.optimizers)

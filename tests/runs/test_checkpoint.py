@@ -16,7 +16,7 @@ from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
-from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.checkpoint import Best, Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
 from helpers.plain_data import plain
 
@@ -42,7 +42,7 @@ CHECKPOINTS = st.builds(
         ),
         max_size=3,
     ),
-    st.none() | st.tuples(st.integers(0, 9), st.floats()),
+    st.none() | st.builds(Best, st.floats(), st.floats(), st.integers(0, 9)),
     st.dictionaries(st.sampled_from(["metrics.jsonl", "ledger.jsonl"]), st.integers(0, 10**12)),
     SCALARS,
 )
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def checkpoint_of(round: int, best: tuple[int, float] | None = None) -> Checkpoint:
+def checkpoint_of(round: int, best: Best | None = None) -> Checkpoint:
     return Checkpoint(
         ServerState(round, {"l/A": torch.full((3,), float(round))}), {"a": {"l/B": torch.ones(2)}}, best=best
     )
@@ -121,7 +121,7 @@ def test_a_round_is_saved_once(run: RunFolder) -> None:
 @pytest.mark.parametrize("name", ["state.safetensors", "clients.json", "checkpoint.json"])
 def test_every_damaged_byte_is_noticed(run: RunFolder, name: str) -> None:
     save(run, checkpoint_of(4))
-    folder = save(run, checkpoint_of(5, best=(4, 0.5)))
+    folder = save(run, checkpoint_of(5, best=Best(0.5, 0.0, 4)))
     whole = (folder / name).read_bytes()
     for position in {*range(0, len(whole), 3), len(whole) - 1}:
         for bit in (1, 128):
@@ -151,8 +151,8 @@ def test_a_damaged_file_is_named_with_the_way_on(run: RunFolder, name: str, dama
     with pytest.raises(FedspanError) as caught:
         latest(run)
     message = str(caught.value)
-    assert message.startswith(str(file))
-    assert f"round 3 is intact: delete {folder} " in message
+    assert message.startswith(f"`{file}`: ")
+    assert f"Round 3 is intact. Delete {folder} " in message
     assert rounds_of(run) == ["round-00003", "round-00004", "round-00005"]
 
 
@@ -163,16 +163,16 @@ def test_nothing_intact_says_so(run: RunFolder) -> None:
 
 
 def test_going_on_from_an_older_one(run: RunFolder) -> None:
-    save(run, checkpoint_of(1, best=(1, 0.1)))
-    folder = save(run, checkpoint_of(2, best=(2, 0.2)))
+    save(run, checkpoint_of(1, best=Best(0.1, 0.0, 1)))
+    folder = save(run, checkpoint_of(2, best=Best(0.2, 0.0, 2)))
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
     found = resume(run)
     assert found is not None
-    assert found.best == (1, 0.1)
+    assert found.best == Best(0.1, 0.0, 1)
     assert load(run.best).state.round == 1, "best/ goes back as well"
-    save(run, checkpoint_of(2, best=(2, 0.2)))
+    save(run, checkpoint_of(2, best=Best(0.2, 0.0, 2)))
     assert load(run.best).state.round == 2
 
 
@@ -194,7 +194,7 @@ def test_wire_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.Monke
 
 def test_pruning_keeps_the_last_and_the_best(run: RunFolder) -> None:
     for round in range(1, 8):
-        save(run, checkpoint_of(round, best=(min(round, 3), 0.5)))
+        save(run, checkpoint_of(round, best=Best(0.5, 0.0, min(round, 3))))
         prune(run)
     assert rounds_of(run) == ["round-00003", "round-00006", "round-00007"]
     assert load(run.best).state.round == 3
@@ -207,14 +207,14 @@ def test_pruning_keeps_the_last_and_the_best(run: RunFolder) -> None:
 def test_best_is_linked_where_the_disk_has_links_and_copied_elsewhere(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save(run, checkpoint_of(1, best=(1, 0.5)))
+    folder = save(run, checkpoint_of(1, best=Best(0.5, 0.0, 1)))
     assert (run.best / "state.safetensors").samefile(folder / "state.safetensors")
 
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    folder = save(run, checkpoint_of(2, best=(2, 0.6)))
+    folder = save(run, checkpoint_of(2, best=Best(0.6, 0.0, 2)))
     assert not (run.best / "state.safetensors").samefile(folder / "state.safetensors")
     assert load(run.best).state.round == 2
     save(run, replace(checkpoint_of(3), best=None))

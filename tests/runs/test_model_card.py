@@ -43,7 +43,17 @@ def test_neither_clients_nor_paths_nor_labels_are_in_it(run: Path, tiny_folder: 
 
 def test_a_command_says_neither_where_things_are_nor_what_the_data_are() -> None:
     words = ["/usr/bin/fedspan", "run", "ward7/my.yaml", "--set", "data.train=patients/ward7.csv", "--set", "seed=3"]
-    assert _command(words) == "fedspan run my.yaml --set data.train=... --set seed=3"
+    assert _command(words) == "## Command\n\n```\nfedspan run my.yaml --set data.train=... --set seed=3\n```\n"
+    module = ["/usr/lib/python3/site-packages/fedspan/cli/__main__.py", "demo"]
+    assert _command(module) == "## Command\n\n```\nfedspan demo\n```\n"
+
+
+@pytest.mark.parametrize("words", [["-c"], ["train.py", "--secret", "ward7"], ["/usr/bin/pytest", "tests"], [""]])
+def test_a_run_from_python_has_a_python_call(words: list[str]) -> None:
+    section = _command(words)
+    assert 'fedspan.run("config.yaml", "run")' in section
+    assert "ward7" not in section
+    assert "## Command" not in section
 
 
 def test_personal_adapters_have_one_each_and_an_export_takes_it_along(tiny_folder: Path, tmp_path: Path) -> None:
@@ -67,7 +77,7 @@ def test_a_merged_model_s_card_is_that_of_a_model(run: Path, tmp_path: Path) -> 
     assert "PEFT" not in card.text
     assert "PeftModel" not in card.text
     assert 'AutoModelForSequenceClassification.from_pretrained("FOLDER")' in card.text
-    for section in ("## Training", "## Scores", "## Command"):  # the rest is as it was
+    for section in ("## Training", "## Scores", "## Python"):  # the rest is as it was
         assert text_of(card, section) == text_of(before, section)
 
 

@@ -102,7 +102,10 @@ def test_numbers_of_a_row() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("tensorbord", "track: 'tensorbord'; one of tensorboard, wandb"), ("wandb", "pip install wandb first")],
+    [
+        ("tensorbord", "`track`: 'tensorbord' is not accepted. Expected one of tensorboard, wandb"),
+        ("wandb", "pip install wandb"),
+    ],
 )
 def test_mistakes(name: str, said: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

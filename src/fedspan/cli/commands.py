@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
+from typer.models import ParameterInfo
 
 import fedspan
 from fedspan.cli.hints import hint
@@ -43,7 +46,7 @@ class _Group(TyperGroup):
 
 def _examples(*lines: str) -> str:
     """Build an epilog of examples, separated by blank lines."""
-    return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{line}[/cyan]" for line in lines)])
+    return "\n\n".join(["[bold]Examples[/bold]", *(f"[cyan]{escape(line)}[/cyan]" for line in lines)])
 
 
 app = typer.Typer(
@@ -58,7 +61,7 @@ app = typer.Typer(
 
 
 def command(name: str, *examples: str, panel: str | None = None) -> Callable[[_Function], _Function]:
-    """Register a function as a command of ``fedspan``.
+    """Register a function as a command of ``fedspan``; square brackets in its help are text, not rich's markup.
 
     Args:
         name: Name of the command.
@@ -68,7 +71,16 @@ def command(name: str, *examples: str, panel: str | None = None) -> Callable[[_F
     Returns:
         A decorator that returns the function unchanged.
     """
-    return app.command(name, epilog=_examples(*examples), rich_help_panel=panel)
+
+    def register(function: _Function) -> _Function:
+        for annotation in get_type_hints(function, include_extras=True).values():
+            for info in getattr(annotation, "__metadata__", ()):
+                if isinstance(info, ParameterInfo) and info.help is not None:
+                    info.help = escape(info.help.replace("\\[", "["))  # options that several commands share come again
+        text = escape(inspect.cleandoc(function.__doc__ or ""))
+        return app.command(name, help=text, epilog=_examples(*examples), rich_help_panel=panel)(function)
+
+    return register
 
 
 def _version(requested: bool) -> None:

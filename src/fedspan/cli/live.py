@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,11 +17,12 @@ from rich.text import Text
 from fedspan.cli.formatting import duration, number, one_line, score, titles
 from fedspan.cli.remaining_time import Effort
 from fedspan.experiments.tables import size
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.callbacks import Listener, rate_round
+from fedspan.runs.checkpoint import Best
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.ledger import read_lines
 from fedspan.runs.setup import Prepared
-from fedspan.tasks.metrics import METRICS, rank_of
+from fedspan.tasks.metrics import METRICS
 
 __all__ = ["RunView"]
 
@@ -45,7 +45,7 @@ class RunView(Listener):
         self._prepared: Prepared | None = None
         self._losses: dict[str, float] = {}
         self._last = ""
-        self._best = -math.inf
+        self._best: Best | None = None
         self._now = "reading the data and loading the model"
         self._baseline: tuple[str, int, int, float] | None = None
         self._effort: Effort | None = None
@@ -154,8 +154,9 @@ class RunView(Listener):
         metric = self._prepared.task.metric
         validation, test = row.get("validation") or {}, row.get("test") or {}
         worst = (row.get("clients") or {}).get("worst")
-        if (rank := rank_of(metric, validation)) > self._best:
-            self._best = rank
+        rated = rate_round(metric, row["round"], validation or None)
+        if validation and (self._best is None or rated > self._best):
+            self._best = rated
             style = f"bold {style}"
         moved, named = row["bytes"], self._widths()[_WORST] - 8
         cells = (

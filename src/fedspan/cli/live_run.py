@@ -9,6 +9,8 @@ from pathlib import Path
 
 import typer
 
+from fedspan.runs.trackers import require_trackers
+
 __all__ = ["fresh_folder", "show_run", "stopped"]
 
 
@@ -25,14 +27,16 @@ def _trackers(track: str | None) -> list[str]:
     """Return the requested trackers; by default TensorBoard if it is installed."""
     if track is None:
         return ["tensorboard"] if importlib.util.find_spec("tensorboard") is not None else []
-    return [] if track == "none" else [part.strip() for part in track.split(",") if part.strip()]
+    names = [] if track == "none" else [part.strip() for part in track.split(",") if part.strip()]
+    require_trackers(names)  # before torch and a model are loaded
+    return names
 
 
 def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
     """Start a new run, or resume one if there is no config; then print its summary."""
     from fedspan.cli.formatting import console
 
-    out = console()
+    out, trackers = console(), _trackers(track)
     with out.status("loading torch and Transformers"):
         import fedspan
         from fedspan.cli.live import RunView
@@ -41,9 +45,9 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
     try:
         with view:
             if config is None:
-                report = fedspan.resume(folder, listener=view, track=_trackers(track))
+                report = fedspan.resume(folder, listener=view, track=trackers)
             else:
-                report = fedspan.run(config, folder, overrides=overrides, listener=view, track=_trackers(track))
+                report = fedspan.run(config, folder, overrides=overrides, listener=view, track=trackers)
     except KeyboardInterrupt:
         typer.echo(stopped(folder, view.rounds), err=True)
         raise typer.Exit(130) from None

@@ -45,6 +45,8 @@ def show_report(out: Console, report: RunReport, folder: Path) -> None:
         out.print()
     for line in _failures(report):
         out.print(Text.assemble((f"{'failures':<10}", "dim"), one_line(line, max(40, out.width - 10))))
+    for warning in report.warnings:
+        out.print(Text.assemble(("warning: ", "bold red"), (warning, "red")), soft_wrap=True)
     if not report.adapters:
         out.print(Text("every client's own adapter is on its data owner's node", "dim"))
         return

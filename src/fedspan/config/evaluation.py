@@ -26,7 +26,7 @@ class EvaluationConfig(Section):
     metric: str | None = Field(
         default=None,
         description="By which the best round is chosen, on the clients' validation parts; left out: accuracy, pearson "
-        "or loss, by task.",
+        "or loss, by task. The validation loss decides between equal values, then the later round.",
     )
     diagnostics: int | None = Field(
         default=None,

@@ -18,7 +18,7 @@ from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
 from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
-from fedspan.runs.callbacks import Listener, final_scores, has_stalled, round_score
+from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_round
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
@@ -123,19 +123,18 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     kept = checkpoints.resume(place) if folder.is_dir() else None
     progress, best = (federation.begin(), None) if kept is None else (kept.progress, kept.best)
     while progress.state.round < federation.settings.rounds:
-        if has_stalled(variant.config, progress.state.round, best and best[0]):
+        if has_stalled(variant.config, progress.state.round, best and best.round):
             break
         result = federation.run_round(progress)
         progress = store(place.clients, result.progress)
         number = progress.state.round
         validation, _ = evaluator.clients(progress)
-        score = round_score(variant, number, None if validation is None else validation.pooled)
-        if best is None or score > best[1]:
-            best = (number, score)
+        rated = rate_round(variant.task.metric, number, None if validation is None else validation.pooled)
+        best = rated if best is None else max(best, rated)
         checkpoints.save(place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best))
         checkpoints.prune(place)
         listener.baseline_round(name, number, result.loss)
-    if best is not None and best[0] != progress.state.round:
+    if best is not None and best.round != progress.state.round:
         progress = checkpoints.load(place.best).progress
     scores, by_client = final_scores(variant, progress)
     report: dict[str, Any] = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}

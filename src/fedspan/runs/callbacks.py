@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,11 @@ import numpy as np
 from fedspan.config import RunConfig
 from fedspan.federation.evaluation import summarised
 from fedspan.federation.progress import Progress
+from fedspan.runs.checkpoint import Best
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import rank_of
 
-__all__ = ["Listener", "final_scores", "has_stalled", "round_score", "sample_predictions"]
+__all__ = ["Listener", "final_scores", "has_stalled", "rate_round", "sample_predictions"]
 
 
 class Listener:
@@ -58,11 +60,22 @@ def has_stalled(config: RunConfig, number: int, best_round: int | None) -> bool:
     return number - best_round >= patience
 
 
-def round_score(prepared: Prepared, number: int, validation: Mapping[str, float] | None) -> float:
-    """Return the score that selects the best round, the highest; without validation parts, the round's number."""
+def rate_round(metric: str, number: int, validation: Mapping[str, float] | None) -> Best:
+    """Rate a round by its validation scores: the best round is the largest one.
+
+    Args:
+        metric: The metric that compares rounds.
+        number: The round, from 1.
+        validation: Pooled metrics on the clients' validation parts; None without such parts.
+    """
     if validation is None:
-        return float(number)
-    return max(_WORST, rank_of(prepared.task.metric, validation))  # finite, as JSON requires
+        return Best(float(number), 0.0, number)
+    return Best(_finite(rank_of(metric, validation)), _finite(rank_of("loss", validation)), number)
+
+
+def _finite(rank: float) -> float:
+    """Return a rank as a finite number, as JSON requires; NaN is the worst."""
+    return _WORST if math.isnan(rank) else min(max(_WORST, rank), -_WORST)
 
 
 def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fedspan.clients.store import MEMORY, MOMENTS, Kind, Stored, Version, discard, store
 from fedspan.core.tensors import Tensors
@@ -34,6 +34,7 @@ from fedspan.files import (
 from fedspan.runs.folder import RunFolder
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "DamagedFileError",
     "latest",
@@ -54,6 +55,21 @@ FORMAT = 2
 _STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
 
 
+class Best(NamedTuple):
+    """The best round so far; a better one is larger.
+
+    Args:
+        score: The rank of the validation metric (larger is better); without validation parts, the round's number.
+        tie: The rank of the validation loss, which decides between equal scores. Few validation examples give few
+            different accuracies, so ties are common. The later of two rounds with equal losses is better.
+        round: The round, from 1.
+    """
+
+    score: float
+    tie: float
+    round: int
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The state of a run between two rounds.
@@ -63,7 +79,7 @@ class Checkpoint:
         memories: The clients' memories, by client id.
         held: Round of the last server state that reached a client and was accepted, by client id.
         optimizer_states: The clients' optimizer moments, with the state generation that they belong to, by client id.
-        best: The best round so far and its score; that round has a checkpoint, this one or an earlier one (so a round
+        best: The best round so far; that round has a checkpoint, this one or an earlier one (so a round
             that becomes the best must be saved).
         positions: Lengths in bytes of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as
             returned by their ``commit``.
@@ -74,7 +90,7 @@ class Checkpoint:
     memories: Mapping[str, Tensors] = field(default_factory=dict)
     held: Mapping[str, int | None] = field(default_factory=dict)
     optimizer_states: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
-    best: tuple[int, float] | None = None
+    best: Best | None = None
     positions: Mapping[str, int] = field(default_factory=dict)
     extra: Mapping[str, Scalar] = field(default_factory=dict)
 
@@ -185,7 +201,7 @@ def load(folder: Path) -> Checkpoint:
         memories=memories,
         held=held,
         optimizer_states=optimizer_states,
-        best=None if best is None else (best[0], best[1]),
+        best=None if best is None else Best(*best),
         positions=index["positions"],
         extra=index["extra"],
     )
@@ -305,7 +321,7 @@ def _show_best(run: RunFolder, checkpoint: Checkpoint | None) -> None:
     if checkpoint is None or checkpoint.best is None:
         remove(run.best)
         return
-    source = _folder_of(run, checkpoint.best[0])
+    source = _folder_of(run, checkpoint.best.round)
     names = sorted(entry.name for entry in source.iterdir()) if source.is_dir() else []
     if all(_same_file(run.best / name, source / name) for name in names):
         return
@@ -422,7 +438,7 @@ def prune(run: RunFolder, keep: int = 2) -> None:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")
     rounds = _rounds(run)
     best = read_index(rounds[max(rounds)])["best"] if rounds else None
-    kept = {*sorted(rounds)[-keep:], *(best[:1] if best else ())}
+    kept = {*sorted(rounds)[-keep:], *((Best(*best).round,) if best else ())}
     going = [folder for round, folder in rounds.items() if round not in kept]
     stale = _needed(going)
     with disk_errors(run.path):

@@ -50,6 +50,7 @@ class RunReport:
             export, and the ``round`` and ``reason`` of the last failure.
         learning_rate: Result of the range test: the chosen ``lr``, the loss at the ``start``, and the ``losses`` of the
             candidates, each with its ``lr``; empty unless ``training.lr`` is ``auto``.
+        warnings: Sentences about a result that should not be used as it is: training diverged, or made the model worse.
     """
 
     method: str
@@ -68,6 +69,7 @@ class RunReport:
     other_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     failures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     learning_rate: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 CARD = "README.md"
@@ -114,7 +116,7 @@ def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapt
         parts.append("## Privacy\n\n" + _list(_privacy(report)))
     parts.append("## Use\n\n" + _use(config.task, base, adapter))
     if command:
-        parts.append(f"## Command\n\n```\n{_command(command)}\n```\n")
+        parts.append(_command(command))
     return "\n".join(parts)
 
 
@@ -230,8 +232,13 @@ def _use(task: str, base: str, adapter: bool) -> str:
 
 
 def _command(command: Sequence[str]) -> str:
-    words = ["fedspan" if number == 0 else _without_path(word) for number, word in enumerate(command)]
-    return " ".join(words)
+    """Return the section with the command line, or with the call in Python if no command of fedspan made the run."""
+    program = PurePath(command[0])
+    if program.stem != "fedspan" and program.parts[-3:] != ("fedspan", "cli", "__main__.py"):
+        call = 'import fedspan\n\nfedspan.run("config.yaml", "run")'
+        return f"## Python\n\nWith the run folder's `config.yaml`:\n\n```python\n{call}\n```\n"
+    words = ["fedspan", *map(_without_path, command[1:])]
+    return f"## Command\n\n```\n{' '.join(words)}\n```\n"
 
 
 def _without_path(word: str) -> str:

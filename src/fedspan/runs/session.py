@@ -22,8 +22,9 @@ from fedspan.federation.progress import Progress, RoundResult, Transfer
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
-from fedspan.runs.callbacks import Listener, final_scores, has_stalled, round_score, sample_predictions
-from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_round, sample_predictions
+from fedspan.runs.checkpoint import Best, Checkpoint
+from fedspan.runs.divergence import find_divergence
 from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
@@ -162,7 +163,7 @@ class _Session:
         self.place, self.prepared, self.listener = place, prepared, listener
         self.metrics, self.ledger = metrics, ledger
         self.seconds = 0.0
-        self.best: tuple[int, float] | None = None
+        self.best: Best | None = None
         self.budget = Budget(prepared.config)
         self.looks = DiagnosticsRecorder(prepared.federation, prepared.config.evaluation.diagnostics)
 
@@ -212,9 +213,9 @@ class _Session:
     def _ended_by(self, progress: Progress) -> str | None:
         """Return the reason why no further round follows before the last one, as a clause; None: there is none."""
         federation, number = self.prepared.federation, progress.state.round
-        if has_stalled(self.prepared.config, number, self.best and self.best[0]):
+        if has_stalled(self.prepared.config, number, self.best and self.best.round):
             assert self.best is not None
-            return f"the validation score has not improved since round {self.best[0]} (federation.early_stopping)"
+            return f"the validation score has not improved since round {self.best.round} (federation.early_stopping)"
         if self.budget.limited and not self.budget.allows(federation.next_charges(progress)):
             return "the next one would exceed privacy.epsilon"
         return None
@@ -241,9 +242,9 @@ class _Session:
             row["clients"] = own.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
             row["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
-        score = round_score(prepared, number, None if validation is None else validation.pooled)
-        if self.best is None or score > self.best[1]:
-            self.best = (number, score)
+        rated = rate_round(prepared.task.metric, number, None if validation is None else validation.pooled)
+        if self.best is None or rated > self.best:
+            self.best = rated
             prepared.federation.remember(progress)
         return row
 
@@ -297,8 +298,8 @@ class _Session:
         stopped = self._ended_by(progress) if played < prepared.federation.settings.rounds else None
         if stopped is not None:
             self.listener.noted(f"stopped after round {played}: {stopped}")
-        if self.best is not None and self.best[0] != progress.state.round:
-            best_round, progress = self.best[0], checkpoints.load(place.best).progress
+        if self.best is not None and self.best.round != progress.state.round:
+            best_round, progress = self.best.round, checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
         with disk_errors(place.path):
             adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
@@ -330,6 +331,9 @@ class _Session:
             other_bytes=totals.beside,
             failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
             learning_rate=read_range_test(place.learning_rate),
+            warnings=find_divergence(
+                read_lines(place.metrics), prepared.task.metric, prepared.engine.settings.optimizer.lr
+            ),
         )
         with disk_errors(place.path):
             write_cards(prepared, report, place)
@@ -337,7 +341,7 @@ class _Session:
         return report
 
 
-_LATER = {"failures", "learning_rate", "other_bytes", "privacy"}
+_LATER = {"failures", "learning_rate", "other_bytes", "privacy", "warnings"}
 """Fields that reports of earlier versions lack."""
 
 
@@ -366,11 +370,14 @@ def read_report(folder: str | Path) -> RunReport:
         raise FedspanError(str(place.report), found, f"a report with {', '.join(sorted(names))}")
     content = cast(dict[str, Any], values)
     adapters, examples = content["adapters"], content.pop("examples")
+    warnings = content.pop("warnings", [])
     if not isinstance(adapters, dict) or not all(isinstance(path, str) for path in adapters.values()):
         raise FedspanError(f"{place.report}, adapters", adapters, "folders by client id, or under global")
     if not isinstance(examples, list):
         raise FedspanError(f"{place.report}, examples", examples, "a list")
-    return RunReport(examples=tuple(examples), **content)
+    if not isinstance(warnings, list):
+        raise FedspanError(f"{place.report}, warnings", warnings, "a list")
+    return RunReport(examples=tuple(examples), warnings=tuple(warnings), **content)
 
 
 def read_config(folder: str | Path) -> RunConfig:

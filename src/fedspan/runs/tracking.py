@@ -6,7 +6,6 @@ only with the worst client's score.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any, cast
 from accelerate import tracking
 from accelerate.state import PartialState
 
-from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.setup import Prepared
+from fedspan.runs.trackers import TRACKERS, require_trackers
 
-__all__ = ["TRACKERS", "TrackingListener", "numbers", "require_trackers"]
+__all__ = ["TrackingListener", "numbers"]
 
 _PROJECT = "fedspan"
 _MADE: Mapping[str, Callable[[Path], Any]] = {
@@ -28,21 +27,7 @@ _MADE: Mapping[str, Callable[[Path], Any]] = {
     "mlflow": lambda folder: tracking.MLflowTracker(_PROJECT, run_name=folder.name),
     "trackio": lambda folder: tracking.TrackioTracker(_PROJECT, name=folder.name),
 }
-TRACKERS = tuple(_MADE)
-"""Names of the trackers, which are also their package names."""
-
-
-def require_trackers(names: Sequence[str]) -> None:
-    """Check that trackers are known and installed.
-
-    Raises:
-        FedspanError: If a tracker is unknown or not installed.
-    """
-    for name in names:
-        if name not in _MADE:
-            raise FedspanError("track", name, f"one of {', '.join(TRACKERS)}")
-        if importlib.util.find_spec(name) is None:
-            raise FedspanError("track", name, problem=f"the package {name} is missing. Run: pip install {name}")
+assert tuple(_MADE) == TRACKERS
 
 
 class TrackingListener(Listener):

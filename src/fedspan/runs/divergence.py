@@ -1,0 +1,52 @@
+"""Signs that training diverged or made the model worse, for a run's report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fedspan.tasks.metrics import METRICS, rank_of
+
+__all__ = ["find_divergence"]
+
+_RISE = 2.0  # a training loss of one round varies with its cohort, but rarely by this factor
+
+
+def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -> tuple[str, ...]:
+    """Find signs of divergence in a run's metrics.
+
+    Args:
+        rows: Lines of metrics.jsonl.
+        metric: The metric that compares rounds.
+        lr: Peak learning rate of the run, for the advice.
+
+    Returns:
+        Sentences for the user; empty if there is no sign.
+    """
+    rounds = list(rows)
+    advice = f"Lower training.lr (now {lr:g}) or set training.max_grad_norm."
+    found: list[str] = []
+    losses = [(int(row["round"]), float(row["loss"])) for row in rounds if row.get("cohort")]
+    if losses:
+        (first, before), (last, after) = losses[0], losses[-1]
+        if not math.isfinite(after) or after > _RISE * max(before, 0.0) > 0:
+            found.append(
+                f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
+                f"{last}. {advice}"
+            )
+    scored = [(int(row["round"]), row["validation"]) for row in rounds if row.get("validation")]
+    if scored:
+        (first, before), (last, after) = scored[0], scored[-1]
+        if rank_of(metric, after) < rank_of(metric, before) and not rank_of("loss", after) >= rank_of("loss", before):
+            told = [_shown(metric, one) for one in (before, after)]
+            found.append(
+                f"Training made the model worse: validation {METRICS[metric].title} was {told[0]} after round {first} "
+                f"and is {told[1]} after round {last}. {advice}"
+            )
+    return tuple(found)
+
+
+def _shown(metric: str, scores: Mapping[str, float]) -> str:
+    value = scores.get(metric)
+    return "undefined" if value is None else f"{value:.1%}" if METRICS[metric].percent else f"{value:.4g}"
