@@ -242,8 +242,29 @@ def test_conditions_that_fit_nothing_are_refused(values: dict[str, Any], field: 
     assert refused.value.field.startswith(field)
 
 
-def test_a_reduction_that_cannot_take_a_reply_stops_the_run_with_a_sentence(tiny_folder: Path) -> None:
-    simulation = {"faults": {"share": 0.25, "kind": "nan"}, "validation": False}
-    prepared = built(tiny_folder, simulation=simulation, federation={"reduction": "clipped-mean"})
-    with pytest.raises(FedspanError, match=r"federation.reduction.*not finite"):
-        rounds(prepared, 1)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"federation": {"reduction": "clipped-mean"}},
+        {"federation": {"weights": "uniform"}, "privacy": {"mechanism": "central", "noise": 1.0}},
+        {"federation": {"secure": {}}},
+    ],
+    ids=["clipped", "central", "secure"],
+)
+def test_a_reply_that_cannot_be_reduced_fails_its_own_client(changes: dict[str, Any], tiny_folder: Path) -> None:
+    """Also without validation, and whichever client's turn it is."""
+    if "secure" in changes["federation"]:
+        pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+        pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+    if "privacy" in changes:
+        pytest.importorskip("opacus", reason="the extra fedspan[privacy] is not installed")
+    for seed in (3, 4, 5, 6):
+        simulation = {"faults": {"share": 0.25, "kind": "nan"}, "validation": False}
+        changes["federation"]["clients_per_round"] = None
+        values = tiny.settings(tiny_folder, simulation=simulation, **changes)
+        prepared = prepare(parse_config({**values, "seed": seed}))
+        (bad,) = prepared.config.simulation.conditions(prepared.config.seed).faulty(IDS)  # pyright: ignore
+        (result,) = rounds(prepared, 1)
+        assert {failure.client for failure in result.failures} == {bad}
+        assert "not finite" in result.failures[0].reason
+        assert all(bool(value.isfinite().all()) for value in result.progress.state.tensors.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from fedspan.core.penalties import SlotProduct
 from fedspan.core.tensors import slots_of, tensor_name
 from fedspan.core.values import Client, LayerSpec, Message, Reduced, ServerState, Spec, StackItem
 from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.validation import ReplyRules
 from fedspan.methods.hetlora import HetLoRA
+from fedspan.runs.setup import Prepared
+from helpers import tiny
+from helpers.watched_rounds import method_config
 from toys.oracle import Pairs, pair_gradients
 from toys.problem import HEAD, LAYERS, Problem
 from toys.rounds import Federation, close, sgd, with_extras
@@ -193,3 +198,16 @@ def test_a_reply_of_zeros_does_not_stop_the_round() -> None:
     expected = 0.25 * replies[0]["layer/A"] + 0.75 * replies[1]["layer/A"]
     assert torch.allclose(after["layer/A"], expected, atol=1e-6)
     assert not after["layer/B"].any()
+
+
+def test_honest_replies_of_pruned_clients_are_accepted(tiny_folder: Path, prepared: Prepared) -> None:
+    """Validation compares with what the client itself was sent, and takes one that prunes once more."""
+    method = {"gamma": 0.5, "penalty": 100.0, "r": 8}
+    federation = tiny.variant(prepared, method_config(tiny_folder, "hetlora", method=method)).federation
+    federation.rules = ReplyRules(retries=0)
+    progress = federation.begin()
+    for _ in range(4):
+        result = federation.run_round(progress)
+        assert result.failures == ()
+        progress = result.progress
+    assert min(int(value) for name, value in progress.state.scalars.items() if name.startswith("rank/")) < 4

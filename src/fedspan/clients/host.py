@@ -241,7 +241,12 @@ class Host:
             reply = self.tamper(order, self._message(order), reply)
         needed = frozenset(round for round in (one.client.held, order.best) if round is not None)
         self.store.store(order.to, order.round, ClientState(one.memory, one.moments, one.kept.base), needed)
-        body = self._body(order, reply, one.job)
+        try:
+            body = self._body(order, reply, one.job)
+        except FedspanError as error:
+            if self.tamper is None:
+                raise
+            return refuse(order, error)  # a simulated fault that cannot be masked fails its client, as on a node
         return Reply("train", order.round, order.attempt, order.to, tuple(one.parts), body=body)
 
     def _secure_client(self, id: str, what: object) -> SecureClient:

@@ -48,6 +48,7 @@ class Claims:
         adapter: Whether the update is of low rank, so that ``r`` matters.
         reinitialises: Whether factors are re-initialized or decomposed anew every round (so that moments and control
             variates of a round mean nothing in the next).
+        shrinks: Whether a client may reply with fewer slots than it received, for ``contribute`` to check.
         budgets: Whether a client's rank is a budget (of the model's slots that it trains and sends), not a shape.
         moves_base: Whether each round's replies also move the base (so their average alone is not a step).
         sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under
@@ -63,6 +64,7 @@ class Claims:
     extras: Literal["average", "local", "frozen"] = "average"
     adapter: bool = True
     reinitialises: bool = False
+    shrinks: bool = False
     budgets: bool = False
     moves_base: bool = False
     sends: Literal["values", "other", "nothing"] = "values"
@@ -136,6 +138,10 @@ class Method(ABC):
         """Convert a reply for combination (server). Linear in the message's tensors for ``sum`` methods.
 
         It sees neither the state nor other replies, so under secure aggregation it can run on the client.
+
+        Raises:
+            ValueError: If a reply with the names, shapes and dtypes of the method's replies has contents that no client
+                of the method sends, such as slots that do not exist.
         """
 
     @abstractmethod

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.tensors import Tensors, norm
+from fedspan.core.tensors import Tensors, is_extra, norm
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
-from fedspan.federation import serialization
+from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Reply
 
 __all__ = [
@@ -35,6 +35,8 @@ __all__ = [
     "validate_reply",
 ]
 
+_LARGEST = 1e15
+"""Largest number that a reply may hold: far above a trained value, and its square fits into every format."""
 _ENOUGH = 3
 """Minimum number of replies for outlier detection."""
 
@@ -116,36 +118,37 @@ class ValidatedReply:
     """A reply that passed the checks of a single reply.
 
     Args:
-        message: The decoded reply.
+        contribution: The reply in the form in which replies are combined.
         distance: Distance from the untrained reply.
     """
 
-    message: Message
+    contribution: Contribution
     distance: float
 
 
-def validate_reply(answer: Reply, expected: Message, budget: bool) -> ValidatedReply:
+def validate_reply(method: Method, message: Message, client: Client, expected: Message) -> ValidatedReply:
     """Check a client's reply on its own.
 
     Args:
-        answer: The received reply.
+        method: The run's method.
+        message: The received reply.
+        client: The client.
         expected: The untrained reply.
-        budget: Whether the client chooses what it sends: shapes may be smaller and tensors may be missing.
 
     Raises:
         ValueError: If the reply is rejected; the message gives the reason.
     """
-    message = serialization.decode(answer.body)
     if message.base is not None:
         raise ValueError("it holds a change of the base, which only the server sends")
-    _require_structure(message, expected, budget)
-    for name, value in message.tensors.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise ValueError(f"{name} holds numbers that are not finite")
-    for name, value in message.scalars.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value}")
-    return ValidatedReply(message, distance(message, expected))
+    _require_structure(message, expected, method.declared().shrinks)
+    _require_moderate(message.tensors)
+    try:
+        contribution = method.contribute(message, client)
+    except (ArithmeticError, FedspanError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(f"no client of the method sends such contents ({type(error).__name__}: {error})") from error
+    made = {**contribution.sum, **contribution.stack}
+    _require_moderate({name: value for name, value in made.items() if value is not message.tensors.get(name)})
+    return ValidatedReply(contribution, distance(message, contribution, expected, method, client))
 
 
 def require_requested(answer: Reply, id: str, round: int, attempt: int) -> None:
@@ -161,29 +164,65 @@ def require_requested(answer: Reply, id: str, round: int, attempt: int) -> None:
         )
 
 
-def _require_structure(message: Message, expected: Message, budget: bool) -> None:
+def _require_moderate(tensors: Tensors) -> None:
+    """Check that all numbers are finite, and small enough for the server's arithmetic.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    for name, value in tensors.items():
+        if not value.is_floating_point() or not value.numel():
+            continue
+        largest = float(value.abs().max())
+        if not math.isfinite(largest):
+            raise ValueError(f"{name} holds numbers that are not finite")
+        if largest > _LARGEST:
+            raise ValueError(f"{name} holds numbers up to {largest:.3g}, above {_LARGEST:g}")
+
+
+def _require_structure(message: Message, expected: Message, shrinks: bool) -> None:
     missing, more = expected.tensors.keys() - message.tensors.keys(), message.tensors.keys() - expected.tensors.keys()
-    if more or (missing and not budget):
+    if more or missing:
         what = f"without {sorted(missing)[:3]}" if missing else f"with {sorted(more)[:3]} too"
         raise ValueError(f"tensors are not those of the method: {what}")
     if message.scalars.keys() != expected.scalars.keys():
         raise ValueError(f"scalars {sorted(message.scalars)}, not {sorted(expected.scalars)}")
     for name, value in expected.scalars.items():
-        if type(message.scalars[name]) is not type(value):
-            raise ValueError(f"{name} is a {type(message.scalars[name]).__name__}, not a {type(value).__name__}")
+        stated = message.scalars[name]
+        if type(stated) is not type(value):
+            raise ValueError(f"{name} is a {type(stated).__name__}, not a {type(value).__name__}")
+        if isinstance(stated, str) and stated != value:
+            raise ValueError(f"{name} is {stated[:40]!r}, not {value!r}")
+        if isinstance(stated, int | float) and not abs(stated) < 2**53:  # NaN is not below it either
+            raise ValueError(f"{name} is not a number below 2^53")
     for name, value in message.tensors.items():
         wanted = expected.tensors[name]
-        smaller = budget and value.ndim == wanted.ndim and value.numel() <= wanted.numel()
+        fits = value.ndim == wanted.ndim and all(map(int.__le__, value.shape, wanted.shape))
+        smaller = shrinks and fits and not is_extra(name)
         if value.dtype != wanted.dtype or (value.shape != wanted.shape and not smaller):
             found, right = (f"{list(one.shape)} of {one.dtype}" for one in (value, wanted))
             raise ValueError(f"{name} is {found}, not {right}")
 
 
-def distance(message: Message, expected: Message) -> float:
-    """Return the norm of a reply's change; a tensor whose shape differs from the untrained one counts as a whole."""
+def distance(message: Message, contribution: Contribution, expected: Message, method: Method, client: Client) -> float:
+    """Return the norm of a reply's change; a tensor whose shape differs from the untrained one counts as a whole.
+
+    It is measured on what is summed, because what is transmitted may be compressed; where the server needs replies one
+    by one, on the reply.
+
+    Args:
+        message: The reply.
+        contribution: Its contribution.
+        expected: The untrained reply.
+        method: The run's method.
+        client: The client.
+    """
+    measured, untrained = message.tensors, expected.tensors
+    if not any(value.is_floating_point() for value in contribution.stack.values()):
+        measured, untrained = contribution.sum, method.contribute(expected, client).sum
     total = 0.0
-    for name, value in message.tensors.items():
-        wanted = expected.tensors[name]
+    for name, value in measured.items():
+        wanted = untrained[name]
         if not value.is_floating_point():
             continue
         change = value.double()

@@ -59,6 +59,8 @@ from fedspan.errors import FedspanError
 
 __all__ = ["FedGaLore"]
 
+_MOST_STEPS = 10**9
+"""Largest number of steps that a reply may state where the run's epochs decide."""
 _ROUND = "round"
 """Layer name of the counts of a round in a reply."""
 
@@ -199,6 +201,9 @@ class FedGaLore(RegisteredMethod):
         return torch.cat([acc for acc, _ in parts], 1), torch.cat([P for _, P in parts], 0)
 
     def contribute(self, message: Message, client: Client) -> Contribution:
+        decay, steps = float(message.scalars["decay"]), int(message.scalars["steps"])
+        if not 0.0 <= decay <= 1.0 or not 0 <= steps <= (self.steps or _MOST_STEPS):
+            raise ValueError(f"a decay of {decay:g} after {steps} steps")
         counts = {name: torch.tensor(float(message.scalars[name]), dtype=torch.float64) for name in ("decay", "steps")}
         return Contribution(stack={**message.tensors, **{f"{_ROUND}/{name}": value for name, value in counts.items()}})
 

@@ -79,6 +79,7 @@ class HetLoRA(RegisteredMethod):
         exact=False,
         heterogeneous_ranks=True,
         reduction="stack",
+        shrinks=True,
     )
 
     gamma: float = bounded(0.99, 0.0, 1.0)
@@ -108,8 +109,9 @@ class HetLoRA(RegisteredMethod):
         return wide
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        job = lora_job(self, message.tensors, client, train=("A", "B"))
         rank = _rank(message.tensors)
+        pruned = 0 if client is None else client.rank - rank  # moments of more slots do not fit any longer
+        job = lora_job(self, message.tensors, client, train=("A", "B"), generation=pruned)
         first = math.floor(self.gamma * rank)
         tail = SlotProduct(self.penalty, first, tuple(layer.name for layer in self.spec.layers))
         return replace(job, penalties=(tail,)) if 0 < first < rank else job
@@ -124,6 +126,15 @@ class HetLoRA(RegisteredMethod):
         return message, memory
 
     def contribute(self, message: Message, client: Client) -> Contribution:
+        rank = _rank(message.tensors)
+        for layer in self.spec.layers:
+            a, b = (message.tensors[tensor_name(layer.name, slot)] for slot in ("A", "B"))
+            if (
+                not 0 < rank <= client.rank
+                or a.shape != (rank, layer.in_features)
+                or b.shape != (layer.out_features, rank)
+            ):
+                raise ValueError(f"factors {list(b.shape)} and {list(a.shape)} of a client of rank {client.rank}")
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:

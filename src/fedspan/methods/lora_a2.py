@@ -46,6 +46,20 @@ __all__ = ["LoRAA2"]
 _SLOT_AXIS = {"A": 0, "B": 1}
 
 
+def _require_slots(kept: Tensor, change: Tensor, shape: tuple[int, int], axis: int) -> None:
+    """Check that a reply's change is of distinct slots that exist.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    slots: list[int] = kept.flatten().tolist()
+    fits = change.shape == (*shape[:axis], len(slots), *shape[axis + 1 :])
+    if kept.ndim != 1 or not fits or len(set(slots)) != len(slots) or not all(0 <= one < shape[axis] for one in slots):
+        raise ValueError(
+            f"a change {list(change.shape)} of slots {slots[:8]}, not of distinct ones below {shape[axis]}"
+        )
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoRAA2(RegisteredMethod):
@@ -61,6 +75,7 @@ class LoRAA2(RegisteredMethod):
         exact=True,
         sends="other",
         heterogeneous_ranks=True,
+        shrinks=True,
         budgets=True,
     )
 
@@ -122,6 +137,7 @@ class LoRAA2(RegisteredMethod):
             name = tensor_name(layer.name, "d" + active)  # a change: its name differs from that of the changed tensor
             change, kept = message.tensors[name], message.tensors[tensor_name(layer.name, "slots")]
             shape = (layer.out_features, self.r) if active == "B" else (self.r, layer.in_features)
+            _require_slots(kept, change, shape, axis)
             sums[name] = change.new_zeros(shape).index_copy(axis, kept.long(), change)
         return Contribution(sum=sums)
 

@@ -159,7 +159,7 @@ class PlaintextAggregation:
         self.quorum = context.rules.quorum(context.wanted)
         self.answers: dict[str, Reply] = {}
         self._held: dict[str, ValidatedReply] = {}
-        self._expected: dict[tuple[int, float], Message] = {}
+        self._expected: dict[str, Message] = {}
         self._folds = not context.rules.validate and not context.rules.over_select
         clients = [replace(context.clients[id].client, held=None) for id in context.ids]
         self._reducer: Reducer = reducer_for(
@@ -183,19 +183,21 @@ class PlaintextAggregation:
             self._reducer.add(client.id, context.method.contribute(message, client))
             self._count(client.id, answer, message)
             return False
+        message = serialization.decode(answer.body)
         if rules.validate:
-            budget = context.method.declared().budgets
-            reply = validate_reply(answer, self._untrained(client), budget)
+            reply = validate_reply(context.method, message, client, self._untrained(client))
         else:
-            reply = ValidatedReply(serialization.decode(answer.body), 0.0)
+            reply = ValidatedReply(context.method.contribute(message, client), 0.0)
         self._held[client.id] = reply
-        self._count(client.id, answer, reply.message)
+        self._count(client.id, answer, message)
         return len(self._held) - len(self._outliers()) >= context.wanted
 
     def _untrained(self, client: Client) -> Message:
-        """Return the reply of a client of this rank whose training changes nothing."""
-        context, key = self.context, (client.rank, client.scaling)
+        """Return the reply of the client if its training changed nothing; one for all where ranks do not differ."""
+        context = self.context
+        key = client.id if context.method.declared().heterogeneous_ranks else ""
         if key not in self._expected:
+            self._expected.clear()  # replies come one by one
             fresh = replace(client, held=None)
             sent = context.method.sync(context.state, fresh)
             self._expected[key] = untrained_reply(context.method, sent, fresh, context.state.round)
@@ -229,8 +231,7 @@ class PlaintextAggregation:
             self._drop(id)
         for id in context.ids:
             reply = held.get(id)
-            client = context.clients[id].client
-            self._reducer.add(id, None if reply is None else context.method.contribute(reply.message, client))
+            self._reducer.add(id, None if reply is None else reply.contribution)
         return self._reduced()
 
     def _reduced(self) -> Reduced:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,16 +44,25 @@ class Reducer:
         """Add a client's contribution, or None if the client failed and its place is skipped.
 
         Raises:
-            ValueError: If the client is not in the cohort or was added before.
+            ValueError: If the client is not in the cohort, was added before, or its contribution cannot be reduced; it
+                is then as if it had not been added.
         """
         known = client_id in self._clients
         if not known or client_id in self._waiting or client_id in self._order[: self._position]:
             raise ValueError(f"unexpected contribution of client {client_id!r}")
-        self._waiting[client_id] = contribution
+        self._waiting[client_id] = None if contribution is None else self._checked(contribution)
         while self._position < len(self._order) and self._order[self._position] in self._waiting:
             turn = self._order[self._position]
             self._fold(self._clients[turn], self._waiting.pop(turn))
             self._position += 1
+
+    def _checked(self, contribution: Contribution) -> Contribution:
+        """Return a contribution in the form in which it waits for its turn.
+
+        Raises:
+            ValueError: If it cannot be reduced.
+        """
+        return contribution
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         if contribution is None:
@@ -103,10 +113,13 @@ class RobustReducer(Reducer):
         self._rule, self._trim = rule, trim
         self._held: list[Contribution] = []
 
+    def _checked(self, contribution: Contribution) -> Contribution:
+        if contribution.stack:
+            raise ValueError("replies that are stacked have no median")
+        return contribution
+
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         if contribution is not None:
-            if contribution.stack:
-                raise ValueError("replies that are stacked have no median")
             self._held.append(contribution)
 
     def result(self) -> Reduced:
@@ -144,6 +157,9 @@ class ClippedReducer(RobustReducer):
         self._origin, self._max_norm = origin, max_norm
         self._shares: list[float] = []
 
+    def _checked(self, contribution: Contribution) -> Contribution:
+        return replace(contribution, sum=change_of(contribution, self._origin))
+
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         super()._fold(client, contribution)
         if contribution is not None:
@@ -151,7 +167,7 @@ class ClippedReducer(RobustReducer):
 
     def result(self) -> Reduced:
         self._require_all()
-        changes = [change_of(one, self._origin) for one in self._held]
+        changes = [one.sum for one in self._held]
         limit = statistics.median(map(norm, changes)) if self._max_norm is None else self._max_norm
         plain = Reducer([Client(f"{number:09}", 0, 0.0, 0, share) for number, share in enumerate(self._shares)])
         for number, change in enumerate(changes):
@@ -180,11 +196,13 @@ class PrivateReducer(Reducer):
         self._rate, self._all, self._round = sampling_rate(settings, clients), clients, round
         self._total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in origin.items()}
 
+    def _checked(self, contribution: Contribution) -> Contribution:
+        return Contribution(sum=clip_change(change_of(contribution, self._origin), self._privacy.clip))
+
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
-        if contribution is None:
-            return
-        for name, value in clip_change(change_of(contribution, self._origin), self._privacy.clip).items():
-            self._total[name] += value
+        if contribution is not None:
+            for name, value in contribution.sum.items():
+                self._total[name] += value
 
     def result(self) -> Reduced:
         if self._position < len(self._order):
