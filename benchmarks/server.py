@@ -35,6 +35,7 @@ from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Job, LayerSpec, Message, OptimizerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.methods.registry import METHODS
+from fedspan.planning.shape_inference import count_traffic
 
 FULL = {"layers": 128, "size": 4096, "rank": 8, "clients": 50}
 AVERAGING, DECOMPOSING, MEMORY, SPEEDUP, ERROR = 2.0, 60.0, 2.0, 100.0, 1e-5
@@ -211,7 +212,8 @@ def sends_whole(key: str, args: argparse.Namespace) -> bool:
     """Whether a reply of the first round holds as many numbers as the weights themselves."""
     spec = Spec((LayerSpec("layer", args.size, args.size),), clients=args.clients)
     method = METHODS[key](spec=spec, r=args.rank)
-    return not method.claims.adapter or method.traffic(spec.layers[0], args.rank, [], 0).up >= args.size**2
+    (first,) = count_traffic(method, [args.rank], [[args.rank]])
+    return not method.claims.adapter or first[args.rank].up >= 4 * args.size**2
 
 
 def alone(key: str, args: argparse.Namespace) -> Cost:

@@ -11,15 +11,14 @@ The method, Slow-A: A, what clients have in common, moves slowly at the server; 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 import fedspan
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, decay_rate
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+from fedspan.core.method import Claims, Memory, RegisteredMethod, decay_rate
+from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 
 @final
@@ -57,10 +56,6 @@ class SlowA(RegisteredMethod):
             for name, mean in reduced.mean.items()
         }
         return state.next(tensors=tensors)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)
-        return Traffic(down=both, up=both)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from fedspan.federation.serialization import encode
+from helpers.counted_traffic import count_layers
 from helpers.watched_rounds import Played, Round
 
 
@@ -22,8 +23,10 @@ def errors(played: Played, round: Round) -> dict[str, float]:
 
 
 def require_declared_traffic(run: Played, policy: str) -> None:
-    """Bytes sent to and by clients that took part in every round before are those that the method declares."""
-    steady, before = set(run.federation.clients), list[int]()
+    """Bytes sent to and by clients that took part in every round before are those that its functions give on shapes."""
+    steady, ranks = set(run.federation.clients), {id: one.client.rank for id, one in run.federation.clients.items()}
+    cohorts = [[ranks[id] for id in round.result.cohort] for round in run.rounds]
+    counted = count_layers(run.federation.method, ranks.values(), cohorts)
     extras = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
     for number, round in enumerate(run.rounds):
         cohort, sent = round.result.cohort, round.messages()
@@ -31,11 +34,8 @@ def require_declared_traffic(run: Played, policy: str) -> None:
             assert transfer.bytes == len(encode(message))
             if transfer.direction == "down" and transfer.client not in steady:
                 continue
-            rank = run.federation.clients[transfer.client].client.rank
-            traffic = [run.federation.method.traffic(one, rank, before, number) for one in run.layers]
-            elements = sum(getattr(one, transfer.direction) for one in traffic)
+            layers = getattr(counted[number][ranks[transfer.client]], transfer.direction)
             travel = policy == "average" or (transfer.direction == "down" and number == 0)
-            assert transfer.payload == 4 * (elements + travel * extras)
+            assert transfer.payload == layers + 4 * travel * extras
         steady &= set(cohort)
-        before = [run.federation.clients[id].client.rank for id in cohort]
     assert steady, "nobody took part in every round"

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fedspan.core import alignment
 from fedspan.core.tensors import slots_of, tensor_name
-from fedspan.core.values import Job, Trained
+from fedspan.core.values import Job, Spec, Trained
 from fedspan.errors import FedspanError
 from fedspan.methods.fedgalore import FedGaLore
+from fedspan.planning.shape_inference import count_traffic
 from helpers.watched_rounds import Play, differences
 from toys.oracle import Adam, average
 from toys.problem import HEAD, LAYERS, Problem
@@ -313,8 +314,9 @@ def test_under_seeded_projectors_the_uplink_is_an_accumulator_and_a_moment() -> 
     """2 m r for either layer, whose longer side is 8; nothing at all goes down in the first round."""
     method = made(Problem(), adaptive_refreshes=0)
     for layer in method.spec.layers:
-        assert method.traffic(layer, RANK, [RANK] * 4, 3).up == 2 * 8 * RANK
-        assert method.traffic(layer, RANK, [], 0).down == 0
+        rounds = count_traffic(replace(method, spec=Spec((layer,))), [RANK], [[RANK] * 4] * 4)
+        assert rounds[3][RANK].up == 4 * 2 * 8 * RANK
+        assert rounds[0][RANK].down == 0
 
 
 def test_seeds_of_rounds_and_segments() -> None:

@@ -184,7 +184,7 @@ def test_convolutions_of_any_ranks(rounds: list[list[int]], weights: list[float]
                 effective = job.parametrization[layer.name].effective(slots)
                 expected[layer.name] += share * dense_change(effective, torch.zeros(layer.shape).double())
                 sent = sum(trained[tensor_name(layer.name, slot)].numel() for slot in "UV")
-                assert sent == method.traffic(layer, rank, [], 0).up
+                assert sent == min(rank, *layer.rectangle) * sum(layer.rectangle)
         state = method.update(state, Reduced(stack=tuple(items), count=len(items)))
         for layer in CONVOLUTIONS:
             assert close(_weight(method, state, layer, None), expected[layer.name], 1e-5)

@@ -31,7 +31,7 @@ from fedspan.methods.fedit import FedIT
 class Packaged(RegisteredMethod):
     claims: ClassVar[Claims] = Claims(paper="none", exact=False)
     init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
-    contribute, update, traffic = FedIT.contribute, FedIT.update, FedIT.traffic
+    contribute, update = FedIT.contribute, FedIT.update
 """
 
 
@@ -46,7 +46,7 @@ class Own(RegisteredMethod):
     claims: ClassVar[Claims] = Claims(paper="none", exact=False)
     strength: float = 1.0
     init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
-    contribute, update, traffic = FedIT.contribute, FedIT.update, FedIT.traffic
+    contribute, update = FedIT.contribute, FedIT.update
 
 
 class Loose(Own):
@@ -61,7 +61,7 @@ class Unfinished(RegisteredMethod):
 @dataclass(frozen=True, kw_only=True)
 class Silent(RegisteredMethod):
     init, sync, start, finish = FedIT.init, FedIT.sync, FedIT.start, FedIT.finish
-    contribute, update, traffic = FedIT.contribute, FedIT.update, FedIT.traffic
+    contribute, update = FedIT.contribute, FedIT.update
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def installed(folder: Path, entries: dict[str, str], monkeypatch: pytest.MonkeyP
         ("all", Own, "not all"),
         ("own+more", Own, "lower case letters and digits"),
         ("own", dict, "a subclass of fedspan.core.method.RegisteredMethod"),
-        ("own", Unfinished, "it lacks contribute, finish, init, start, sync, traffic, update"),
+        ("own", Unfinished, "it lacks contribute, finish, init, start, sync, update"),
         ("own", Loose, "lacks @dataclass"),
         ("own", Silent, "declares no claims"),
     ],

@@ -16,9 +16,10 @@ from fedspan.core.base import BaseUpdate, apply_patch, materialise
 from fedspan.core.method import Memory, Method, scaling_of
 from fedspan.core.parametrization import dense_change
 from fedspan.core.tensors import Tensors, count, slots_of, split_extras
-from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Trained
+from fedspan.core.values import Client, Job, Message, OptimizerSpec, Reduced, ServerState, Spec, Trained
 from fedspan.federation.aggregation.reduction import Reducer
 from fedspan.federation.serialization import decode, decode_state, encode, encode_state
+from fedspan.planning.shape_inference import ShapeInference, bare_method, with_bare_method
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.wrappers.extras import ExtrasPolicy, WithExtras
@@ -186,11 +187,16 @@ class Federation:
         return self.problem.task.metrics(predictions, self.problem.examples, indices.tolist())["loss"]
 
     def declared(self, client: str, round: int) -> tuple[int, int]:
-        """Elements down and up that the method's ``traffic`` promises for a client over all target layers."""
-        rank = self.parties[client].client.rank
-        cohort = [party.client.rank for party in self.parties.values()] if round else []
-        layers = [self.method.traffic(one, rank, cohort, round) for one in self.method.spec.layers]
-        return sum(one.down for one in layers), sum(one.up for one in layers)
+        """Elements down and up that the method's functions give on shapes for a client over all target layers."""
+        cohort, bare = [party.client.rank for party in self.parties.values()], bare_method(self.method)
+        down = up = 0
+        for layer in bare.spec.layers:
+            single = replace(bare, spec=Spec((layer,), clients=bare.spec.clients))
+            inference = ShapeInference(with_bare_method(self.method, single), cohort)
+            *_, last = (inference.run_round(cohort) for _ in range(round + 1))
+            exchange = last[self.parties[client].client.rank]
+            down, up = down + _elements(exchange.down), up + _elements(exchange.up)
+        return down, up
 
 
 def _elements(message: Message) -> int:

@@ -24,6 +24,7 @@ from fedspan.transports.in_process import simulate
 from fedspan.wrappers.extras import WithExtras
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
+from helpers.counted_traffic import count_layers
 from helpers.watched_rounds import differences
 from helpers.wrapped_configs import PlayWrapped, wrapped_config
 
@@ -56,22 +57,19 @@ def test_the_order_of_replies_does_not_matter(wrapper: str, key: str, played_wra
 
 @each
 def test_bytes_counted_are_bytes_declared(wrapper: str, key: str, played_wrapped: PlayWrapped) -> None:
-    """With a frozen head, which travels once: ``traffic`` says how many numbers, ``upload`` in how many bytes."""
+    """With a frozen head, which is sent once; SCAFFOLD doubles a reply."""
     run = played_wrapped(key, [wrapper], model={"extras": "frozen"}, federation={"clients_per_round": 4})
     method, head = run.federation.method, sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
+    counted = count_layers(method, [3], [[3] * 4] * len(run.rounds))
     for number, round in enumerate(run.rounds):
         for transfer, message in zip(round.result.transfers, round.messages(), strict=True):
             assert transfer.bytes == len(encode(message))
-            traffic = [method.traffic(one, 3, (3,) * 4 if number else (), number) for one in run.layers]
-            if transfer.direction == "down":
-                elements = sum(one.down for one in traffic) + (0 if number else head)
-                assert transfer.payload == 4 * elements
-                continue
-            trained = next(local for local in round.trained if local.client == transfer.client)
-            sizes = [trained.trained.tensors[name].numel() for name in trained.job.trainable_names]
-            copies = sum(one.up for one in traffic) / sum(sizes)
-            assert copies == (2 if wrapper == "scaffold" else 1)
-            assert transfer.payload == copies * sum(method.upload(size) for size in sizes)
+            once = 4 * head if transfer.direction == "down" and number == 0 else 0
+            assert transfer.payload == getattr(counted[number][3], transfer.direction) + once
+            if transfer.direction == "up" and wrapper in ("scaffold", "fedprox"):
+                trained = next(local for local in round.trained if local.client == transfer.client)
+                elements = sum(trained.trained.tensors[name].numel() for name in trained.job.trainable_names)
+                assert transfer.payload == 4 * elements * (2 if wrapper == "scaffold" else 1)
 
 
 @each
@@ -174,9 +172,8 @@ def test_variates_of_a_tensor_travel_as_often_as_it_changes(played_wrapped: Play
     """RoLoRA's factors move in turn: a client that is there in every round is sent the variates of one of them."""
     run = played_wrapped("rolora", ["scaffold"], federation={"clients_per_round": 4}, model={"extras": "frozen"})
     head = sum(math.prod(shape) for shape in run.federation.method.spec.extras.values())
+    counted = count_layers(run.federation.method, [3], [[3] * 4] * len(run.rounds))
     for number, round in enumerate(run.rounds):
-        traffic = [run.federation.method.traffic(one, 3, (3,) * 4 if number else (), number) for one in run.layers]
         for transfer in round.result.transfers:
-            elements = sum(getattr(one, transfer.direction) for one in traffic)
             once = head if transfer.direction == "down" and number == 0 else 0
-            assert transfer.payload == 4 * (elements + once)
+            assert transfer.payload == getattr(counted[number][3], transfer.direction) + 4 * once

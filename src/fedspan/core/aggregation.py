@@ -26,12 +26,14 @@ def map_layers(function: Callable[[LayerSpec], T], layers: Iterable[LayerSpec]) 
     """Compute ``{layer.name: function(layer)}``, as many layers at a time as torch has threads.
 
     Each layer is computed on one thread: the QR and SVD of a few hundred columns are slower on several, and the
-    result does not depend on the number of threads.
+    result does not depend on the number of threads. A single layer is computed on the calling thread.
     """
     chosen, threads = list(layers), torch.get_num_threads()
     torch.set_num_threads(1)  # the pool's threads start with this value
     try:
-        with ThreadPoolExecutor(max(1, min(threads, len(chosen)))) as pool:
+        if len(chosen) < 2:
+            return {layer.name: function(layer) for layer in chosen}
+        with ThreadPoolExecutor(min(threads, len(chosen))) as pool:
             return dict(zip((layer.name for layer in chosen), pool.map(function, chosen), strict=True))
     finally:
         torch.set_num_threads(threads)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -72,11 +71,11 @@ class Claims:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Transmitted elements per layer, client and round.
+    """Bytes of tensor data to and from a client in one round.
 
     Args:
-        down: Elements from server to client.
-        up: Elements from client to server.
+        down: Bytes from server to client.
+        up: Bytes from client to server.
     """
 
     down: int
@@ -148,21 +147,17 @@ class Method(ABC):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         """Compute the state after the round (server)."""
 
-    @abstractmethod
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        """Count the parameters transmitted for one layer, to and from a client that participated in all earlier rounds.
+    def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
+        """Estimate the bytes transmitted for one layer, if their number depends on data.
+
+        None, the default: it follows from shapes alone, so plans count it by running the method without values.
 
         Args:
             layer: The target layer.
-            rank: The client's rank.
-            cohort: Ranks of the clients that replied in the previous round, on which the downlink may depend; empty
-                in round 0.
+            rank: Rank of a client that participated in all earlier rounds.
             round: Round number, from 0.
         """
-
-    def upload(self, elements: int) -> int:
-        """Count the bytes that a tensor of ``elements`` elements takes in a reply: float32, unless compressed."""
-        return 4 * elements
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "packed_size", "quantise", "unpack"]
+__all__ = ["pack", "quantise", "unpack"]
 
 _NORM = 4  # bytes of a float32
 _AT_ONCE = 2**18  # entries whose bits are expanded at once; a multiple of 8, so that parts end on a byte
@@ -21,11 +21,6 @@ _AT_ONCE = 2**18  # entries whose bits are expanded at once; a multiple of 8, so
 def levels_of(bits: int) -> int:
     """Return the number s of magnitude levels for which a code of ``bits`` bits holds the signed levels -s ... s."""
     return 2 ** (bits - 1) - 1
-
-
-def packed_size(elements: int, bits: int) -> int:
-    """Count the bytes of a packed tensor: the norm, then ``bits`` bits per entry, the last byte padded."""
-    return _NORM + math.ceil(elements * bits / 8)
 
 
 def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -45,7 +40,7 @@ def quantise(value: Tensor, bits: int, rng: torch.Generator) -> tuple[Tensor, Te
 
 
 def pack(levels: Tensor, norm: Tensor, bits: int) -> Tensor:
-    """Pack into a uint8 vector of ``packed_size`` bytes: the norm's, then the codes level + s, lowest bit first."""
+    """Pack into a uint8 vector: the norm's 4 bytes, then codes level + s of ``bits`` bits, lowest bit first, padded."""
     codes = levels.flatten() + levels_of(bits)
     return torch.cat([norm.reshape(1).view(torch.uint8), *(_to_bytes(part, bits) for part in codes.split(_AT_ONCE))])
 

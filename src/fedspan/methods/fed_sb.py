@@ -18,7 +18,6 @@ that code rounds them to bf16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from fedspan.core.factors import names, reply
 from fedspan.core.lowrank import leading
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Core, DenseChange
 from fedspan.core.tensors import Tensors, select, tensor_name
 from fedspan.core.values import (
@@ -35,7 +34,6 @@ from fedspan.core.values import (
     Contribution,
     Group,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -114,10 +112,3 @@ class FedSB(RegisteredMethod):
             for slot, value in parts.items():
                 tensors[tensor_name(layer.name, slot)] = value.to(gradient.dtype).contiguous()
         return tensors
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        rows, columns = layer.shape
-        if not round:
-            return Traffic(down=0, up=rows * columns)
-        factors = rank * (rows + columns) if round == 1 else 0
-        return Traffic(down=rank**2 + factors, up=rank**2)

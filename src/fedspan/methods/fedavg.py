@@ -14,12 +14,11 @@ every layer for the original. W travels down in round 0 too: clients need not ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.factors import names, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Dense
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import (
@@ -27,7 +26,6 @@ from fedspan.core.values import (
     Contribution,
     Group,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -73,7 +71,3 @@ class FedAvg(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        whole = layer.out_features * layer.in_features
-        return Traffic(down=whole, up=whole)

@@ -16,7 +16,6 @@ again; that is ``aggregation: product_svd``, where what lies beyond rank r is lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -24,7 +23,7 @@ from fedspan.core.aggregation import map_layers, products
 from fedspan.core.base import BaseUpdate
 from fedspan.core.factors import Singular, by_slot, lora_job, principal, reply
 from fedspan.core.lowrank import LowRank, balanced, svd
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FeDeRA"]
@@ -84,8 +83,3 @@ class FeDeRA(RegisteredMethod):
 
         tensors = by_slot(map_layers(decomposed, self.spec.layers))
         return state.next(tensors=tensors, generation=state.generation + 1)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)
-        given_up = 0 if round else min(both, layer.out_features * layer.in_features)
-        return Traffic(down=both + given_up, up=both)

@@ -15,14 +15,13 @@ option ``residual_rank``. Different ranks are refused: the mean of their factors
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from fedspan.core.aggregation import map_layers, mean_of_stack, residual, smaller
 from fedspan.core.base import Delta, Increment
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
@@ -73,8 +72,3 @@ class FedExLoRA(RegisteredMethod):
 
         deltas = {name: delta for name, delta in map_layers(lost, self.spec.layers).items() if delta.numel()}
         return state.next(tensors=means, base=state.base.add(Increment(state.round + 1, deltas)))
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        (rows, columns), both = layer.shape, rank * sum(layer.shape)
-        lost = min((len(cohort) - 1) * rank, self.residual_rank or rows * columns)
-        return Traffic(down=both + (min(lost * (rows + columns), rows * columns) if cohort else 0), up=both)

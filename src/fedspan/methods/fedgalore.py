@@ -35,7 +35,7 @@ from torch import Tensor
 from fedspan.core.base import Delta, Increment
 from fedspan.core.factors import names
 from fedspan.core.lowrank import LowRank, concatenate
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.parametrization import Projected
 from fedspan.core.projectors import seeded_projector, side_of
 from fedspan.core.second_moments import MomentSynchroniser
@@ -260,13 +260,3 @@ class FedGaLore(RegisteredMethod):
         Ps = [item.tensors[tensor_name(layer.name, "P")][-rank:].double() for item in stack]
         v, P = synchroniser.join_projected(moments, Ps, weights, rng, linear=self.moments == "linear")
         return {"v": v, "P": P}
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        m, n, rank = max(layer.shape), min(layer.shape), min(rank, *layer.shape)
-        moment = 0 if self.synchronisation == "none" else rank * m
-        up = self.segments * rank * m + self.adaptive(round) * rank * n + moment
-        if not round:
-            return Traffic(down=0, up=up)
-        own = self.adaptive(round - 1)
-        increment = min((own * len(cohort) + self.segments - own) * rank * (m + n), m * n)
-        return Traffic(down=moment + increment + (rank * n if self.fitted(round - 1) else 0), up=up)

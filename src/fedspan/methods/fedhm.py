@@ -19,7 +19,7 @@ between the two halves of a convolution, which the published models have, is not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from fedspan.core.aggregation import map_layers
 from fedspan.core.factors import kaiming, names, reply
 from fedspan.core.lowrank import LowRank, balanced, concatenate, leading, svd
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.parametrization import Factorised, FactorisedConv, as_rectangle
 from fedspan.core.penalties import ProductDecay
 from fedspan.core.tensors import Tensors, generator, tensor_name
@@ -141,7 +141,3 @@ class FedHM(RegisteredMethod):
 
         pairs = map_layers(averaged, self.spec.layers)
         return state.next(tensors=_by_slot(pairs), generation=state.generation + 1)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = min(rank, *layer.rectangle) * sum(layer.rectangle)
-        return Traffic(down=both, up=both)

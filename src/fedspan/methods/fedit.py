@@ -14,17 +14,15 @@ Deviations: none of substance. The published code builds a new optimizer every r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -62,7 +60,3 @@ class FedIT(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)
-        return Traffic(down=both, up=both)

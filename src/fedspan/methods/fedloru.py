@@ -21,7 +21,6 @@ code's ``--accumulate`` merges without re-initialising, which applies s B A twic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -31,13 +30,12 @@ from fedspan.core.aggregation import smaller
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.factors import a_factors, b_factors, kaiming, lora_job, reply
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -123,8 +121,3 @@ class FedLoRU(RegisteredMethod):
             base=state.base.add(Increment(state.round + 1, deltas)),
             generation=generation,
         )
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = self.r * sum(layer.shape)
-        accumulated = min(both, layer.out_features * layer.in_features)  # a new A and B follow it
-        return Traffic(down=0 if not round else both if round % self.tau else accumulated, up=both)

@@ -18,7 +18,6 @@ factors are new ones; what the paper calls momentum is in the factors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -28,7 +27,7 @@ from fedspan.core.aggregation import map_layers, products, smaller
 from fedspan.core.base import Delta, Increment
 from fedspan.core.factors import a_factors, b_factors, by_slot, lora_job, reply, resized
 from fedspan.core.lowrank import LowRank, balanced, concatenate, svd, upward
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import PairSum
 from fedspan.core.tensors import map_tensors, tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
@@ -103,9 +102,3 @@ class FedMomentum(RegisteredMethod):
         least = min(self.r, *(one.client.rank for one in reduced.stack))
         shares = [sum(one.weight for one in reduced.stack if one.client.rank <= j) for j in range(least, self.r)]
         return LowRank(B[:, least:] * torch.tensor(shares, dtype=B.dtype), A[least:], self.scaling(None))
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        (rows, columns), ends = layer.shape, sum(layer.shape)
-        stacked = sum(cohort) + self.r - min(self.r, *cohort) if cohort else 0  # with the frozen components
-        rest = min((min(stacked, rows, columns) - self.r) * ends, rows * columns)
-        return Traffic(down=self.r * ends + max(0, rest), up=rank * ends)

@@ -20,7 +20,6 @@ every round: what is averaged is in another frame than what was trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -29,9 +28,9 @@ from torch import Tensor
 
 from fedspan.core.alignment import nearest_rotation
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.tensors import tensor_name
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FedRotLoRA"]
 
@@ -82,7 +81,3 @@ class FedRotLoRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)
-        return Traffic(down=both, up=both)

@@ -13,18 +13,16 @@ Deviations: a client that never took part has B = 0 (the paper does not say).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.factors import a_factors, b_factors, lora_job, names
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import select
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -66,6 +64,3 @@ class FedSALoRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        return Traffic(down=rank * layer.in_features, up=rank * layer.in_features)

@@ -15,14 +15,13 @@ Momentum and moments are dropped every round, because B's columns have turned. W
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.aggregation import map_layers
 from fedspan.core.factors import Init, a_factors, b_factors, by_slot, lora_job, reply
 from fedspan.core.lowrank import LowRank, svd, upward
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
@@ -69,6 +68,3 @@ class FedSVD(RegisteredMethod):
 
         pairs = map_layers(renewed, self.spec.layers)
         return state.next(tensors=by_slot(pairs), generation=state.generation + 1)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        return Traffic(down=rank * (layer.out_features + layer.in_features), up=rank * layer.out_features)

@@ -15,17 +15,15 @@ A0's distribution is an option: ``kaiming`` (published ports, default), ``gaussi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.factors import Init, a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -70,6 +68,3 @@ class FFALoRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        return Traffic(down=rank * layer.out_features, up=rank * layer.out_features)

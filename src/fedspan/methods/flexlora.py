@@ -18,7 +18,6 @@ dropped every round, because the factors are new ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from fedspan.core.aggregation import map_layers, products
 from fedspan.core.factors import by_slot, lora_job, reply, resized
 from fedspan.core.lowrank import LowRank, balanced, svd, upward
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
@@ -87,7 +86,3 @@ class FlexLoRA(RegisteredMethod):
 
         tensors = by_slot(map_layers(decomposed, self.spec.layers))
         return state.next(tensors=tensors, scalars={"rank": largest}, generation=state.generation + 1)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)
-        return Traffic(down=both if round else 0, up=both)

@@ -14,19 +14,17 @@ so that unequal scalings are exact too. A_i is drawn from (seed, round, client):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.aggregation import map_layers, products, smaller
 from fedspan.core.base import Increment
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -75,7 +73,3 @@ class FLoRA(RegisteredMethod):
         deltas = map_layers(lambda layer: smaller(products(layer.name, reduced)), self.spec.layers)
         base = state.base.add(Increment(state.round + 1, deltas))
         return state.next(base=base, generation=state.generation + 1)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        sides, whole = layer.out_features + layer.in_features, layer.out_features * layer.in_features
-        return Traffic(down=min(sum(cohort) * sides, whole), up=rank * sides)

@@ -26,7 +26,6 @@ rotation (``none``). Clients' stored moments are dropped in every round.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -38,7 +37,7 @@ from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.bases import dense_bases, mixing_keys
 from fedspan.core.factors import names, reply
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import Gram, MixedGram, Parametrization
 from fedspan.core.projectors import random_projector
 from fedspan.core.tensors import Tensors, generator, slots_of, tensor_name
@@ -161,8 +160,3 @@ class FLoRG(RegisteredMethod):
         if self.alignment == "none":
             return torch.cat([source, source.new_zeros(self.r - len(source), source.shape[1])])
         return procrustes(source, before_RK) @ source
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        factor = rank * min(layer.shape)
-        taken = rank * sum(layer.shape) if self.center and not round else 0
-        return Traffic(down=factor + taken, up=factor)

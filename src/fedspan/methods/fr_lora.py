@@ -17,7 +17,6 @@ out from A and B: a client that was away can then be sent what it missed, whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -27,9 +26,9 @@ from fedspan.core.aggregation import smaller
 from fedspan.core.base import BaseUpdate, Delta, Increment
 from fedspan.core.factors import Singular, lora_job, names, principal, reply
 from fedspan.core.lowrank import LowRank
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import select, tensor_name
-from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
+from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained, Weights
 
 __all__ = ["FRLoRA"]
 
@@ -89,10 +88,3 @@ class FRLoRA(RegisteredMethod):
             return smaller(LowRank(B - B0, A0, self.scaling(None)))
         A = reduced.mean[a]
         return smaller(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        rows, columns = layer.shape
-        one = rank * (rows + columns)
-        learnt = 2 * one if self.train == "both" else one
-        down = min(learnt, rows * columns) if round else one + min(one, rows * columns)
-        return Traffic(down=down, up=one if self.train == "both" else rank * rows)

@@ -30,14 +30,13 @@ from torch.nn.functional import pad
 
 from fedspan.core.factors import a_factors, b_factors, cut_slots, initial_A, lora_job, reply
 from fedspan.core.lowrank import LowRank, inner
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.penalties import SlotProduct
 from fedspan.core.tensors import Tensors, generator, tensor_name
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -166,7 +165,3 @@ class HetLoRA(RegisteredMethod):
             pair = LowRank(item.tensors[b], item.tensors[a], self.scaling(item.client))
             square += float(inner(pair, pair))
         return math.sqrt(max(square, 0.0))
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)  # minus the slots that a client has pruned
-        return Traffic(down=both, up=both)

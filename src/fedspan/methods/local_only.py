@@ -7,17 +7,15 @@ Deviations: none; it is a baseline, not a paper's method.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fedspan.core.factors import a_factors, b_factors, lora_job
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -61,6 +59,3 @@ class LocalOnly(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next()
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        return Traffic(down=0, up=0)

@@ -18,7 +18,6 @@ FFA-LoRA. B's learning rate is ``b_lr_scale`` times A's: the paper takes two rat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -149,8 +148,8 @@ class LoRAA2(RegisteredMethod):
         }
         return state.next(tensors={**state.tensors, **moved})
 
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+    def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic:
         # Slots are selected over all layers together: ``up`` is that of the mean layer, exact if all are selected.
         sizes, budget = {"A": layer.in_features, "B": layer.out_features}, min(rank, self.r)
         down = self.r * sizes[alternating_factor(round - 1)] if round else 0
-        return Traffic(down=down, up=budget * (sizes[alternating_factor(round)] + 1))
+        return Traffic(down=4 * down, up=4 * budget * (sizes[alternating_factor(round)] + 1))

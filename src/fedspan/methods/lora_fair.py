@@ -19,7 +19,6 @@ whose minimiser is ``dB = (C - B' G)(G + lambda I)^-1``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from fedspan.core.aggregation import map_layers, mean_of_stack, products
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
 from fedspan.core.lowrank import inner
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
@@ -121,7 +120,3 @@ class LoRAFAIR(RegisteredMethod):
 
         by_layer = map_layers(corrected, self.spec.layers)
         return state.next(tensors=means | {tensor_name(layer, "B"): B for layer, B in by_layer.items()})
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        both = rank * (layer.out_features + layer.in_features)
-        return Traffic(down=both, up=both)

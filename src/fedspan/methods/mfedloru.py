@@ -17,7 +17,6 @@ factor is 0 and the right one drawn from (seed, layer, round, client): the paper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -25,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fedspan.core.factors import kaiming, names
-from fedspan.core.method import Claims, Memory, Traffic
+from fedspan.core.method import Claims, Memory
 from fedspan.core.parametrization import LoRA, Nested
 from fedspan.core.tensors import generator, slots_of, tensor_name
-from fedspan.core.values import Client, Contribution, Group, Job, LayerSpec, Message, Reduced, ServerState, StackItem
+from fedspan.core.values import Client, Contribution, Group, Job, Message, Reduced, ServerState, StackItem
 from fedspan.methods.fedloru import FedLoRU
 
 __all__ = ["MFedLoRU"]
@@ -91,7 +90,3 @@ class MFedLoRU(FedLoRU):
             for layer in self.spec.layers
             for slot in ("A", "B")
         }
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        whole = super().traffic(layer, rank, cohort, round)
-        return whole if rank >= self.r else replace(whole, up=rank * (sum(layer.shape) + 2 * self.r))

@@ -19,12 +19,11 @@ Only the target modules have a trained W and a pair. The global model is W witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 from fedspan.core.factors import names, personal_pair
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import DenseLoRA
 from fedspan.core.tensors import select, tensor_name
 from fedspan.core.values import (
@@ -32,7 +31,6 @@ from fedspan.core.values import (
     Contribution,
     Group,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -101,7 +99,3 @@ class PFedLoRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors=reduced.mean)
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        whole = layer.out_features * layer.in_features
-        return Traffic(down=whole, up=whole)

@@ -16,7 +16,6 @@ supplement's code freezes it at step 0; here it follows ``model.extras`` (defaul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -31,13 +30,12 @@ from fedspan.core.factors import (
     names,
     reply,
 )
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
+from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import select
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     Reduced,
     ServerState,
@@ -81,7 +79,3 @@ class RoLoRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return state.next(tensors={**state.tensors, **reduced.mean})
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        sizes = {"A": rank * layer.in_features, "B": rank * layer.out_features}
-        return Traffic(down=sizes[alternating_factor(round - 1)] if round else 0, up=sizes[alternating_factor(round)])

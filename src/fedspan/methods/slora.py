@@ -16,7 +16,6 @@ FlexLoRA's code draws a mask for every client; here all have one, as in the pape
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from fedspan.core.factors import lora_job, names, reply
 from fedspan.core.lowrank import leading
-from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic, bounded
+from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.parametrization import Sparse
 from fedspan.core.sparse import chosen, chosen_entries, scattered
 from fedspan.core.tensors import Tensors, tensor_name
@@ -111,8 +110,3 @@ class SLoRA(RegisteredMethod):
             tensors[tensor_name(layer.name, "A")] = Vt.to(own.dtype).contiguous()
             tensors[tensor_name(layer.name, "B")] = (U * S / self.scaling(None)).to(own.dtype)
         return tensors
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        sparse = round < self.sparse_rounds
-        one = chosen(layer.shape, self.density) if sparse else rank * (layer.out_features + layer.in_features)
-        return Traffic(down=one if round else 0, up=one)

@@ -1,28 +1,20 @@
-"""Tensors that a method trains, holds and stores for a target layer, counted on tensors that the method creates itself.
-
-Nothing is declared twice: the method's own ``init``, ``sync`` and ``start`` are called. On a layer of a large model,
-an SVD would take minutes and gigabytes, so three small layers of the same proportions stand in for it: every count is
-a quadratic polynomial in the scale of a layer (factors grow with a side, whole weights with both), which three points
-determine. A fourth point detects methods that round (SLoRA's masks); for those, the layer itself is counted.
-"""
+"""Tensors that a method trains, holds and stores for a target layer, counted on tensors that it creates itself."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedspan.config import MethodConfig
 from fedspan.core.lowrank import LowRank
+from fedspan.core.method import RegisteredMethod
 from fedspan.core.parametrization import Effective
-from fedspan.core.tensors import by_layer, generator
-from fedspan.core.values import Client, Job, LayerSpec, Spec
+from fedspan.core.tensors import by_layer, count
+from fedspan.core.values import Job, LayerSpec, Spec
+from fedspan.planning.shape_inference import ShapeInference
 
 __all__ = ["Computation", "LayerCounts", "StandIn", "count_layer"]
 
@@ -79,89 +71,42 @@ class StandIn:
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Elements of one target layer, in a client's first job and on the server before the first round.
+    """Elements of one target layer.
 
     Args:
-        trained: Elements of every tensor that moves, in order.
-        held: Elements of all tensors of the layer on the client, including the trained ones.
-        kept: Elements of the server's state.
-        computation: Computation of the layer.
+        trained: Elements that move in each job of a client's first two rounds, in order.
+        held: Elements of all tensors of the layer on the client in its first job, including the trained ones.
+        stored: Elements of the server's state before the first round.
+        computation: Computation of the layer in the client's first job.
     """
 
     trained: tuple[int, ...]
     held: int
-    kept: int
+    stored: int
     computation: Computation
 
 
-class _Noise:
-    """Random weights, so that no decomposition is applied to zeros."""
-
-    def __init__(self, layer: LayerSpec) -> None:
-        self._layer = layer
-
-    def weight(self, layer: str) -> Tensor:
-        return torch.randn(self._layer.shape, generator=generator(0, "plan", layer))
-
-    def extra(self, parameter: str) -> Tensor:
-        raise KeyError(parameter)  # no extras are bound here
-
-
-def count_layer(method: MethodConfig, layer: LayerSpec, rank: int, scaling: float, clients: int) -> LayerCounts:
+def count_layer(method: RegisteredMethod, layer: LayerSpec, rank: int) -> LayerCounts:
     """Count the elements of a layer.
 
     Args:
-        method: The method with its options.
+        method: The method, without wrappers; of its spec, only the number of clients matters.
         layer: The target layer.
         rank: Rank of the client.
-        scaling: The client's factor on B A.
-        clients: Clients of the federation.
     """
-    return _count(method.model_dump_json(), layer.shape, layer.kernel, rank, scaling, clients)
-
-
-@lru_cache(maxsize=4096)
-def _count(
-    method: str, shape: tuple[int, int], kernel: tuple[int, int], rank: int, scaling: float, clients: int
-) -> LayerCounts:
-    config, taps = MethodConfig.model_validate_json(method), math.prod(kernel)
-    outputs, channels = shape[0], shape[1] // taps
-    largest = math.gcd(outputs, channels)
-    sides = outputs // largest, channels // largest
-
-    def measured(scale: int) -> tuple[list[int], Computation]:
-        scaled = LayerSpec("layer", sides[0] * scale, sides[1] * scale * taps, kernel)
-        return _measure(config, scaled, rank, scaling, clients)
-
-    # Below twice the rank, a pair of factors is larger than the matrix that it represents, and is replaced by it.
-    least = math.ceil((2 * rank + 1) / min(sides))
-    points, check = (least, least + 1, least + 2), 4 * least
-    if check < largest:  # else four small layers cost as much as the layer itself
-        found = [measured(at) for at in points]
-        rows, (checked, computation) = [counts for counts, _ in found], measured(check)
-        if _extrapolated(points, rows, check) == checked:
-            return _of(_extrapolated(points, rows, largest), computation)
-    return _of(*measured(largest))
-
-
-def _of(counts: Sequence[int], computation: Computation) -> LayerCounts:
-    held, kept, rank, *trained = counts
-    return LayerCounts(tuple(trained), held, kept, replace(computation, rank=rank))
-
-
-def _measure(
-    config: MethodConfig, layer: LayerSpec, rank: int, scaling: float, clients: int
-) -> tuple[list[int], Computation]:
-    method = config.build(Spec((layer,), clients=clients), 0)
-    client = Client("client", rank, scaling, 1, 1.0)
-    state = method.init(_Noise(layer))
-    job = method.start(method.sync(state, client), client, {}, state.round)
-    kept = [*state.tensors.values(), *state.memory.values()]
-    held = sum(value.numel() for value in job.tensors.values())
+    run = ShapeInference(replace(method, spec=Spec((layer,), clients=method.spec.clients)), [rank])
+    state = run.state
     base = sum(delta.numel() for delta in state.base.total.values())
-    trained = [job.tensors[name].numel() for name in job.trainable_names]
-    computation = _computation(job, layer.name)
-    return [held, sum(value.numel() for value in kept) + base, computation.rank, *trained], computation
+    if method.estimate_traffic(layer, rank, 0) is None:
+        jobs = [job for _ in range(2) for job in run.run_round([rank])[rank].jobs]
+    else:
+        jobs = [run.start(rank)[1]]
+    return LayerCounts(
+        trained=tuple(sum(job.tensors[name].numel() for name in job.trainable_names) for job in jobs),
+        held=count(jobs[0].tensors),
+        stored=count(state.tensors) + count(state.memory) + base,
+        computation=_computation(jobs[0], layer.name),
+    )
 
 
 def _computation(job: Job, layer: str) -> Computation:
@@ -194,12 +139,3 @@ def _source(value: Tensor | None, slots: Mapping[str, Tensor]) -> Source:
     if value is None:
         return None
     return "held" if any(value is one for one in slots.values()) else "made"
-
-
-def _extrapolated(points: Sequence[int], counts: Sequence[Sequence[int]], at: int) -> list[int]:
-    """Evaluate Lagrange's polynomials through three points, in whole numbers."""
-    weights = [math.prod(Fraction(at - other, point - other) for other in points if other != point) for point in points]
-    values = [
-        sum(weight * count for weight, count in zip(weights, row, strict=True)) for row in zip(*counts, strict=True)
-    ]
-    return [int(value) if Fraction(value).denominator == 1 else -1 for value in values]  # -1: not a count

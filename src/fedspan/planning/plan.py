@@ -19,7 +19,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.quantized import left_out
 from fedspan.planning.accelerators import Duration, Speed
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, local_training
-from fedspan.planning.traffic import RankCounts, Traffic, extras_of
+from fedspan.planning.traffic import RankCounts, extras_of, plan_traffic
 from fedspan.runs.model_setup import empty_model
 from fedspan.runs.setup import client_ranks
 from fedspan.training.dp_sgd import private_steps
@@ -215,12 +215,11 @@ def plan_run(
     count = clients or config.partition.clients
     spec = replace(planned.adapted.spec, clients=count)
     method = config.build_method(spec)
-    wrapped = config.wrapped(method)
     ids = numbered(count)
     by_client = client_ranks(config, method, ids)
     ranks = [by_client[id] for id in ids]
-    counts = {rank: RankCounts.of(config, method, rank, count) for rank in sorted(set(ranks))}
-    sent = Traffic(config, planned.adapted, wrapped, counts).rounds(ranks)
+    counts = {rank: RankCounts.of(method, rank) for rank in sorted(set(ranks))}
+    sent = plan_traffic(config, planned.adapted, method, ranks)
     first, later = sent[0], sent[1:]
     messages = sum(each.clients for each in later) or 1
     most, extras = counts[max(counts)], extras_of(config, planned.adapted, method)
@@ -268,7 +267,7 @@ def plan_run(
         ),
         server=ServerMemory(
             base=planned.base,
-            state=_FLOAT * most.kept + extras.bytes,
+            state=_FLOAT * most.stored + extras.bytes,
             replies=max(each.up // each.clients for each in sent) * max(2, held),
         ),
         compute=local.compute,

@@ -265,7 +265,7 @@ def refresh_projectors(
     for layer, parametrization in layers.items():
         side, old = parametrization.side, live[tensor_name(layer, "P")]
         if step:
-            _close_segment(live, layer, parametrization)
+            close_segment(live, layer, parametrization)
         live[tensor_name(layer, "P")] = P = new[layer].to(old) if layer in new else old
         for kind, second in (("exp_avg", False), ("exp_avg_sq", True)):
             moment = optimizer.moment(kind, tensor_name(layer, "acc"))
@@ -288,7 +288,7 @@ def _rank(P: Tensor, side: str) -> int:
     return P.shape[0] if side == "right" else P.shape[1]
 
 
-def _close_segment(live: dict[str, Tensor], layer: str, parametrization: Projected) -> None:
+def close_segment(live: dict[str, Tensor], layer: str, parametrization: Projected) -> None:
     acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
     segment = parametrization.pair(acc.detach().clone(), P)
     name_B, name_A = tensor_name(layer, "done_B"), tensor_name(layer, "done_A")

@@ -21,7 +21,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from fedspan.core.method import Claims, Memory, bounded
-from fedspan.core.quantise import pack, packed_size, quantise, unpack
+from fedspan.core.quantise import pack, quantise, unpack
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Contribution, Job, Message, Reduced, ServerState, Trained
 from fedspan.errors import FedspanError
@@ -93,6 +93,3 @@ class FedPAQ(RegisteredWrapper):
             name: start[name] + change[: start[name].numel()].view_as(start[name]) for name, change in changes.items()
         }
         return self.inner.update(state, replace(reduced, mean=mean))
-
-    def upload(self, elements: int) -> int:
-        return packed_size(elements, self.bits)

@@ -21,20 +21,19 @@ with them the variates, which are gradients by the global factors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
-from fedspan.core.method import Claims, Memory, Traffic
+from fedspan.core.method import Claims, Memory
 from fedspan.core.tensors import Tensors, is_extra
 from fedspan.core.values import (
     Client,
     Contribution,
     Job,
-    LayerSpec,
     Message,
     OptimizerSpec,
     Reduced,
@@ -203,12 +202,6 @@ class Scaffold(RegisteredWrapper):
             memory={**after.memory, **with_prefix(PREFIX, now)},
             scalars={**after.scalars, **{PREFIX + name: round for name, round in rounds.items()}},
         )
-
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        inner = self.inner.traffic(layer, rank, cohort, round)
-        # The downlink has the variates that the previous round changed: those of the tensors sent up in it.
-        variates = self.inner.traffic(layer, rank, cohort, round - 1).up if round else 0
-        return Traffic(down=inner.down + variates, up=2 * inner.up)
 
 
 def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:

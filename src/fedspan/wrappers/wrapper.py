@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -67,11 +66,8 @@ class Wrapper(Method):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         return self.inner.update(state, reduced)
 
-    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
-        return self.inner.traffic(layer, rank, cohort, round)
-
-    def upload(self, elements: int) -> int:
-        return self.inner.upload(elements)
+    def estimate_traffic(self, layer: LayerSpec, rank: int, round: int) -> Traffic | None:
+        return self.inner.estimate_traffic(layer, rank, round)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,254 @@
+"""A method's rounds without values: its own functions run on tensors that have only a shape and a dtype.
+
+Torch's meta device computes the shapes of almost every result, so a round costs milliseconds on a layer of any size.
+No values means that none can decide anything: a number that a method reads from a tensor is 1, and a comparison is
+false (HetLoRA, for example, prunes nothing). A method whose messages have sizes that depend on values defines
+``Method.estimate_traffic``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fedspan.core.method import Memory, Method, RegisteredMethod, Traffic
+from fedspan.core.parametrization import Projected
+from fedspan.core.tensors import Tensors
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Job,
+    Message,
+    OptimizerState,
+    Reduced,
+    Spec,
+    StackItem,
+    Trained,
+)
+from fedspan.federation.serialization import payload_size
+from fedspan.training.engine import close_segment
+from fedspan.wrappers.wrapper import Wrapper
+
+__all__ = ["Exchange", "ShapeInference", "bare_method", "count_traffic", "with_bare_method"]
+
+
+def _svd(matrix: Tensor, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = matrix.shape
+    rank = min(rows, columns)
+    U, Vt = (rows, rows if full_matrices else rank), (columns if full_matrices else rank, columns)
+    return matrix.new_empty(U), matrix.new_empty(rank), matrix.new_empty(Vt)
+
+
+def _qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = matrix.shape
+    return matrix.new_empty(rows, min(rows, columns)), matrix.new_empty(min(rows, columns), columns)
+
+
+def _geqrf(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(matrix), matrix.new_empty(min(matrix.shape))
+
+
+def _elementwise(left: Any, right: Any) -> Tensor:
+    shapes = {value.shape for value in (left, right) if isinstance(value, Tensor)}
+    shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else shapes.pop()
+    return torch.empty(shape, dtype=torch.result_type(left, right))
+
+
+_SHAPES: Mapping[Any, Callable[..., Any]] = {
+    torch.geqrf: _geqrf,
+    torch.linalg.qr: _qr,
+    torch.linalg.svd: _svd,
+    Tensor.clamp_min: lambda value, least: torch.empty_like(value),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.sub, Tensor.__sub__), _elementwise),
+}
+"""Frequent operations whose shapes the meta device computes slowly, and one (``geqrf``) that it lacks."""
+
+_READS = {"item": 1.0, "__float__": 1.0, "__int__": 1, "__index__": 1, "__bool__": False}
+"""Results of reading a tensor's value."""
+
+
+class _Shapes(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            return _READS[name]
+        return _SHAPES.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_values() -> Generator[None]:
+    with torch.device("meta"), _Shapes():
+        yield
+
+
+class _Weights:
+    """The pretrained model, without values."""
+
+    def __init__(self, spec: Spec, extras: Tensors) -> None:
+        self._shapes, self._extras = {layer.name: layer.shape for layer in spec.layers}, extras
+
+    def weight(self, layer: str) -> Tensor:
+        return torch.empty(self._shapes[layer])
+
+    def extra(self, parameter: str) -> Tensor:
+        return self._extras[parameter]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A client's half of a round.
+
+    Args:
+        down: Message to the client.
+        jobs: Jobs that the client trains, one after another.
+        up: Reply of the client.
+    """
+
+    down: Message
+    jobs: tuple[Job, ...]
+    up: Message
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of both messages."""
+        return Traffic(payload_size(self.down), payload_size(self.up))
+
+
+class ShapeInference:
+    """The rounds of a method for clients that participate in all of them.
+
+    Args:
+        method: Method to run, with its wrappers. Its spec may have one target layer at most: the mode under which
+            values are left out is that of a single thread.
+        ranks: Ranks that clients have.
+        extras: Tensors on the meta device of the spec's extras and their buffers, by path.
+    """
+
+    def __init__(self, method: Method, ranks: Iterable[int], extras: Tensors = MappingProxyType({})) -> None:
+        self._method = method
+        self._memories: dict[int, Memory] = {rank: {} for rank in ranks}
+        with _without_values():
+            self.state = method.init(_Weights(method.spec, extras))
+
+    def start(self, rank: int) -> tuple[Message, Job]:
+        """Return the message to a client of a rank in the current round, and its first job."""
+        with _without_values():
+            client, round = self._client(rank), self.state.round
+            message = self._method.sync(self.state, client)
+            return message, self._method.start(message, client, self._memories[rank], round)
+
+    def run_round(self, cohort: Sequence[int]) -> dict[int, Exchange]:
+        """Run the current round.
+
+        Args:
+            cohort: Ranks of the clients that reply, on which the next state depends.
+
+        Returns:
+            The exchange with a client of every rank, whether or not one replies.
+        """
+        exchanges = {rank: self._exchange(rank) for rank in self._memories}
+        with _without_values():
+            parts = {
+                rank: self._method.contribute(exchanges[rank].up, self._client(rank)) for rank in sorted(set(cohort))
+            }
+            self.state = self._method.update(self.state, self._reduced(cohort, parts))
+        return exchanges
+
+    def _client(self, rank: int) -> Client:
+        return Client(f"rank {rank}", rank, 1.0, 1, 1.0, self.state.round - 1 if self.state.round else None)
+
+    def _exchange(self, rank: int) -> Exchange:
+        (down, job), client, memory = self.start(rank), self._client(rank), self._memories[rank]
+        jobs = [job]
+        with _without_values():
+            while True:
+                result, memory = self._method.finish(jobs[-1], _trained(jobs[-1]), client, memory, self.state.round)
+                if isinstance(result, Message):
+                    break
+                jobs.append(result)
+        self._memories[rank] = memory
+        return Exchange(down, tuple(jobs), result)
+
+    def _reduced(self, cohort: Sequence[int], parts: Mapping[int, Contribution]) -> Reduced:
+        mean = {name: value for part in parts.values() for name, value in part.sum.items()}
+        share = 1 / len(cohort)
+        stack = tuple(
+            StackItem(replace(self._client(rank), id=f"client {number}"), share, parts[rank].stack)
+            for number, rank in enumerate(cohort)
+            if parts[rank].stack
+        )
+        return Reduced(mean, stack, len(cohort))
+
+
+def _trained(job: Job) -> Trained:
+    """Return a job's tensors as training leaves them: projector refreshes are all that changes a shape."""
+    tensors, steps = dict(job.tensors), 1 if job.steps is None else job.steps
+    if job.refresh is not None and job.refresh.period:
+        projected = {layer: one for layer, one in job.parametrization.items() if isinstance(one, Projected)}
+        for _ in range(job.refresh.period, steps, job.refresh.period):
+            for layer, parametrization in projected.items():
+                close_segment(tensors, layer, parametrization)
+    trained = {name: tensors[name] for name in job.trainable_names}
+    moments = OptimizerState({"exp_avg": trained, "exp_avg_sq": trained}, dict.fromkeys(trained, steps))
+    return Trained(tensors, moments, steps, 1.0, trained if job.want_gradient or not steps else {})
+
+
+def bare_method(method: Method) -> RegisteredMethod:
+    """Return the method inside its wrappers."""
+    while isinstance(method, Wrapper):
+        method = method.inner
+    assert isinstance(method, RegisteredMethod)
+    return method
+
+
+def with_bare_method(method: Method, bare: RegisteredMethod) -> Method:
+    """Put a method's wrappers around another method."""
+    return replace(method, inner=with_bare_method(method.inner, bare)) if isinstance(method, Wrapper) else bare
+
+
+def count_traffic(
+    method: Method, ranks: Iterable[int], cohorts: Sequence[Sequence[int]], extras: Tensors = MappingProxyType({})
+) -> list[dict[int, Traffic]]:
+    """Count the bytes that clients that participate in every round receive and send, by round and rank.
+
+    Apart from the state, methods distinguish rounds by parity and by their own whole-number options (FedLoRU's ``tau``,
+    SLoRA's ``sparse_rounds``). If all cohorts are alike, and the rounds after these numbers repeat with a period, the
+    later rounds are therefore not run.
+
+    Args:
+        method: Method with its wrappers; its spec has one target layer, or only extras.
+        ranks: Ranks that clients have.
+        cohorts: Ranks of the clients that reply, by round.
+        extras: Tensors on the meta device of the spec's extras and their buffers, by path.
+    """
+    layers, ranks = method.spec.layers, sorted(set(ranks))
+    if layers and method.estimate_traffic(layers[0], ranks[0], 0) is not None:
+        return [
+            {rank: traffic for rank in ranks if (traffic := method.estimate_traffic(layers[0], rank, number))}
+            for number in range(len(cohorts))
+        ]
+    bare = bare_method(method)
+    options = [getattr(bare, one.name) for one in fields(bare) if one.name not in ("seed", "r")]
+    largest = max([2, *(value for value in options if type(value) is int)])
+    run, rows = ShapeInference(method, ranks, extras), list[dict[int, Traffic]]()
+    alike = len({tuple(sorted(cohort)) for cohort in cohorts}) == 1
+    for number, cohort in enumerate(cohorts):
+        period = _period(rows, largest) if alike and number >= 2 * largest + 4 else None
+        if period is not None:
+            rows.append(rows[-period])
+        else:
+            rows.append({rank: exchange.traffic for rank, exchange in run.run_round(cohort).items()})
+    return rows
+
+
+def _period(rows: Sequence[object], largest: int) -> int | None:
+    """Return the shortest period, at most ``largest``, with which the last ``largest + 2`` rows repeat earlier ones."""
+    tail = range(len(rows) - largest - 2, len(rows))
+    return next((period for period in range(1, largest + 1) if all(rows[at] == rows[at - period] for at in tail)), None)
