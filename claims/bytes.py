@@ -1,7 +1,7 @@
 """What every method sends, off the ledgers of real runs, against what its paper says that it sends.
 
-``python claims/bytes.py`` takes some minutes. The formulas are the papers', written down here by themselves: nothing that
-a plan counts is used. A paper counts numbers; here they are numbers of 4 bytes, of one client and one
+``python claims/bytes.py`` takes some minutes. The formulas are the papers', written down here by themselves: nothing
+that a plan counts is used. A paper counts numbers; here they are numbers of 4 bytes, of one client and one
 round in which everybody takes part, after the first two rounds (whose differences the methods' pages give).
 """
 

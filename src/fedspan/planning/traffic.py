@@ -95,7 +95,7 @@ class RankCounts:
 
 def kinds_of(spec: Spec) -> Counter[LayerSpec]:
     """Count the target layers of each shape."""
-    return Counter(LayerSpec("layer", *layer.shape, layer.kernel) for layer in spec.layers)
+    return Counter(LayerSpec("", *layer.shape, layer.kernel) for layer in spec.layers)
 
 
 def plan_traffic(
