@@ -23,7 +23,7 @@ from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, 
 from fedspan.training.optimizers import LocalOptimizer, clip, join_states
 from fedspan.training.prefix import PrefixCaches
 
-__all__ = ["Engine", "Moments", "Trainer", "dropout_mask", "refresh_due", "refresh_projectors"]
+__all__ = ["Engine", "Moments", "Trainer", "close_segment", "dropout_mask", "refresh_due", "refresh_projectors"]
 
 
 class Engine(Protocol):
@@ -289,6 +289,7 @@ def _rank(P: Tensor, side: str) -> int:
 
 
 def close_segment(live: dict[str, Tensor], layer: str, parametrization: Projected) -> None:
+    """Move a layer's ``acc, P`` to its finished segments ``done_B, done_A``, in ``live``; ``acc`` restarts at 0."""
     acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
     segment = parametrization.pair(acc.detach().clone(), P)
     name_B, name_A = tensor_name(layer, "done_B"), tensor_name(layer, "done_A")
