@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["FedspanError", "nearest", "similar"]
+__all__ = ["FedspanError", "escape_controls", "nearest", "similar"]
 
 
 class FedspanError(Exception):
@@ -70,6 +71,17 @@ def _shown(value: object) -> str:
         return repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, lists inside lists without end
         return f"<{type(value).__name__}>"
+
+
+def escape_controls(text: str) -> str:
+    """Return a text from another machine so that a terminal shows it and obeys nothing in it.
+
+    Control, format and unassigned characters (Unicode category C: escape sequences, line breaks, changes of direction)
+    become backslash escapes.
+    """
+    return "".join(
+        char if unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def similar(name: str, known: Iterable[str], count: int = 3) -> list[str]:

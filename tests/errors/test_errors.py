@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import fedspan
-from fedspan.errors import FedspanError, nearest, similar
+from fedspan.deployment.handshake import Introduction
+from fedspan.errors import FedspanError, escape_controls, nearest, similar
+from fedspan.federation.protocol import _ReplyHeader
 
 SOURCE = Path(fedspan.__file__).parent
 
@@ -51,6 +56,27 @@ def test_the_nearest_names_are_suggested() -> None:
     assert nearest("zzz", "abcdefgh") == "Possible values: 'a', 'b', 'c', 'd', 'e', 'f', ..."
     assert nearest("zzz", []) == ""
     assert similar("zzz", "ab") == []
+
+
+def test_texts_of_other_machines_do_nothing_to_a_terminal() -> None:
+    attack = "\x1b]0;owned\x07\x1b[2J\r\n\u202etxt\x9b31m\u200b\ud800 ok"
+    shown = escape_controls(attack)
+    assert shown == r"\x1b]0;owned\x07\x1b[2J\r\n\u202etxt\x9b31m\u200b\ud800 ok"
+    assert shown.isprintable()
+    assert escape_controls(shown) == shown
+    assert escape_controls("Größe zu klein: 3 < 5 — 日本") == "Größe zu klein: 3 < 5 — 日本"
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (_ReplyHeader, {"task": "train", "round": 0, "attempt": 0, "id": "a", "failed": "\x1b[2J"}),
+        (Introduction, {"id": "a", "version": "1", "refused": "\x1b[2J"}),
+    ],
+)
+def test_reasons_of_a_node_are_escaped_where_they_are_read(kind: type[BaseModel], values: dict[str, Any]) -> None:
+    read = kind.model_validate_json(json.dumps(values))
+    assert (getattr(read, "failed", None) or getattr(read, "refused", None)) == r"\x1b[2J"
 
 
 def phrases() -> list[tuple[str, str]]:

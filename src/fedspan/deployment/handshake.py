@@ -17,7 +17,7 @@ from pydantic import Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Count, Envelope, HeaderPart, Name
+from fedspan.federation.protocol import Count, Envelope, HeaderPart, Name, Reason
 from fedspan.runs.model_setup import PROBLEMS, RunModel
 
 __all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
@@ -75,7 +75,7 @@ class Introduction(HeaderPart):
     version: Name
     examples: Count = 0
     base: Annotated[str, Field(max_length=64)] = ""
-    refused: Annotated[str, Field(max_length=4096)] | None = None
+    refused: Reason | None = None
 
     def envelope(self) -> Envelope:
         """Encode as an envelope."""

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Message, OptimizerState, Trained
+from fedspan.errors import escape_controls
 from fedspan.federation import serialization
 from fedspan.federation.progress import Progress
 from fedspan.training.jobs import Assignment
@@ -30,6 +31,7 @@ __all__ = [
     "OrderEncoder",
     "Orders",
     "Part",
+    "Reason",
     "Reply",
     "ScoredPart",
     "Scores",
@@ -52,6 +54,8 @@ OrderKind = Literal["train", "evaluate", "export"]
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
+Reason = Annotated[str, Field(max_length=4096), AfterValidator(escape_controls)]
+"""Why another machine refused or failed, in its own words: it goes to logs and terminals."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class _ReplyHeader(HeaderPart):
     id: Name
     parts: tuple[Part, ...] = ()
     scores: dict[ScoredPart, Scores] = Field(default_factory=dict)
-    failed: Annotated[str, Field(max_length=4096)] | None = None
+    failed: Reason | None = None
     lost: bool = False
 
 

@@ -29,7 +29,17 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from fedspan.core.tensors import Tensors
-from fedspan.federation.protocol import FORMAT, Count, Envelope, HeaderPart, Name, Order, decode_order, read_header
+from fedspan.federation.protocol import (
+    FORMAT,
+    Count,
+    Envelope,
+    HeaderPart,
+    Name,
+    Order,
+    Reason,
+    decode_order,
+    read_header,
+)
 
 __all__ = [
     "MASKED",
@@ -144,7 +154,7 @@ class PhaseReply(BinaryPart):
     format: Literal[1] = FORMAT
     id: Name
     session: Count
-    failed: Annotated[str, Field(max_length=4096)] | None = None
+    failed: Reason | None = None
 
     def envelope(self) -> Envelope:
         """Encode as an envelope."""
