@@ -329,3 +329,12 @@ def test_a_natural_column_with_a_gap_is_refused(refused: Refused) -> None:
     data = datasets.Dataset.from_dict({"text": ["t"] * 3, "label": [0, 1, 0], "ward": ["a", " ", "b"]})
     config = PartitionConfig(partitioner="natural", column="ward")
     refused("partition.column", "ward", ["number 2 has none"], partition, data, config, 0)
+
+
+def test_an_id_that_no_header_takes_is_refused() -> None:
+    names = ["a" * 256, "b" * 257]
+    dataset = datasets.Dataset.from_dict({"label": [0, 1] * 10, "site": names * 10})
+    config = PartitionConfig(partitioner="natural", column="site")
+    with pytest.raises(FedspanError, match=r"`partition\.column`: a value of 257 characters.*at most 256 characters"):
+        partition(dataset, config, 0)
+    assert len(partition(dataset.filter(lambda row: row["site"] == names[0]), config, 0).clients) == 1

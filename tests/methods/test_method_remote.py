@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedspan.clients.host import Host, refuse
@@ -78,3 +80,24 @@ def test_rounds_between_machines_have_the_bits_of_those_on_one(
         if mine is not None and found is not None:
             assert mine.by_client == {id: pytest.approx(row) for id, row in found.by_client.items()}
             assert mine.pooled["accuracy"] == pytest.approx(found.pooled["accuracy"])
+
+
+def test_one_node_cannot_hide_or_outweigh_a_metric(tiny_folder: Path, prepared: Prepared, tmp_path: Path) -> None:
+    """A row that lacks a metric is excluded and its client named; a stated number of examples is no weight."""
+    federation = tiny.variant(prepared, method_config(tiny_folder, "fedit")).federation
+    evaluator, ids = RemoteEvaluator(federation, 32), sorted(federation.clients)
+    rows = {id: {"accuracy": 0.5, "examples": 4.0} for id in ids}
+    liar, silent = ids[0], ids[1]
+    rows[liar] = {"accuracy": 1.0, "examples": 1e15}
+    rows[silent] = {"loss": 0.1, "examples": 4.0}
+    for id in ids:
+        member = federation.clients[id]
+        nothing = np.empty(0, np.int64)
+        federation.clients = {**federation.clients, id: replace(member, validation=nothing)}
+    scores = evaluator._pooled("validation", rows)
+    assert scores is not None
+    assert silent not in scores.by_client
+    assert [failure.client for failure in federation.beside().failures] == [silent]
+    weight = float(federation.clients[liar].client.examples)
+    assert scores.by_client[liar]["examples"] == weight
+    assert scores.pooled["accuracy"] == pytest.approx((weight + 0.5 * 8) / (weight + 8))

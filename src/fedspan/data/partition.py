@@ -25,6 +25,8 @@ _FORMAT = "fedspan-partition-1"
 """Header of a fingerprint's text; the first file format: one object per client."""
 _FLAT = "fedspan-partition-2"
 """The second file format: the arrays of ``ClientParts``."""
+_LONGEST_ID = 256
+"""Longest id of a client, as headers have it (``federation.protocol.Name``)."""
 _SPLITS = ("train", "validation", "test")
 
 
@@ -228,6 +230,11 @@ def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fie
             change.
     """
     shares = assign(dataset, config, seed, field)
+    if long := next((id for id in shares.ids if len(id) > _LONGEST_ID), None):
+        problem = f"a value of {len(long)} characters, {long[:40]!r} and so on, is too long for a client's id"
+        raise FedspanError(
+            f"{field}.column", config.column, f"values of at most {_LONGEST_ID} characters", problem=problem
+        )
     return Partition(_split(shares, config, seed), len(dataset))
 
 

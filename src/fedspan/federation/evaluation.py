@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from fedspan.core.values import Job
 from fedspan.federation import serialization
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
-from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, Scores, open_reply
+from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPart, Scores, open_reply
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
@@ -217,14 +218,27 @@ class RemoteEvaluator(Evaluator):
 
         assert federation.transport is not None, "clients in this process are evaluated here"
         federation.transport.exchange(Orders("evaluate", self.ids, order), replied, federation.rules.deadline)
-        return _pooled(found["validation"]), _pooled(found["test"])
+        return self._pooled("validation", found["validation"]), self._pooled("test", found["test"])
 
+    def _pooled(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:
+        """Pool the metrics that most clients report; clients that lack one of them are excluded and recorded."""
+        rows = {id: dict(by_client[id]) for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
+        counts = Counter(name for row in rows.values() for name in row)
+        names = [name for name, count in counts.items() if 2 * count > len(rows)]
+        for id in list(rows):
+            if missing := [name for name in names if name not in rows[id]]:
+                self.federation.note(Failure(id, 0, f"not measured: no {missing[0]} of its {part} part", "evaluate"))
+                del rows[id]
+            else:
+                rows[id]["examples"] = self._weight(id, part, rows[id]["examples"])
+        if not rows:
+            return None
+        weights = np.array([row["examples"] for row in rows.values()])
+        pooled = {name: float(np.average([row[name] for row in rows.values()], weights=weights)) for name in names}
+        return ClientScores({**pooled, "examples": float(weights.sum())}, rows)
 
-def _pooled(by_client: Mapping[str, Scores]) -> ClientScores | None:
-    rows = {id: dict(by_client[id]) for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
-    if not rows:
-        return None
-    names = [name for name in next(iter(rows.values())) if all(name in row for row in rows.values())]
-    weights = np.array([row["examples"] for row in rows.values()])
-    pooled = {name: float(np.average([row[name] for row in rows.values()], weights=weights)) for name in names}
-    return ClientScores({**pooled, "examples": float(weights.sum())}, rows)
+    def _weight(self, id: str, part: ScoredPart, stated: float) -> float:
+        """Return a client's weight: its number of examples, or a stated one that is at most its training examples."""
+        member = self.federation.clients[id]
+        known = len(getattr(member, part))
+        return float(known) if known else min(stated, float(max(1, member.client.examples)))
