@@ -23,6 +23,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -131,7 +132,7 @@ def _base(folder: Path) -> dict[str, Any]:
         "method": {"name": "fedit", "r": 2, "lora_alpha": 4},
         "federation": {"rounds": 3, "clients_per_round": 2},
         "training": {"lr": 0.02, "local_steps": 3, "batch_size": 4},
-        "evaluation": {"batch_size": 32},
+        "evaluation": {"batch_size": 32, "metric": "loss"},  # no two rounds are equal by it
     }
 
 
@@ -299,7 +300,7 @@ def _join(deployment: Any, folder: Path, case: str = "") -> None:
     """Have all nodes join, anew if they had joined, with the data of a case."""
     for site in SITES:
         if site in deployment.processes:
-            deployment.end(site)
+            deployment.end(site, signal.SIGTERM)
         train = folder / "inputs" / f"{site}.csv"
         columns = {"label": "target"} if case == "regression" else {}
         if case == "image-classification":
