@@ -262,7 +262,7 @@ def test_values_are_yaml() -> None:
             "`training.rate`: there is no such field. ",
         ),
         ({"over": {"method.r": "4,zwei"}}, "`method.r`: 'zwei' is not accepted. Expected a valid integer."),
-        ({"over": {"training.lr": "0.1,-1"}}, "`training.lr`: -1 is not accepted. Expected a value greater than 0"),
+        ({"over": {"training.lr": "0.1,-1"}}, "`training.lr`: -1 is not accepted. Expected a number above 0"),
         (
             {"over": {"seed": "1,2"}},
             "`--over`: 'seed=1' changes seed, which must be the same",
