@@ -121,12 +121,20 @@ def _save_images(folder: Path) -> None:
             Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{number}.png")
 
 
+def _start() -> dict[str, str]:
+    """A random head on Transformers' own classifier, as in checkouts that know nothing else."""
+    from fedspan.config import ModelConfig
+
+    wanted = {"head_init": "random", "pooling": "stock"}
+    return {name: value for name, value in wanted.items() if name in ModelConfig.model_fields}
+
+
 def _base(folder: Path) -> dict[str, Any]:
     return {
         "seed": 3,
         "device": "cpu",
         "threads": 1,
-        "model": {"name": str(folder / "bert"), "target_modules": TARGETS, "max_length": 16},
+        "model": {"name": str(folder / "bert"), "target_modules": TARGETS, "max_length": 16, **_start()},
         "data": {"train": str(folder / "all.csv"), "test_fraction": 0.0, "labels": list(LABELS)},
         "partition": {"partitioner": "natural", "column": "site", "validation": 0.1, "test": 0.1},
         "method": {"name": "fedit", "r": 2, "lora_alpha": 4},

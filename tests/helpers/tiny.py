@@ -127,7 +127,12 @@ def settings(folder: Path, kind: str = "bert", **changes: Mapping[str, Any]) -> 
     values: dict[str, Any] = {
         "seed": 3,
         "device": "cpu",
-        "model": {"name": str(folder / kind), "target_modules": GPT2 if kind == "gpt2" else BERT, "max_length": 16},
+        "model": {
+            "name": str(folder / kind),
+            "target_modules": GPT2 if kind == "gpt2" else BERT,
+            "max_length": 16,
+            "head_init": "random",
+        },
         "data": {"train": str(folder / "corpus.csv"), "test_fraction": 0.1},
         "partition": {"partitioner": "natural", "column": "site"},
         "method": {"name": "fedit", "r": 2, "lora_alpha": 4},

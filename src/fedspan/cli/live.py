@@ -107,7 +107,8 @@ class RunView(Listener):
     def round_finished(self, row: Mapping[str, Any]) -> None:
         assert self._effort is not None
         self.done = row["round"]
-        self._effort.round(self.done)
+        if self.done:
+            self._effort.round(self.done)
         self._losses.clear()
         self._now = "training" if self.done < self.rounds else "measuring the best round"
         self._print(self._row(row))
@@ -160,8 +161,8 @@ class RunView(Listener):
             style = f"bold {style}"
         moved, named = row["bytes"], self._widths()[_WORST] - 8
         cells = (
-            f"{row['round']}/{self.rounds}",
-            number(row["loss"]),
+            f"{row['round']}/{self.rounds}" if row["round"] else "start",
+            number(row["loss"]) if "loss" in row else "-",
             score(metric, validation.get(metric)),
             score(metric, test.get(metric)),
             "-" if worst is None else f"{one_line(worst['client'], named)} {score(metric, worst[metric])}",

@@ -40,9 +40,10 @@ _TRUTH = {"sequence-classification": "label", "image-classification": "label", "
 def show_report(out: Console, report: RunReport, folder: Path) -> None:
     """Print the report of the run in ``folder``."""
     out.print(_scores(report))
-    if said := _gain(report):
-        out.print(Text(said))
-        out.print()
+    for said in (_gain(report), _start(report)):
+        if said:
+            out.print(Text(said))
+            out.print()
     for line in _failures(report):
         out.print(Text.assemble((f"{'failures':<10}", "dim"), one_line(line, max(40, out.width - 10))))
     for warning in report.warnings:
@@ -117,7 +118,11 @@ def _scores(report: RunReport) -> Table:
     if own:
         table.add_column("own tests\nmean", justify="right")
         table.add_column("own tests\nworst client", justify="right", no_wrap=True)
-    rows = {report.method: report.scores, **{name: made["scores"] for name, made in report.baselines.items()}}
+    rows = {
+        report.method: report.scores,
+        **({"start": report.start} if report.start else {}),
+        **{name: made["scores"] for name, made in report.baselines.items()},
+    }
     for name, scores in rows.items():
         cells: list[str] = []
         if heldout:
@@ -150,6 +155,23 @@ def _gain(report: RunReport) -> str:
     return f"Held-out {METRICS[metric].title} is {' and '.join(parts)}." if parts else ""
 
 
+def _start(report: RunReport) -> str:
+    """Describe how the heads in the table started."""
+    if not report.start:
+        return ""
+    kind = report.start["head_init"]
+    whose = {
+        "local": "of a client alone from those of its own",
+        "centralised": "of the central model from those of all",
+    }
+    others = [text for name, text in whose.items() if name in report.baselines]
+    return (
+        f"The head starts from statistics of all clients' examples ({kind})"
+        + "".join(f", {one}" for one in others)
+        + "."
+    )
+
+
 def _apart(difference: float, percent: bool) -> str:
     apart = f"{abs(100 * difference):.1f} points" if percent else f"{abs(difference):.4f}"
     if not float(apart.split()[0]):
@@ -160,6 +182,11 @@ def _apart(difference: float, percent: bool) -> str:
 def peft_snippet(adapter: Path) -> list[str]:
     """Return a few lines of Python that load an adapter, or a model that was exported whole."""
     notes = json.loads((adapter / "fedspan.json").read_text(encoding="utf-8"))
+    if notes["pooling"] is not None:
+        return [
+            "import sentence_transformers",
+            f'model = sentence_transformers.SentenceTransformer("{adapter}")  # model.encode(texts): the logits',
+        ]
     if not (adapter / "adapter_config.json").is_file():
         own = ["import fedspan.models.resnet"] if architecture_of(notes["base_model"]) else []
         auto, _ = _CLASSES[notes["task"]]

@@ -18,11 +18,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from fedspan.clients.statistics import StatisticsLimits, client_statistics, open_order
 from fedspan.clients.store import ClientState, ClientStore, LostStateError, OverlayMapping, overlay
 from fedspan.core.base import BaseUpdate, apply_patch
 from fedspan.core.method import Memory, Method
-from fedspan.core.values import Client, Job, Message, OptimizerState, Trained
+from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.privacy import order_charges, privatize, training_noise
@@ -95,6 +97,7 @@ class Host:
         export: Function that writes the model of a job, given a base and a round; None: the clients export nothing.
         secure: Each client's half of secure aggregation; None: the run has none.
         reveals_losses: Report training losses although they are computed from raw data under local privacy.
+        limits: What the owner of the data allows of statistics for the head's start; None: everything.
     """
 
     def __init__(
@@ -109,10 +112,11 @@ class Host:
         secure: Mapping[str, SecureClient] | None = None,
         *,
         reveals_losses: bool = False,
+        limits: StatisticsLimits | None = None,
     ) -> None:
         self.method, self.engine, self.clients = method, engine, clients
         self.examples, self.store, self.batch_size, self.export = examples, store, batch_size, export
-        self.secure, self.reveals_losses = secure, reveals_losses
+        self.secure, self.reveals_losses, self.limits = secure, reveals_losses, limits or StatisticsLimits()
         self.tamper: Callable[[Order, Message, Message], Message] | None = None
         """In a simulation of faulty clients: takes an order, its decoded message and the honest reply; returns what the
         client sends."""
@@ -154,6 +158,8 @@ class Host:
         self._member(order)
         if order.task == "evaluate":
             return self._evaluated(order)
+        if order.task == "statistics":
+            return self._statistics(order)
         if order.task == "export":
             return self._exported(order)
         answers: list[Reply] = []
@@ -294,6 +300,35 @@ class Host:
         job, kept = self._start(order, self._message(order))
         self.export(job, kept.base, order.round)
         return Reply("export", order.round, order.attempt, order.to)
+
+    def _statistics(self, order: Order) -> Reply:
+        member, client = self._member(order), order.client
+        if client is None or client.id != order.to:
+            raise ValueError("an order for statistics names another client, or none")
+        self._require_secure(order)
+        kind, bound, message = open_order(self._message(order))
+        if not self.limits.allowed:
+            raise FedspanError("limits.head_statistics", kind, problem="no statistics of examples leave this node")
+        if self.engine.settings.privacy is not None:
+            problem = "statistics of features are not privatized"
+            raise FedspanError("training.privacy", kind, "model.head_init: random", problem=problem)
+        if message.tensors or message.base is not None:
+            job, _ = self._start(order, message)
+        else:  # the pretrained model, whatever base the server's state has
+            job = None
+            self.engine.adapted.set_base(BaseUpdate())
+        least = self.limits.class_examples
+        try:
+            found = client_statistics(self.engine, job, self.examples, member.train, kind, bound, least)
+        finally:
+            if self._shared is not None:
+                self.engine.adapted.set_base(self._shared)
+        body = serialization.encode(Message(found))
+        if order.secure is not None:
+            secure = self._secure_client(order.to, order.secure.session)
+            zeros = {name: torch.zeros_like(value) for name, value in found.items()}
+            body = serialization.encode(secure.masked(order, order.secure, Contribution(sum=found), zeros))
+        return Reply("statistics", order.round, order.attempt, order.to, body=body)
 
     def _evaluated(self, order: Order) -> Reply:
         member = self._member(order)

@@ -54,6 +54,17 @@ class NodeLimits(Section):
         description="Clients, this one and those that mask with it, without whom it gives nothing that removes masks; "
         "2 where a sum of two is hidden well enough.",
     )
+    head_statistics: bool = Field(
+        default=True,
+        description="Send statistics that a run's head starts from (model.head_init): averages of the features of this "
+        "node's examples, and how many of them have each label. false: the head starts without this node.",
+    )
+    class_examples: int = Field(
+        default=1,
+        ge=1,
+        description="Examples that a label needs here to be counted in these statistics; examples of rarer labels are "
+        "left out.",
+    )
     message_mib: int = Field(default=1024, ge=1, le=2048, description="MiB of a message, at most, in and out.")
 
     @property

@@ -20,6 +20,7 @@ from fedspan.config.rates import training_defaults
 from fedspan.config.section import Section
 from fedspan.config.simulation import SimulationConfig
 from fedspan.core.factors import require_rank
+from fedspan.core.heads import HeadKind
 from fedspan.core.method import Method, RegisteredMethod
 from fedspan.core.values import OptimizerSpec, Spec
 from fedspan.data.columns import TaskName
@@ -79,6 +80,18 @@ class ModelConfig(Section):
     )
     extras_lr_scale: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Learning rate of the extras, as a multiple of training.lr."
+    )
+    pooling: Literal["auto", "stock", "mean", "cls", "max", "last"] = Field(
+        default="auto",
+        description="Of texts, before the head. stock: Transformers' own classifier. mean, max, cls, last: over an "
+        "encoder's last hidden states, normalised where its modules.json has it. auto: a sentence encoder's own, which "
+        "it was trained with; stock for all others.",
+    )
+    head_init: Literal["auto", "class-means", "lda", "least-squares", "random"] = Field(
+        default="auto",
+        description="How the head starts: from all clients' statistics of the features that enter it, in one exchange "
+        "before the first round, or random. auto: by task and model; random where the statistics do not apply. See "
+        "docs/head-start.md.",
     )
     adapter: str | None = Field(default=None, min_length=1, description="Folder of a PEFT LoRA adapter to start from.")
     max_length: int = Field(
@@ -240,6 +253,7 @@ class RunConfig(Section):
                 problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
                 raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, problem=problem)
         self._require_simulated()
+        self._require_head()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         self._require_training_fit()
         metrics = METRICS_OF[self.task]
@@ -247,6 +261,60 @@ class RunConfig(Section):
             expected = f"a metric of {self.task}: {', '.join(metrics)}"
             raise FedspanError("evaluation.metric", self.evaluation.metric, expected)
         return self
+
+    @property
+    def head_kind(self) -> tuple[HeadKind | None, str | None]:
+        """Kind of start of the head (None: random), and the reason if ``auto`` does without statistics."""
+        wanted = self.model.head_init
+        if wanted == "random":
+            return None, None
+        classifies, regression = self.task in CLASSIFIERS, self.task == "regression"
+        if (not classifies and not regression) or self.model.scratch:
+            return None, None
+        if why := self._head_refusal():
+            return None, why
+        if wanted != "auto":
+            return wanted, None
+        return ("least-squares" if regression else "lda"), None
+
+    def _head_refusal(self) -> str | None:
+        """Return why the head of this run cannot start from statistics; None if it can."""
+        reasons = {
+            f"statistics of features are not privatized ({'' if self.privacy is None else self.privacy.mechanism})": (
+                self.privacy is not None
+            ),
+            f"federation.reduction: {self.federation.reduction} does not apply to statistics": (
+                self.federation.reduction != "mean"
+            ),
+            "a secure sum needs bounded numbers, and those of a regression have no bound": (
+                self.task == "regression" and self.federation.secure is not None
+            ),
+        }
+        return next((why for why, holds in reasons.items() if holds), None)
+
+    def _require_head(self) -> None:
+        """Check that pooling and head_init fit the task and the model.
+
+        Raises:
+            FedspanError: If they do not.
+        """
+        texts = self.task in ("sequence-classification", "regression")
+        if self.model.pooling not in ("auto", "stock") and not texts:
+            problem = f"{self.model.pooling} cannot be combined with {self.task}, which pools no texts"
+            raise FedspanError("model.pooling", self.model.pooling, "auto", problem=problem)
+        wanted = self.model.head_init
+        if wanted in ("auto", "random"):
+            return
+        right = {"regression": ("least-squares",), **dict.fromkeys(CLASSIFIERS, ("class-means", "lda"))}
+        allowed = right.get(self.task, ())
+        if wanted not in allowed:
+            expected = " or ".join((*allowed, "random", "auto"))
+            raise FedspanError("model.head_init", wanted, expected, problem=f"{wanted} does not fit {self.task}")
+        if self.model.scratch:
+            problem = f"{wanted} needs a pretrained model, and this one is from scratch"
+            raise FedspanError("model.head_init", wanted, "random", problem=problem)
+        if why := self._head_refusal():
+            raise FedspanError("model.head_init", wanted, "random", problem=f"the head cannot start: {why}")
 
     def _require_training_fit(self) -> None:
         """Check that options of local training, and those that need validation parts, fit the rest of the run.

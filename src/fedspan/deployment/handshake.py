@@ -18,6 +18,7 @@ from pydantic import Field
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Envelope, HeaderPart, Name, Reason
+from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import PROBLEMS, RunModel
 
 __all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values", "server_config"]
@@ -150,7 +151,7 @@ def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def base_digest(built: RunModel) -> str:
-    """Return the SHA-256 of the parts that must be equal on all machines: frozen weights and tokenizer vocabulary.
+    """Return the SHA-256 of the parts that must be equal on all machines: frozen weights, vocabulary, pooling.
 
     Args:
         built: The run's model; its extras are excluded, because they are transmitted.
@@ -164,4 +165,6 @@ def base_digest(built: RunModel) -> str:
         found.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
         found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     found.update(json.dumps(sorted(vocabulary.items())).encode())
+    if isinstance(adapted.model, PooledClassifier):
+        found.update(repr(adapted.model.pooling).encode())
     return found.hexdigest()

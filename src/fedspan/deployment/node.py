@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedspan import __version__
 from fedspan.clients.host import Host, describe_error, refuse_any
+from fedspan.clients.statistics import StatisticsLimits
 from fedspan.clients.store import DiskClientStore
 from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
@@ -165,6 +166,7 @@ class NodeService:
             config.evaluation.batch_size,
             export,
             None if secure is None else {self.node.id: secure},
+            limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples),
         )
         return host, base_digest(prepared.model)
 

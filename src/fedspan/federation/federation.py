@@ -96,6 +96,19 @@ class Round:
         Raises:
             FedspanError: If too few replies are accepted after all attempts.
         """
+        return self._result(*self.reduce())
+
+    @property
+    def tally(self) -> Tally:
+        """The transfers and failures so far."""
+        return self._tally
+
+    def reduce(self) -> tuple[Reduced, int]:
+        """Exchange orders and replies, and return the reduction and the number of the successful attempt, from 0.
+
+        Raises:
+            FedspanError: If too few replies are accepted after all attempts.
+        """
         context, aggregation, tally = self.context, self.aggregation, self._tally
         for attempt in range(context.rules.retries + 1):
             clients = {id: self._client(id) for id in aggregation.missing()}
@@ -107,7 +120,7 @@ class Round:
             finally:
                 for id in tally.lost:
                     self._held.pop(id, None)
-            return self._result(reduced, attempt)
+            return reduced, attempt
         raise _too_few(aggregation.good(), tally.failures, aggregation.quorum, context.state.round, context.ids)
 
     def _client(self, id: str) -> Client:
@@ -120,11 +133,11 @@ class Round:
 
         def order(id: str) -> Envelope:
             message = context.method.sync(state, clients[id])
-            made = asking.order("train", state.round, id, clients[id], message)
+            made = asking.order(context.task, state.round, id, clients[id], message)
             first = id not in sent  # a transport may make an order again that was refused on its way
             sent.add(id)
             if first:
-                tally.transfers.append(order_transfer(id, made.body, message))
+                tally.transfers.append(order_transfer(id, made.body, message, context.task))
             if first and privacy is not None and privacy.mechanism != "central":
                 self._charges += expected_charges(privacy, context.training, context.method, state, clients[id])
             return replace(made, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
@@ -134,7 +147,7 @@ class Round:
                 answer = open_reply(back)
                 enough = self.aggregation.take(clients[id], answer, attempt)
             except ValueError as error:
-                tally.failures.append(Failure(id, attempt, str(error)))
+                tally.failures.append(Failure(id, attempt, str(error), context.task))
                 if isinstance(error, ClientLostState):
                     tally.lost.add(id)
                 return False
@@ -142,7 +155,7 @@ class Round:
                 self.on_client(id, answer.parts[-1].loss if answer.parts else math.nan)
             return enough
 
-        orders = Orders("train", masks, order)
+        orders = Orders(context.task, masks, order)
         context.transport.exchange(orders, on_reply, context.rules.deadline, patient=attempt > 0)
 
     def _result(self, reduced: Reduced, attempt: int) -> RoundResult:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Direction = Literal["down", "up"]
-Purpose = Literal["train", "evaluate", "export"]
+Purpose = Literal["train", "statistics", "evaluate", "export"]
 
 
 class TooFew(Exception):

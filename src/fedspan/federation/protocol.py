@@ -49,7 +49,7 @@ FORMAT = 1
 _HEADER = 1 << 20
 """Maximum length of a header."""
 
-OrderKind = Literal["train", "evaluate", "export"]
+OrderKind = Literal["train", "statistics", "evaluate", "export"]
 """Kinds of orders that a server may send to a client."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -167,7 +167,8 @@ class Order:
     """An order of a server to a client.
 
     Args:
-        task: Kind of order: train, evaluate a model, or export the client's own model on its machine.
+        task: Kind of order: train, compute statistics for the head's start, evaluate a model, or export the client's
+            own model on its machine.
         round: Number of the round of the transmitted state.
         attempt: Attempt of the round, from 0.
         lr: Learning rate of the round.

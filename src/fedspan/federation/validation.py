@@ -151,16 +151,23 @@ def validate_reply(method: Method, message: Message, client: Client, expected: M
     return ValidatedReply(contribution, distance(message, contribution, expected, method, client))
 
 
-def require_requested(answer: Reply, id: str, round: int, attempt: int) -> None:
+def require_requested(answer: Reply, id: str, round: int, attempt: int, task: str = "train") -> None:
     """Check that a reply matches its order.
+
+    Args:
+        answer: The reply.
+        id: Id of the client.
+        round: Number of the round, from 0.
+        attempt: Number of the attempt, from 0.
+        task: Kind of the order.
 
     Raises:
         ValueError: If it does not match.
     """
-    if (answer.task, answer.id, answer.round, answer.attempt) != ("train", id, round, attempt):
+    if (answer.task, answer.id, answer.round, answer.attempt) != (task, id, round, attempt):
         raise ValueError(
             f"a reply of {answer.id!r} to round {answer.round + 1}, attempt {answer.attempt + 1} "
-            f"({answer.task}); asked was {id!r} for round {round + 1}, attempt {attempt + 1}"
+            f"({answer.task}); asked was {id!r} for round {round + 1}, attempt {attempt + 1} ({task})"
         )
 
 

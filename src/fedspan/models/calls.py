@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DROPOUTS", "HIDDEN", "Call", "block_chains", "evaluating", "hidden_of", "replaced", "traced"]
+__all__ = ["DROPOUTS", "HIDDEN", "Call", "block_chains", "evaluating", "hidden_of", "replaced", "tiny_batch", "traced"]
 
 HIDDEN = "hidden_states"
 """The name of a block's first argument."""
@@ -94,7 +94,7 @@ def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list
     handles += [module.register_forward_hook(leave) for module in calls]
     try:
         with evaluating(model):
-            model(**_tiny_batch(model))
+            model(**tiny_batch(model))
     finally:
         for handle in handles:
             handle.remove()
@@ -139,7 +139,7 @@ def replaced(module: nn.Module, forward: Any) -> Generator[None]:
             module.forward = own
 
 
-def _tiny_batch(model: nn.Module) -> dict[str, Tensor]:
+def tiny_batch(model: nn.Module) -> dict[str, Tensor]:
     """Build a batch of two texts of three tokens, or of two images; only its shape matters."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     parameter = next(model.parameters())

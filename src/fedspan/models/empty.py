@@ -15,8 +15,9 @@ from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from fedspan.errors import FedspanError
-from fedspan.models.loading import CLASSES, Head, prepare_config, source_of
+from fedspan.models.loading import Head, build_from_config, prepare_config, source_of
 from fedspan.models.names import MODEL_NAMES, architecture_of, image_model
+from fedspan.models.pooling import Pooling
 from fedspan.models.resnet import SmallResNetConfig
 
 __all__ = ["META", "load_empty"]
@@ -35,6 +36,7 @@ def load_empty(
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
     image_size: int | None = None,
+    pooling: Pooling | None = None,
     device: torch.device = META,
     depth: int | None = None,
 ) -> Any:
@@ -51,6 +53,7 @@ def load_empty(
         dtype: Number format of all weights.
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
         image_size: Rows and columns of images; None: the config's value.
+        pooling: Pooling, as for `load_pretrained`.
         device: Device of the model.
         depth: Number of blocks, if the config has such a field; None: the config's value.
 
@@ -76,7 +79,7 @@ def load_empty(
             config.pad_token_id = 0
         options = {} if attention is None else {"attn_implementation": attention}
         with no_init_weights(), device:
-            model = CLASSES[head].from_config(config, dtype=dtype, **options)
+            model = build_from_config(config, head, pooling, dtype=dtype, **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         problem = f"{name!r} cannot be loaded ({reason})"

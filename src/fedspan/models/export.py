@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig, PeftConfig, TaskType
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from torch import Tensor
@@ -29,6 +30,7 @@ from fedspan.core.values import Job, Weights
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.operators import Operator
+from fedspan.models.pooling import HEAD, PooledClassifier, read_output_layer, write_modules
 
 __all__ = [
     "NOTES",
@@ -125,6 +127,7 @@ def export_adapter(
     operators: Mapping[str, Operator],
     config: LoraConfig,
     notes: Mapping[str, object],
+    pooled: PooledClassifier | None = None,
 ) -> int:
     """Write a PEFT adapter (one rank for all layers, padded with zeros) and a ``fedspan.json`` beside it.
 
@@ -135,6 +138,8 @@ def export_adapter(
         operators: Operators of the target layers.
         config: Target modules as the user named them, modules to save and the base model's name.
         notes: Plain facts for ``fedspan.json`` (labels, method, maximal length).
+        pooled: The model, if it is a pooled classifier: the adapter is then one of its encoder, and the head is written
+            as a module of sentence-transformers (``pooling.write_modules``).
 
     Returns:
         The adapter's rank.
@@ -149,9 +154,25 @@ def export_adapter(
             tensors[f"{_PREFIX}{layer}.{name}"] = value.contiguous()
     for path, value in extras.items():
         tensors[_PREFIX + path] = value.detach().clone().contiguous()
-    _write(folder, tensors, config, rank)
+    if pooled is None:
+        _write(folder, tensors, config, rank)
+    else:
+        weight, bias = (tensors.pop(f"{_PREFIX}{HEAD}.{name}") for name in ("weight", "bias"))
+        within = f"{pooled.base_model_prefix}."
+        own = {_PREFIX + name.removeprefix(_PREFIX + within): value for name, value in tensors.items()}
+        _write(folder, own, _of_encoder(config, [layer.removeprefix(within) for layer in updates]), rank)
+        write_modules(folder, pooled.pooling, weight, bias, int(str(notes["max_length"])))
     _write_notes(folder, notes)
     return rank
+
+
+def _of_encoder(config: LoraConfig, layers: list[str]) -> LoraConfig:
+    """Return PEFT's description of the target layers for the encoder alone, whose paths lack the model's prefix."""
+    config = copy.copy(config)
+    config.task_type, config.target_modules = TaskType.FEATURE_EXTRACTION, sorted(layers)
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.modules_to_save = [name for name in config.modules_to_save or () if name != HEAD] or None
+    return config
 
 
 def _write_notes(folder: Path, notes: Mapping[str, object]) -> None:
@@ -214,12 +235,14 @@ def job_extras(job: Job, model: AdaptedModel) -> dict[str, Tensor]:
     return {path: job.tensors.get(extra_name(path), model.extra(path)) for path in model.spec.extras}
 
 
-def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdapter:
+def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = None) -> StartingAdapter:
     """Read a PEFT LoRA adapter's update and saved modules.
 
     Args:
         folder: Folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
         operators: Operators of the run's target layers.
+        model: The run's model, whose encoder's adapter is one of the model; None: names are taken as they are. A head
+            that was trained on other features than a pooled classifier's is left out.
 
     Raises:
         FedspanError: If there is no such folder, no LoRA or no readable weights, or if the adapter has a layer that the
@@ -229,6 +252,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdap
     try:
         config = PeftConfig.from_pretrained(str(path))
         tensors = safetensors.torch.load_file(str(path / _WEIGHTS))
+        head = read_output_layer(path)
     # AttributeError, ArithmeticError: a config whose fields have other types than PEFT expects.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SafetensorError) as error:
         raise FedspanError(
@@ -238,12 +262,19 @@ def read_adapter(folder: str, operators: Mapping[str, Operator]) -> StartingAdap
         raise FedspanError("model.adapter", folder, "a plain LoRA adapter (no DoRA, no lora_bias, no other PEFT type)")
     factors: dict[str, dict[str, Tensor]] = {}
     extras: dict[str, Tensor] = {}
+    pooled, prefix = isinstance(model, PooledClassifier), getattr(model, "base_model_prefix", "")
     for name, value in tensors.items():
         bare = name.removeprefix(_PREFIX)
+        if head is not None and prefix:
+            bare = f"{prefix}.{bare}"
+        if pooled and head is None and bare.startswith(f"{HEAD}."):
+            continue
         if factor := _FACTOR.fullmatch(bare):
             factors.setdefault(factor[1], {})[factor[2]] = value
         elif not _is_base(bare, value, operators):
             extras[bare] = value
+    if pooled and head is not None:
+        extras |= head
     updates: dict[str, LowRank] = {}
     for layer, pair in factors.items():
         if layer not in operators:

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
@@ -27,10 +28,21 @@ from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError
 from fedspan.models.names import MODEL_NAMES, architecture_of, image_model, resolve_model
+from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, encoder_options
 from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
 from fedspan.models.resnet import SmallResNetConfig
 
-__all__ = ["CLASSES", "Head", "Loaded", "Processor", "load_pretrained", "load_scratch", "prepare_config", "source_of"]
+__all__ = [
+    "CLASSES",
+    "Head",
+    "Loaded",
+    "Processor",
+    "build_from_config",
+    "load_pretrained",
+    "load_scratch",
+    "prepare_config",
+    "source_of",
+]
 
 Processor = Any
 """Converter of rows to tensors: a ``PreTrainedTokenizerBase``, or one of Transformers' image processors."""
@@ -72,6 +84,7 @@ def load_pretrained(
     quantization: Quantization | None = None,
     keep: Sequence[str] = (),
     image_size: int | None = None,
+    pooling: Pooling | None = None,
     device: torch.device | None = None,
 ) -> Loaded:
     """Load a pretrained model and its processor; draw a new head from ``seed``.
@@ -89,6 +102,7 @@ def load_pretrained(
         quantization: ``nf4`` (4 bits, double quantisation) or ``int8``, by bitsandbytes.
         keep: Modules that are not quantised, beside the head.
         image_size: Rows and columns that images are resized to; None: the default of the model's processor.
+        pooling: Pooling of a classifier on an encoder's hidden states; None: Transformers' own classifier.
         device: Target device; None: the CPU.
 
     Raises:
@@ -107,7 +121,8 @@ def load_pretrained(
             processor = _processor(source, head, revision, image_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
-                model, info = CLASSES[head].from_pretrained(
+                kind = CLASSES[head] if pooling is None else AutoModel
+                model, info = kind.from_pretrained(
                     source,
                     config=config,
                     revision=revision,
@@ -116,7 +131,11 @@ def load_pretrained(
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # a head for other labels is replaced by a new one
                     **options,
+                    **({} if pooling is None else encoder_options(config)),
                 )
+                if pooling is not None:
+                    model = PooledClassifier(model, pooling)
+                    info = _within(info, model.base_model_prefix)
         # Transformers, its tokenizers (a bare Exception) or the hub's client may raise anything on the files there.
         except Exception as error:
             problem = f"{name!r} cannot be loaded ({_reason(error)})"
@@ -154,6 +173,7 @@ def load_scratch(
     attention: str | None = None,
     seed: int = 0,
     image_size: int | None = None,
+    pooling: Pooling | None = None,
     device: torch.device | None = None,
 ) -> Loaded:
     """Build a model's architecture with all weights drawn from ``seed``, and its processor.
@@ -169,6 +189,7 @@ def load_scratch(
         attention: ``eager`` or ``sdpa``; None: Transformers' default.
         seed: Seed of all weights.
         image_size: Rows and columns of images; None: the architecture's default.
+        pooling: Pooling, as for `load_pretrained`.
         device: Target device; None: the CPU.
 
     Raises:
@@ -195,7 +216,7 @@ def load_scratch(
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 options = {} if attention is None else {"attn_implementation": attention}
-                model = CLASSES[head].from_config(config, dtype=dtype, **options)
+                model = build_from_config(config, head, pooling, dtype=dtype, **options)
         except Exception as error:
             expected = "a model whose architecture has the head that the task needs"
             raise FedspanError(
@@ -204,6 +225,20 @@ def load_scratch(
     _prepare(model, processor, name)
     model = model if device is None else model.to(device)
     return Loaded(model.eval(), processor, tuple(path for path, _ in model.named_children()))
+
+
+def build_from_config(config: Any, head: Head, pooling: Pooling | None, **options: Any) -> Any:
+    """Build a model with a task's head from a config, with weights as they are initialised.
+
+    Args:
+        config: Transformers' config, with the head's size (`prepare_config`).
+        head: The task's head.
+        pooling: Pooling, as for `load_pretrained`.
+        options: Further arguments of Transformers' ``from_config``.
+    """
+    if pooling is None:
+        return CLASSES[head].from_config(config, **options)
+    return PooledClassifier(AutoModel.from_config(config, **encoder_options(config), **options), pooling)
 
 
 def source_of(name: str) -> str:
@@ -233,6 +268,16 @@ def _prepare(model: Any, processor: Processor, name: str) -> None:
             module.p = 0.0
     if isinstance(processor, PreTrainedTokenizerBase):
         _prepare_tokenizer(processor, model, name)
+
+
+def _within(info: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Rename an encoder's keys to those of the classifier around it, whose output layer is new."""
+
+    def renamed(key: Any) -> Any:
+        return f"{prefix}.{key}" if isinstance(key, str) else (f"{prefix}.{key[0]}", *key[1:])
+
+    missing = [*map(renamed, info["missing_keys"]), f"{HEAD}.weight", f"{HEAD}.bias"]
+    return {"missing_keys": missing, "mismatched_keys": [renamed(key) for key in info["mismatched_keys"]]}
 
 
 def _reason(error: Exception) -> str:

@@ -21,6 +21,7 @@ from fedspan.models.adapted import AdaptedModel
 from fedspan.models.export import NOTES
 from fedspan.models.loading import Processor, source_of
 from fedspan.models.names import architecture_of
+from fedspan.models.pooling import HEAD, PooledClassifier, write_modules
 from fedspan.models.quantized import is_quantized
 
 __all__ = ["export_merged", "merged_weights", "needs_merging", "save_model"]
@@ -84,7 +85,8 @@ def export_merged(
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = merged_weights(adapted, job, base)
-    save_model(folder, adapted.model, processor, str(notes["base_model"]), revision, weights)
+    length = int(str(notes["max_length"]))
+    save_model(folder, adapted.model, processor, str(notes["base_model"]), revision, weights, max_length=length)
     (folder / NOTES).write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -95,6 +97,8 @@ def save_model(
     name: str,
     revision: str | None,
     weights: Mapping[str, Tensor] | None = None,
+    *,
+    max_length: int = 512,
 ) -> None:
     """Write a model and its processor with ``save_pretrained``.
 
@@ -107,7 +111,15 @@ def save_model(
         name: Name that the model was loaded by.
         revision: Revision of a model from the hub.
         weights: Weights to save in place of the model's own.
+        max_length: Maximum number of tokens of a text, which a pooled classifier's modules name.
     """
+    if isinstance(model, PooledClassifier):
+        values = model.state_dict() if weights is None else weights
+        folder.mkdir(parents=True, exist_ok=True)
+        write_modules(folder, model.pooling, values[f"{HEAD}.weight"], values[f"{HEAD}.bias"], max_length)
+        within = f"{model.base_model_prefix}."
+        weights = {path.removeprefix(within): value for path, value in values.items() if path.startswith(within)}
+        model = model.encoder
     dropout = {key: value for key, value in model.config.to_dict().items() if "drop" in key}
     if architecture_of(name) is None:
         for key, value in AutoConfig.from_pretrained(source_of(name), revision=revision).to_dict().items():

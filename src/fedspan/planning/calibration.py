@@ -116,7 +116,7 @@ class _Bench:
         longest = max_length(config, None, adapted.model)
         passes = PlannedPasses(config, empty_model(config, labels, architecture, META, depth))
         length = None if passes.longest is None else length or longest
-        facts = Facts.of(config, labels, longest)
+        facts = Facts.of(config, labels, longest, adapted.model)
         task = PROBLEMS[config.task].task(_processor(adapted), facts, config)
         settings = replace(config.training_settings(), privacy=None)
         self.engine: Engine = make_engine(config, adapted, task, settings)

@@ -232,7 +232,7 @@ def privacy(runs: Sequence[RunData]) -> Figure | None:
             )
     if not figure.data:
         return None
-    figure.update_xaxes(title="round", dtick=whole_rounds(max(len(run.rows) for run in runs)))
+    figure.update_xaxes(title="round", dtick=whole_rounds(max(run.rounds for run in runs)))
     figure.update_yaxes(title="epsilon spent", rangemode="tozero")
     return styled(figure)
 

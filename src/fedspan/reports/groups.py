@@ -96,7 +96,7 @@ def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
     each = [values[run.name] for run in group.runs]
     rounds = sorted(set[int].intersection(*(set(one) for one in each))) if each else []
     columns = [[one[round] for one in each] for round in rounds]
-    sent = [sent_until(run.totals, len(run.rows)) for run in group.runs]
+    sent = [sent_until(run.totals, run.rounds) for run in group.runs]
     took = [{int(row["round"]): float(row.get("seconds", 0.0)) for row in run.rows} for run in group.runs]
     count = max(1, len(each))
     return Curve(
@@ -104,7 +104,7 @@ def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
         tuple(sum(column) / count for column in columns),
         tuple(min(column) for column in columns),
         tuple(max(column) for column in columns),
-        tuple(sum(one[round - 1] for one in sent) / count for round in rounds),
+        tuple(sum(one[round] for one in sent) / count for round in rounds),
         tuple(sum(one[round] for one in took) / count for round in rounds),
     )
 

@@ -40,11 +40,12 @@ def participation(run: RunData) -> Figure:
     """Draw the clients that participated in every round, and those whose reply failed."""
     ids = list(dict.fromkeys(id for row in run.rows for id in (*row.get("cohort", ()), *_failed(row))))
     ids.sort()
-    rounds = [int(row["round"]) for row in run.rows]
+    rows = [row for row in run.rows if row["round"]]
+    rounds = [int(row["round"]) for row in rows]
     marks = [["" for _ in rounds] for _ in ids]
     z: list[list[float]] = [[0.0 for _ in rounds] for _ in ids]
     place = {id: at for at, id in enumerate(ids)}
-    for column, row in enumerate(run.rows):
+    for column, row in enumerate(rows):
         for id in row.get("cohort", ()):
             z[place[id]][column], marks[place[id]][column] = 1.0, "took part"
         for id in _failed(row):

@@ -125,7 +125,7 @@ def _summary(groups: Sequence[Group]) -> str:
     rows: list[tuple[str, ...]] = []
     for group in groups:
         for run in group.runs:
-            state = "finished" if run.report is not None else f"after round {len(run.rows)}"
+            state = "finished" if run.report is not None else f"after round {run.rounds}"
             best = "-" if run.report is None else str(run.report.best_round)
             worst = _worst(run, metric)
             cells = (score_text(metric, run.final), worst, best, size(run.bytes), f"{run.seconds:.0f} s")

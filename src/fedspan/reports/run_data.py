@@ -31,7 +31,7 @@ class RunData:
         folder: Folder of the run.
         config: Configuration of the run.
         report: Summary of the run; None while it is in progress, or if it was stopped.
-        rows: Lines of metrics.jsonl, by round.
+        rows: Lines of metrics.jsonl, by round; that of a measured start has round 0.
         totals: Totals of the ledger.
     """
 
@@ -41,6 +41,11 @@ class RunData:
     report: RunReport | None
     rows: tuple[Row, ...]
     totals: Totals
+
+    @property
+    def rounds(self) -> int:
+        """Number of finished rounds."""
+        return int(self.rows[-1]["round"]) if self.rows else 0
 
     @property
     def metric(self) -> str:

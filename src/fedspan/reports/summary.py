@@ -62,7 +62,7 @@ def _best(ranked: Sequence[Group], metric: str) -> str:
 
 
 def _rounds(group: Group) -> str:
-    counts = sorted({len(run.rows) for run in group.runs})
+    counts = sorted({run.rounds for run in group.runs})
     return f"{counts[0]} rounds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} rounds"
 
 

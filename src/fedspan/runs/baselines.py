@@ -21,6 +21,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_round
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.head_setup import baseline_head, begin, begin_locally
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
 from fedspan.runs.setup import Prepared, make_engine
 from fedspan.transports.in_process import simulate
@@ -85,7 +86,8 @@ def _variant(
     rounds = replace(config.round_settings(), cohort=None)
     federation = simulate(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = _evaluator(federation, config)
-    return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator)
+    head = baseline_head(prepared.head)
+    return replace(prepared, config=config, engine=engine, federation=federation, evaluator=evaluator, head=head)
 
 
 def _evaluator(federation: Federation, config: RunConfig) -> Evaluator:
@@ -93,6 +95,7 @@ def _evaluator(federation: Federation, config: RunConfig) -> Evaluator:
 
 
 BASELINES = {"local": alone, "centralised": pooled}
+_BEGINNINGS = {"local": begin_locally, "centralised": begin}
 
 
 def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Path) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     federation, evaluator = variant.federation, variant.evaluator
     listener.baseline_started(name, federation.settings.rounds)
     kept = checkpoints.resume(place) if folder.is_dir() else None
-    progress, best = (federation.begin(), None) if kept is None else (kept.progress, kept.best)
+    progress, best = (_BEGINNINGS[name](federation, variant.head), None) if kept is None else (kept.progress, kept.best)
     while progress.state.round < federation.settings.rounds:
         if has_stalled(variant.config, progress.state.round, best and best.round):
             break

@@ -22,7 +22,7 @@ class Point:
     """One evaluated round.
 
     Args:
-        round: Number of the round, counted from 1.
+        round: Number of the round, counted from 1; 0: the start.
         score: Score on held-out examples; without them, the mean over the clients' own test parts.
         bytes: Cumulative bytes of the training messages in both directions, as sent.
         seconds: Cumulative wall-clock time of the rounds.
@@ -37,10 +37,12 @@ class Point:
 def curve_of(place: RunFolder, metric: str) -> tuple[Point, ...]:
     """Return the rounds of a run that have a score, ascending."""
     rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(place.metrics)))
-    sent, points = sent_until(read_totals(place.ledger), len(rows)), list[Point]()
-    for number, row in enumerate(rows, 1):
+    last = int(rows[-1]["round"]) if rows else 0
+    sent, points = sent_until(read_totals(place.ledger), last), list[Point]()
+    for row in rows:
         if (score := score_of(row, metric)) is not None:
-            points.append(Point(number, score, sent[number - 1], float(row.get("seconds", math.nan))))
+            number = int(row["round"])
+            points.append(Point(number, score, sent[number], float(row.get("seconds", math.nan))))
     return tuple(points)
 
 
@@ -51,9 +53,14 @@ def score_of(scores: Mapping[str, Any], metric: str) -> float | None:
 
 
 def sent_until(totals: Totals, rounds: int) -> list[int]:
-    """Return the cumulative bytes of the training messages, both directions, at the end of each of the first rounds."""
+    """Return the cumulative bytes of the training messages, both directions, at the start and after each of the rounds.
+
+    Args:
+        totals: Totals of a ledger.
+        rounds: Number of rounds.
+    """
     each = (totals.round("down", round).bytes + totals.round("up", round).bytes for round in range(1, rounds + 1))
-    return list(accumulate(each))
+    return list(accumulate(each, initial=0))
 
 
 def target_of(curves: Sequence[Sequence[Point]], higher: bool) -> float | None:

@@ -15,6 +15,7 @@ from fedspan.errors import FedspanError
 from fedspan.files import remove, temporary
 from fedspan.models.export import truncate_adapter
 from fedspan.models.merging import save_model
+from fedspan.models.pooling import PooledClassifier
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.load import ADAPTER, adapter_folder, load_served
@@ -115,9 +116,14 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
 
 def _merge(adapter: Path, out: Path) -> None:
     served = load_served(adapter, device="cpu", quantized=False)  # plain weights, even after quantized training
-    save_model(out, served.model.merge_and_unload(), served.processor, served.notes["base_model"], served.revision)
+    model, length = served.model, served.facts.max_length
+    if isinstance(model, PooledClassifier):
+        model.replace_encoder(model.encoder.merge_and_unload())
+    else:
+        model = model.merge_and_unload()
+    save_model(out, model, served.processor, served.notes["base_model"], served.revision, max_length=length)
     shutil.copyfile(served.folder / NOTES, out / NOTES)
-    _recast(served.folder, out, lambda text: merged_card(text, served.notes["task"]))
+    _recast(served.folder, out, lambda text: merged_card(text, served.facts.task, served.facts.pooling))
 
 
 def _recast(source: Path, out: Path, recast: Callable[[str], str]) -> None:

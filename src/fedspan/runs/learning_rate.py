@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedspan.errors import FedspanError
-from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.files import disk_errors, from_json, read_bytes, to_json, write_atomic
+from fedspan.runs.head_setup import baseline_head, begin
 from fedspan.runs.setup import Prepared, make_engine
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import TrainingSettings
@@ -70,15 +70,12 @@ def choose_rate(start: float, losses: tuple[tuple[float, float], ...]) -> float:
     return next(lr for lr, loss in losses if loss <= enough)
 
 
-def run_range_test(
-    prepared: Prepared, default: float, begin: Callable[[Federation], Progress] | None = None
-) -> RangeTest:
+def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     """Run the range test of a prepared run whose clients' examples are in this process.
 
     Args:
         prepared: The run, or a baseline of it.
         default: The rate in the middle of the candidates.
-        begin: Returns the progress that trials start from; None: the federation's own first one.
 
     Raises:
         FedspanError: If training diverged with every candidate.
@@ -90,7 +87,7 @@ def run_range_test(
     if isinstance(engine, BatchedEngine) and isinstance(prepared.engine, BatchedEngine):
         engine.stacking = prepared.engine.stacking
     trial = simulate(here.method, engine, here.clients, here.examples, here.settings)
-    first = trial.begin() if begin is None else begin(trial)
+    first = begin(trial, baseline_head(prepared.head))
     losses: list[tuple[float, float]] = []
     for exponent in EXPONENTS:
         lr = default * 10 ** (exponent / 2)

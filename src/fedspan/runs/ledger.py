@@ -21,7 +21,7 @@ __all__ = ["Direction", "JsonLines", "Ledger", "Purpose", "Tally", "Totals", "re
 Direction = Literal["down", "up"]
 """``down``: from server to client; ``up``: from client to server."""
 
-Purpose = Literal["train", "evaluate", "export"]
+Purpose = Literal["train", "statistics", "evaluate", "export"]
 """Purpose of a message. Ledgers from before purposes were recorded hold training messages only."""
 
 

@@ -13,11 +13,13 @@ import datasets
 import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.loading import Processor, load_pretrained
+from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
 from fedspan.runs.model_setup import NOTES, PROBLEMS, Facts, facts_of, read_notes
 from fedspan.runs.session import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
@@ -149,21 +151,49 @@ def load_served(
             quantization=facts.quantization if quantized else None,
             keep=notes["kept"],
             image_size=facts.image_size,
+            pooling=facts.pooling,
             device=target,
         )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's own calls, not by the user
-                model = PeftModel.from_pretrained(loaded.model, str(place))
+                model = _with_adapter(loaded.model, place)
         except Exception as error:
             raise _unreadable(place, error) from error
     else:
-        loaded = load_pretrained(str(place), problem.head, facts.labels, device=target)
-        if loaded.new_modules:
+        loaded = load_pretrained(str(place), problem.head, facts.labels, pooling=facts.pooling, device=target)
+        if isinstance(loaded.model, PooledClassifier):
+            _load_output_layer(loaded.model, place)
+        elif loaded.new_modules:
             raise FedspanError("folder", str(place), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
     task = problem.task(loaded.processor, facts, None)
     return Served(place, notes, facts, model.eval(), loaded.processor, task, target, revision)
+
+
+def _with_adapter(model: Any, place: Path) -> Any:
+    """Return a model with an adapter; an adapter of a pooled classifier is one of its encoder."""
+    if not isinstance(model, PooledClassifier):
+        return PeftModel.from_pretrained(model, str(place))
+    model.replace_encoder(PeftModel.from_pretrained(model.encoder, str(place)))
+    _load_output_layer(model, place)
+    return model
+
+
+def _load_output_layer(model: PooledClassifier, place: Path) -> None:
+    """Load the output layer beside an exported encoder or adapter.
+
+    Raises:
+        FedspanError: If it is missing or damaged.
+    """
+    try:
+        head = read_output_layer(place)
+        if head is None:
+            raise FileNotFoundError(f"no {DENSE} in {place}")
+        model.load_state_dict(head, strict=False)
+    except (OSError, LookupError, RuntimeError, SafetensorError) as error:
+        problem = f"the output layer beside the encoder cannot be read ({error})"
+        raise FedspanError("folder", str(place / DENSE), problem=problem) from error
 
 
 def predict(

@@ -18,6 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from fedspan.config import RunConfig
 from fedspan.data.catalogue import dataset_of
 from fedspan.models.names import published_name
+from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS, shown
@@ -34,7 +35,8 @@ class RunReport:
         task: Kind of problem.
         metric: The metric that rounds were compared by.
         rounds: Number of rounds that were run.
-        best_round: The round with the best validation score (the last one if there is no validation part).
+        best_round: The round with the best validation score (the last one if there is no validation part); 0: the
+            start.
         scores: Scores of the best round's models: ``test`` (held-out set; mean over clients for personal methods),
             ``clients`` (own test parts: mean, worst).
         by_client: Metrics of the best round on each client's own test part.
@@ -45,12 +47,15 @@ class RunReport:
         examples: Predictions on a few held-out texts.
         privacy: The spent privacy budget (``epsilon``, ``delta``) and the settings; empty without ``privacy`` in the
             config.
-        other_bytes: Bytes sent for ``evaluate`` and ``export``, ``down`` and ``up``, if clients are remote.
+        other_bytes: Bytes sent for ``statistics``, and, if clients are remote, for ``evaluate`` and ``export``;
+            ``down`` and ``up``.
         failures: Failures by client: ``count``, how often its reply did not count, or it was not evaluated or did not
             export, and the ``round`` and ``reason`` of the last failure.
         learning_rate: Result of the range test: the chosen ``lr``, the loss at the ``start``, and the ``losses`` of the
             candidates, each with its ``lr``; empty unless ``training.lr`` is ``auto``.
         warnings: Sentences about a result that should not be used as it is: training diverged, or made the model worse.
+        start: Scores before the first round, if the head started from statistics: ``head_init`` (the kind), and
+            ``validation``, ``clients`` and ``test`` as in a line of metrics.
     """
 
     method: str
@@ -70,6 +75,7 @@ class RunReport:
     failures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     learning_rate: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    start: Mapping[str, Any] = field(default_factory=dict)
 
 
 CARD = "README.md"
@@ -114,25 +120,28 @@ def card(prepared: Prepared, report: RunReport, command: Sequence[str], *, adapt
     parts.append("## Scores\n\n" + _scores(report))
     if report.privacy:
         parts.append("## Privacy\n\n" + _list(_privacy(report)))
-    parts.append("## Use\n\n" + _use(config.task, base, adapter))
+    parts.append("## Use\n\n" + _use(config.task, base, adapter, pooled=prepared.facts.pooling))
     if command:
         parts.append(_command(command))
     return "\n".join(parts)
 
 
-def merged_card(text: str, task: str) -> str:
+def merged_card(text: str, task: str, pooling: Pooling | None = None) -> str:
     """Turn an adapter's card into that of the model that the adapter was merged into.
 
     Args:
         text: Text of the adapter's card.
         task: Kind of problem.
+        pooling: Pooling of a classifier on an encoder; None: it is Transformers' own.
     """
     made = ModelCard(text, ignore_metadata_errors=True)
     data = cast("ModelCardData", made.data)
     data.library_name = "transformers"
     data.tags = [tag for tag in data.tags or [] if tag != "lora"]
     body = made.text.replace("A PEFT adapter for `", "A model: its adapter is merged into `", 1)
-    made.text = re.sub(r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + _use(task, "", False), body)
+    made.text = re.sub(
+        r"(?s)## Use\n.*?(?=\n## |\Z)", lambda _: "## Use\n\n" + _use(task, "", False, pooled=pooling), body
+    )
     return str(made)
 
 
@@ -216,7 +225,42 @@ def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
     ]
 
 
-def _use(task: str, base: str, adapter: bool) -> str:
+_POOLED = """```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("FOLDER")
+logits = model.encode(["a text", "another"])  # by label, in the order of fedspan.json
+```
+"""
+
+
+def _pooled_by_hand(base: str, pooling: Pooling) -> str:
+    """Write the lines that compute a pooled classifier's logits without sentence-transformers."""
+    pooled = {
+        "mean": "(hidden * mask).sum(1) / mask.sum(1)",
+        "max": "hidden.masked_fill(mask == 0, float('-inf')).amax(1)",
+        "cls": "hidden[:, 0]",
+        "last": "hidden[range(len(hidden)), mask[..., 0].sum(1) - 1]",
+    }[pooling.mode]
+    if pooling.normalize:
+        pooled = f"torch.nn.functional.normalize({pooled}, dim=1)"
+    return (
+        "```python\nimport torch\nfrom peft import PeftModel\nfrom safetensors.torch import load_file\n"
+        "from transformers import AutoModel, AutoTokenizer\n\n"
+        f'encoder = PeftModel.from_pretrained(AutoModel.from_pretrained("{base}"), "FOLDER")\n'
+        f'head = load_file("FOLDER/{DENSE}/model.safetensors")\n'
+        'inputs = AutoTokenizer.from_pretrained("FOLDER")(["a text"], padding=True, return_tensors="pt")\n'
+        'hidden, mask = encoder(**inputs).last_hidden_state, inputs["attention_mask"][..., None]\n'
+        f"features = {pooled}\n"
+        'logits = features @ head["linear.weight"].T + head["linear.bias"]\n```\n'
+    )
+
+
+def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) -> str:
+    if pooled is not None and not adapter:
+        return _POOLED
+    if pooled is not None:
+        return f"{_POOLED}\nor, without sentence-transformers:\n\n{_pooled_by_hand(base, pooled)}"
     kind = {
         "causal-lm": "AutoModelForCausalLM",
         "image-classification": "AutoModelForImageClassification",

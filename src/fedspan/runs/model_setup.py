@@ -23,9 +23,10 @@ from fedspan.data.columns import TaskName
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.empty import META, load_empty
-from fedspan.models.export import NOTES, read_adapter
-from fedspan.models.loading import Head, Loaded, Processor, load_pretrained, load_scratch
-from fedspan.models.names import published_name
+from fedspan.models.export import NOTES, StartingAdapter, read_adapter
+from fedspan.models.loading import Head, Loaded, Processor, load_pretrained, load_scratch, source_of
+from fedspan.models.names import architecture_of, published_name
+from fedspan.models.pooling import PooledClassifier, Pooling, find_pooling
 from fedspan.models.quantized import Quantization
 from fedspan.models.targets import find_buffers, find_extras, find_rest, find_targets
 from fedspan.tasks.causal import CausalLM, Generation, sees_across
@@ -44,6 +45,7 @@ __all__ = [
     "build_model",
     "empty_model",
     "facts_of",
+    "pooling_of",
     "read_notes",
     "require_size",
 ]
@@ -65,6 +67,7 @@ class Facts:
         answer_pattern: Pattern of the part of an answer that counts.
         quantization: Quantization of the base in training and use.
         image_size: Rows and columns that images are resized to; None: the setting of the model's processor.
+        pooling: Pooling of a classifier on an encoder; None: Transformers' own classifier.
     """
 
     task: TaskName
@@ -78,9 +81,10 @@ class Facts:
     answer_pattern: str | None = None
     quantization: Quantization | None = None
     image_size: int | None = None
+    pooling: Pooling | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, labels: tuple[str, ...], max_length: int) -> Facts:
+    def of(cls, config: RunConfig, labels: tuple[str, ...], max_length: int, model: nn.Module) -> Facts:
         """Collect the facts of a run."""
         data, evaluation = config.data, config.evaluation
         return cls(
@@ -95,6 +99,7 @@ class Facts:
             answer_pattern=evaluation.answer_pattern,
             quantization=config.model.quantization,
             image_size=config.model.image_size,
+            pooling=model.pooling if isinstance(model, PooledClassifier) else None,
         )
 
 
@@ -241,6 +246,7 @@ def facts_of(folder: Path, notes: dict[str, Any]) -> Facts:
     return facts
 
 
+_POOLED_TASKS = ("sequence-classification", "regression")
 _HEAD_NAMES = ("classifier", "score")  # modules of a sequence classifier that PEFT saves by default
 
 
@@ -253,12 +259,14 @@ class RunModel:
         processor: Tokenizer or image processor.
         lora_config: PEFT's description of the target layers, for the export.
         adopted: Update of the adapter that the run starts from, by target layer.
+        new_modules: Paths of the modules with new weights, neither from the checkpoint nor from the adapter.
     """
 
     adapted: AdaptedModel
     processor: Processor
     lora_config: LoraConfig
     adopted: Mapping[str, LowRank]
+    new_modules: tuple[str, ...]
 
 
 def build_model(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> RunModel:
@@ -270,7 +278,10 @@ def build_model(config: RunConfig, labels: tuple[str, ...], device: torch.device
     loaded = _load(config, labels, device)
     require_packing(config, loaded.model, device)
     adapted, peft_config = _with_targets(config, loaded.model, loaded.new_modules)
-    return RunModel(adapted, loaded.processor, peft_config, _adopt(config, adapted, labels))
+    start = _adopt(config, adapted, labels)
+    restored = {path.rpartition(".")[0] for path in start.extras}
+    new = tuple(path for path in loaded.new_modules if path not in restored)
+    return RunModel(adapted, loaded.processor, peft_config, start.factors, new)
 
 
 def empty_model(
@@ -302,6 +313,7 @@ def empty_model(
         dtype=getattr(torch, wanted.dtype),
         attention=_attention(config, _planned_device(config.device)),
         image_size=wanted.image_size,
+        pooling=pooling_of(config),
         device=device,
         depth=depth,
     )
@@ -350,8 +362,20 @@ def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> L
         attention=_attention(config, device),
         seed=config.seed,
         image_size=wanted.image_size,
+        pooling=pooling_of(config),
         device=device,
     )
+
+
+def pooling_of(config: RunConfig) -> Pooling | None:
+    """Return the pooling that a run's classifier uses; None: the one of Transformers' own classifier."""
+    wanted = config.model
+    if config.task not in _POOLED_TASKS or wanted.pooling == "stock" or architecture_of(wanted.name) is not None:
+        return None
+    known = find_pooling(source_of(wanted.name), wanted.revision)
+    if wanted.pooling == "auto":
+        return known
+    return Pooling(wanted.pooling, known is not None and known.normalize)
 
 
 def _attention(config: RunConfig, device: torch.device) -> str | None:
@@ -386,11 +410,11 @@ def _lora_config(config: RunConfig, modules_to_save: list[str]) -> LoraConfig:
     )
 
 
-def _adopt(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> Mapping[str, LowRank]:
-    """Load the starting adapter into the model and return its update; empty without one."""
+def _adopt(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) -> StartingAdapter:
+    """Load the starting adapter into the model and return it; empty without one."""
     if config.model.adapter is None:
-        return {}
-    start = read_adapter(config.model.adapter, adapted.operators)
+        return StartingAdapter({}, {})
+    start = read_adapter(config.model.adapter, adapted.operators, adapted.model)
     foreign = sorted(set(start.extras) - set(adapted.spec.extras))
     if foreign:
         raise FedspanError("model.adapter", foreign[0], "saved modules that are in the run's model.modules_to_save")
@@ -401,4 +425,4 @@ def _adopt(config: RunConfig, adapted: AdaptedModel, labels: tuple[str, ...]) ->
             )
             raise FedspanError("model.adapter", f"{path} of shape {tuple(value.shape)}", expected)
     adapted.adopt(start.factors, start.extras)
-    return start.factors
+    return start

@@ -24,12 +24,12 @@ from fedspan.federation.protocol import Envelope, Transport
 from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.head_setup import aggregation_of, head_start_of
 from fedspan.runs.model_setup import PROBLEMS, Facts, build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import RunReport, load_partition
 from fedspan.runs.setup import (
     Prepared,
-    aggregation_of,
     choose_device,
     client_ranks,
     client_scaling,
@@ -85,14 +85,17 @@ def prepare_server(config: RunConfig, key: bytes | None = None) -> Prepared:
     labels = tuple(config.data.labels or ())
     model = build_model(config, labels, choose_device(config.device))
     require_private_model(config, model.adapted)
-    facts = Facts.of(config, labels, max_length(config, model.processor, model.adapted.model))
+    facts = Facts.of(config, labels, max_length(config, model.processor, model.adapted.model), model.adapted.model)
     task = PROBLEMS[config.task].task(model.processor, facts, config)
     method = config.wrapped(method_for(config, model.adapted.spec))
     engine = make_engine(config, model.adapted, task, config.training_settings(key))
+    head, notes = head_start_of(config, model)
     nothing = Nothing()
     federation = simulate(method, engine, {}, nothing, config.round_settings(key))
     evaluator = Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients)
-    return Prepared(config, labels, facts, None, task, engine, federation, evaluator, nothing, None, (), model)
+    return Prepared(
+        config, labels, facts, None, task, engine, federation, evaluator, nothing, None, (), model, notes, head
+    )
 
 
 def method_for(config: RunConfig, spec: Spec) -> RegisteredMethod:

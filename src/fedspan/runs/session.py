@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from fedspan.runs.divergence import find_divergence
 from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.head_setup import begin
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
 from fedspan.runs.ledger import JsonLines, Ledger, read_lines
 from fedspan.runs.model_card import RunReport, write_cards
@@ -170,9 +172,8 @@ class _Session:
     def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
         """Run all remaining rounds."""
         federation = self.prepared.federation
-        if kept is None:
-            progress = federation.begin()
-        else:
+        progress = None
+        if kept is not None:
             progress = kept.progress
             self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
             self.budget = Budget(self.prepared.config, str(kept.extra.get("privacy", "{}")))
@@ -180,10 +181,12 @@ class _Session:
                 federation.remember(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
         load_stacking_plan(self.place, engine)
-        self.listener.started(self.prepared, progress.state.round, resumed)
+        self.listener.started(self.prepared, 0 if progress is None else progress.state.round, resumed)
         if self.prepared.config.training.lr == "auto":
             lr = federation.training.optimizer.lr
             self.listener.noted(f"training.lr is {lr:g}, by a range test ({self.place.learning_rate.name})")
+        if progress is None:
+            progress = self._start()
         first = progress.state.round + 1
         if not progress.state.round and self.budget.limited:
             self.budget.require_first(federation.next_charges(progress))
@@ -205,6 +208,17 @@ class _Session:
         if self.looks.seconds:
             self.listener.noted(f"evaluation.diagnostics took {self.looks.seconds:.1f} s beside the rounds themselves")
         return progress
+
+    def _start(self) -> Progress:
+        """Return the progress before the first round; one whose head starts from statistics is measured and saved."""
+        prepared, began = self.prepared, time.monotonic()
+        progress = begin(prepared.federation, prepared.head)
+        if prepared.head is None:
+            return progress
+        row = {"round": 0, "head_init": prepared.head.kind, **self._scores(progress)}
+        self.seconds += time.monotonic() - began
+        result = RoundResult(progress, transfers=(), cohort=(), lr=0.0, loss=math.nan)
+        return self._commit(result, {**row, "seconds": self.seconds})
 
     def _over(self, progress: Progress) -> bool:
         """Check whether all rounds are finished, or something ends the run before its last round."""
@@ -235,18 +249,23 @@ class _Session:
             row["privacy"] = spent
         if number % prepared.config.evaluation.every and not self._over(progress):
             return row
+        return row | self._scores(progress)
+
+    def _scores(self, progress: Progress) -> dict[str, Any]:
+        """Measure a progress, and update the best round."""
+        prepared, number, scores = self.prepared, progress.state.round, dict[str, Any]()
         validation, own = prepared.evaluator.clients(progress)
         if validation is not None:
-            row["validation"] = dict(validation.pooled)
+            scores["validation"] = dict(validation.pooled)
         if own is not None:
-            row["clients"] = own.summary(prepared.task.metric)
+            scores["clients"] = own.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
-            row["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
+            scores["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
         rated = rate_round(prepared.task.metric, number, None if validation is None else validation.pooled)
         if self.best is None or rated > self.best:
             self.best = rated
             prepared.federation.remember(progress)
-        return row
+        return scores
 
     def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
         """Write clients' files and logs, then the checkpoint that names them: a kill before it loses this round only.
@@ -311,6 +330,7 @@ class _Session:
         self.ledger.commit()
         examples = sample_predictions(prepared, progress)
         totals = self.ledger.totals
+        start = next((row for row in read_lines(place.metrics) if row["round"] == 0), {})
         report = RunReport(
             method=prepared.config.method.title,
             task=prepared.config.task,
@@ -334,6 +354,7 @@ class _Session:
             warnings=find_divergence(
                 read_lines(place.metrics), prepared.task.metric, prepared.engine.settings.optimizer.lr
             ),
+            start={key: start[key] for key in ("head_init", "validation", "clients", "test") if key in start},
         )
         with disk_errors(place.path):
             write_cards(prepared, report, place)

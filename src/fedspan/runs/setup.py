@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import datasets
@@ -22,13 +21,14 @@ from fedspan.crypto import require
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError, nearest
-from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
 from fedspan.federation.conditions import Conditions
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
+from fedspan.federation.head_start import HeadStart
 from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.head_setup import aggregation_of, head_start_of
 from fedspan.runs.model_setup import PROBLEMS, Facts, RunModel, build_model, require_size
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.images import EncodedImages
@@ -207,6 +207,7 @@ class Prepared:
         test_names: Display names of the held-out examples.
         model: The model that the engine trains, with the data that its export needs.
         remarks: Notes for the user about the examples (truncated answers).
+        head: How the head starts; None: as loaded.
     """
 
     config: RunConfig
@@ -222,6 +223,7 @@ class Prepared:
     test_names: tuple[str, ...]
     model: RunModel
     remarks: tuple[str, ...] = ()
+    head: HeadStart | None = None
 
 
 def choose_device(name: str) -> torch.device:
@@ -269,10 +271,11 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
         expected = f"macro_f1, because there are {len(data.labels)} labels and f1 is for two"
         raise FedspanError("evaluation.metric", "f1", expected)
-    facts = Facts.of(config, data.labels, max_length(config, built.processor, adapted.model))
+    facts = Facts.of(config, data.labels, max_length(config, built.processor, adapted.model), adapted.model)
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
     engine = make_engine(config, adapted, task, config.training_settings(key))
+    head, notes = head_start_of(config, built)
     train = task.encode(data.train)
     require_size(config, adapted.model, task, train, device)
     members, conditions = _members(config, method, parts), None
@@ -302,23 +305,9 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
         test=None if data.test is None else task.encode(data.test),
         test_names=() if data.test is None else _names(data.test),
         model=built,
-        remarks=(*_dropped(data.dropped), *task.remarks(train)),
+        remarks=(*_dropped(data.dropped), *task.remarks(train), *notes),
+        head=head,
     )
-
-
-def aggregation_of(config: RunConfig) -> AggregationFactory:
-    """Return the aggregation that a config selects.
-
-    Raises:
-        FedspanError: If the config selects secure aggregation and its libraries are not installed.
-    """
-    secure = config.federation.secure_settings()
-    if secure is None:
-        return PlaintextAggregation
-    require()
-    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
-
-    return partial(SecureAggregation, secure=secure)
 
 
 def _secure_clients(config: RunConfig, members: Mapping[str, ClientData]) -> Mapping[str, SecureClient] | None:

@@ -12,6 +12,7 @@ from fedspan.federation.progress import Progress
 from fedspan.files import folder_name
 from fedspan.models.export import export_adapter, job_extras, layer_updates
 from fedspan.models.merging import export_merged, needs_merging
+from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 
@@ -74,5 +75,6 @@ def write_model(
         export_merged(folder, adapted, job, base, built.processor, notes, wanted.revision)
     else:
         updates, extras = layer_updates(job, base, adapted, built.adopted), job_extras(job, adapted)
-        export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes)
+        pooled = adapted.model if isinstance(adapted.model, PooledClassifier) else None
+        export_adapter(folder, updates, extras, adapted.operators, built.lora_config, notes, pooled)
         built.processor.save_pretrained(str(folder))

@@ -342,6 +342,10 @@ class BatchedEngine:
         run_parallel([lambda number=number: predicted(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])
 
+    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """``Engine.features``."""
+        return self._workers[0].loop.features(job, examples, indices, batch_size)
+
     @property
     def why_not(self) -> str | None:
         """The reason why clients, or some of their jobs, train one by one although stacking was requested."""

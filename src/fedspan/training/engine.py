@@ -16,6 +16,7 @@ from fedspan.core.projectors import reproject, seeded_projector, sketch_projecto
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Job, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.head import FeatureTap, find_output_layer
 from fedspan.tasks.labelling import Labelling, class_offsets
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, evaluation_batches
@@ -85,6 +86,20 @@ class Engine(Protocol):
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
+        ...
+
+    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """Compute the features that enter the output layer, one row per example, float32 on the CPU.
+
+        Args:
+            job: The model; None: the pretrained one.
+            examples: The data set that the indices point into.
+            indices: The examples, (examples,).
+            batch_size: Batch size of the forward passes.
+
+        Raises:
+            NoOutputLayer: If the model's logits are not those of one linear layer.
+        """
         ...
 
 
@@ -202,21 +217,46 @@ class Trainer:
 
     @torch.no_grad()
     def rows(
-        self, job: Job, examples: Examples, batches: Sequence[np.ndarray], *, thorough: bool = False
+        self,
+        job: Job | None,
+        examples: Examples,
+        batches: Sequence[np.ndarray],
+        *,
+        thorough: bool = False,
+        tap: FeatureTap | None = None,
     ) -> dict[int, Tensor]:
-        """Predict some batches and return the rows by example, float32 on the CPU."""
+        """Compute predictions, or features, of some batches by example, float32 on the CPU.
+
+        Args:
+            job: The model; None: the pretrained one.
+            examples: The data set that the batches' indices point into.
+            batches: Indices of each batch.
+            thorough: Whether predictions have expensive parts (``Task.predict``).
+            tap: Reads the features of each pass, which are returned; None: predictions are returned.
+        """
         adapted = self.adapted
         if batches and not thorough:  # generated answers have other lengths
             self.prefixes.ensure(examples, np.concatenate(batches))
         adapted.model.eval()
-        adapted.install(job.parametrization, job.tensors, frozenset())
+        if job is None:
+            adapted.install({}, {}, frozenset())
+        else:
+            adapted.install(job.parametrization, job.tensors, frozenset())
         rows: dict[int, Tensor] = {}
-        for indices in batches:
-            batch = self.task.batch(examples, indices.tolist(), adapted.device)
-            with nullcontext() if thorough else self.prefixes.feed(examples, indices.tolist()):
-                predictions = self.task.predict(adapted.model, batch, thorough=thorough).float().cpu()
-            rows.update(zip(indices.tolist(), predictions, strict=True))
+        with nullcontext() if tap is None else tap.listening():
+            for indices in batches:
+                batch = self.task.batch(examples, indices.tolist(), adapted.device)
+                with nullcontext() if thorough else self.prefixes.feed(examples, indices.tolist()):
+                    made = self.task.predict(adapted.model, batch, thorough=thorough)
+                made = (made if tap is None else tap.take(made)).float().cpu()
+                rows.update(zip(indices.tolist(), made, strict=True))
         return rows
+
+    def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:
+        """``Engine.features``."""
+        batches = evaluation_batches(indices, examples.lengths, batch_size)
+        rows = self.rows(job, examples, batches, tap=FeatureTap(self.adapted.model, find_output_layer(self.adapted)))
+        return torch.stack([rows[index] for index in indices.tolist()])
 
 
 def dropout_mask(shape: Sequence[int], rate: float, *key: int | str) -> Tensor:

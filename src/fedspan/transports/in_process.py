@@ -144,6 +144,10 @@ class InProcess(Transport):
         if orders.task == "train":
             self._train(orders, present, on_reply, seconds, waits=bool(silent))
             return
+        if orders.task == "statistics":
+            for id in present:
+                on_reply(id, self.host.answer(decode_order(orders[id])).envelope())
+            return
         for id in present:
             phase = decode_phase(orders[id])
             try:
@@ -155,14 +159,15 @@ class InProcess(Transport):
 
     def _present(self, orders: Orders) -> tuple[list[str], list[str]]:
         """Return the clients that reply in an exchange and the clients that do not."""
-        if self.conditions is None or orders.task not in PHASES:
+        phase = "train" if orders.task == "statistics" else orders.task
+        if self.conditions is None or phase not in PHASES:
             return list(orders), []
         phases = ("train",) if self.host.secure is None else PHASES
-        self._attempt += orders.task == phases[0]
+        self._attempt += phase == phases[0]
         silent: list[str] = []
         for id in orders:
             since = self.conditions.silent_from(id, self._round, self._attempt, phases)
-            if since is not None and phases.index(since) <= phases.index(orders.task):
+            if since is not None and phases.index(since) <= phases.index(phase):
                 silent.append(id)
         gone = set(silent)
         return [id for id in orders if id not in gone], silent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fedspan.core.method import Method
 from fedspan.core.tensors import Tensors
@@ -45,6 +45,8 @@ class RoundContext:
         rules: Rules for accepting replies and the round.
         transport: Transport to the clients.
         run: Name of the run.
+        task: Kind of the orders whose replies are aggregated.
+        check: Further check of a reply in plaintext, which raises ``ValueError``; None: no further check.
     """
 
     method: Method
@@ -58,6 +60,8 @@ class RoundContext:
     rules: ReplyRules
     transport: Transport
     run: str
+    task: Literal["train", "statistics"] = "train"
+    check: Callable[[Message, Client], None] | None = None
 
     @property
     def fresh(self) -> Client:
@@ -177,13 +181,15 @@ class PlaintextAggregation:
     def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """``Aggregation.take``."""
         context, rules = self.context, self.context.rules
-        require_requested(answer, client.id, context.state.round, attempt)
+        require_requested(answer, client.id, context.state.round, attempt, context.task)
         if self._folds:
             message = serialization.decode(answer.body)
+            self._check(message, client)
             self._reducer.add(client.id, context.method.contribute(message, client))
             self._count(client.id, answer, message)
             return False
         message = serialization.decode(answer.body)
+        self._check(message, client)
         if rules.validate:
             reply = validate_reply(context.method, message, client, self._untrained(client))
         else:
@@ -191,6 +197,10 @@ class PlaintextAggregation:
         self._held[client.id] = reply
         self._count(client.id, answer, message)
         return len(self._held) - len(self._outliers()) >= context.wanted
+
+    def _check(self, message: Message, client: Client) -> None:
+        if self.context.check is not None:
+            self.context.check(message, client)
 
     def _untrained(self, client: Client) -> Message:
         """Return the reply of the client if its training changed nothing; one for all where ranks do not differ."""
@@ -211,7 +221,8 @@ class PlaintextAggregation:
 
     def _count(self, id: str, answer: Reply, message: Message) -> None:
         self.answers[id] = replace(answer, body=b"")
-        self.tally.transfers.append(Transfer(id, "up", len(answer.body), serialization.payload_size(message)))
+        size, payload = len(answer.body), serialization.payload_size(message)
+        self.tally.transfers.append(Transfer(id, "up", size, payload, self.context.task))
 
     def close(self, attempt: int) -> Reduced:
         """``Aggregation.close``."""
@@ -224,7 +235,7 @@ class PlaintextAggregation:
             return self._reduced()
         for id, why in self._outliers().items():
             self._drop(id)
-            self.tally.failures.append(Failure(id, attempt, why))
+            self.tally.failures.append(Failure(id, attempt, why, context.task))
         if len(held) < self.quorum:
             raise TooFew
         for id in [id for id in context.drawn if id in held][context.wanted :]:

@@ -96,7 +96,7 @@ class SecureAggregation:
 
     def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """``Aggregation.take``: add a masked vector to the sum."""
-        require_requested(answer, client.id, self.context.state.round, attempt)
+        require_requested(answer, client.id, self.context.state.round, attempt, self.context.task)
         vector = _vector(answer, self._total)
         self._total += vector
         self.tally.transfers.append(Transfer(client.id, "up", len(answer.body), vector.nbytes))

@@ -1,0 +1,257 @@
+"""The start of a federation's head: one exchange of statistics before the first round (``core.heads``).
+
+Every client sends averages over its examples of the features that enter the output layer. Their mean, weighted by
+examples, is that of all examples together, so the exchange is a round of its own kind (``statistics``) with the run's
+transport, reply validation and secure sums, and without training. The features are those of the model that the method
+starts from; where that is the pretrained one, orders carry no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedspan.core.base import as_dense
+from fedspan.core.heads import HeadKind, HeadStatistics, solve_head, statistics_shapes
+from fedspan.core.lowrank import LowRank
+from fedspan.core.method import Claims, Memory, Method, Traffic
+from fedspan.core.parametrization import dense_change
+from fedspan.core.tensors import by_layer, extra_name
+from fedspan.core.values import (
+    Client,
+    Contribution,
+    Group,
+    Job,
+    LayerSpec,
+    Message,
+    Reduced,
+    ServerState,
+    Spec,
+    Trained,
+    Weights,
+)
+from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
+from fedspan.federation.federation import Federation, Round
+from fedspan.federation.progress import ClientData, Progress
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.head import OutputLayer
+
+__all__ = ["BOUND", "KIND", "HeadStart", "StatisticsExchange", "check_statistics", "head_tensors", "start_head"]
+
+KIND, BOUND = "head/kind", "head/bound"
+"""Scalars of an order: the kind of start, and the norm to which features are clipped (0: they are not)."""
+_SLACK = 1e-3
+"""Relative tolerance of the checks: statistics are transmitted as float32."""
+_SAME = 1e-5
+"""Relative norm of a change up to which a method's first model counts as the pretrained one."""
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """How a run's head starts.
+
+    Args:
+        kind: Kind of start.
+        layer: The model's output layer.
+        bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
+        aggregating: Creates the aggregation of the exchange.
+    """
+
+    kind: HeadKind
+    layer: OutputLayer
+    bound: float = 0.0
+    aggregating: AggregationFactory = PlaintextAggregation
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in a client's reply."""
+        return statistics_shapes(self.kind, self.layer.outputs, self.layer.features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsExchange(Method):
+    """The exchange as a method whose replies are averaged.
+
+    Args:
+        head: The start of the head.
+        inner: The run's method.
+        pretrained: Whether the method starts from the pretrained model, so that orders need no tensors.
+    """
+
+    head: HeadStart
+    inner: Method
+    pretrained: bool
+    spec: Spec = field(default_factory=lambda: Spec(()))
+
+    def declared(self) -> Claims:
+        return Claims(paper="Guiding The Last Layer in Federated Learning (NeurIPS 2023, arXiv:2306.03937)", exact=True)
+
+    def rank(self, client: Client | None) -> int:
+        return self.inner.rank(client)
+
+    def init(self, weights: Weights) -> ServerState:
+        return self.inner.init(weights)
+
+    def sync(self, state: ServerState, client: Client | None) -> Message:
+        message = Message() if self.pretrained else self.inner.sync(state, client)
+        return replace(message, scalars={**message.scalars, KIND: self.head.kind, BOUND: self.head.bound})
+
+    def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
+        zeros = {name: torch.zeros(shape) for name, shape in self.head.shapes.items()}
+        return Job({}, zeros, (Group(tuple(zeros)),))
+
+    def finish(
+        self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
+    ) -> tuple[Job | Message, Memory]:
+        return Message(trained.tensors), memory
+
+    def contribute(self, message: Message, client: Client) -> Contribution:
+        return Contribution(sum=message.tensors)
+
+    def update(self, state: ServerState, reduced: Reduced) -> ServerState:
+        return state
+
+    def traffic(self, layer: LayerSpec, rank: int, cohort: Sequence[int], round: int) -> Traffic:
+        return Traffic(0, 0)
+
+
+class _ByExamples(Mapping[str, ClientData]):
+    """The clients, weighted by their numbers of examples whatever the run's weights are."""
+
+    def __init__(self, clients: Mapping[str, ClientData]) -> None:
+        self._clients = clients
+
+    def __getitem__(self, id: str) -> ClientData:
+        member = self._clients[id]
+        return replace(member, client=replace(member.client, weight=float(member.client.examples), held=None))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+def start_head(federation: Federation, progress: Progress, head: HeadStart) -> Progress:
+    """Exchange statistics with all clients and set the head; transfers and failures are noted in the federation.
+
+    Args:
+        federation: The federation.
+        progress: The progress before the first round, which is not modified.
+        head: How the head starts.
+
+    Returns:
+        The progress with the head.
+
+    Raises:
+        FedspanError: If too few clients reply.
+    """
+    state, method = progress.state, federation.method
+    pretrained = starts_pretrained(method, state, federation.engine.adapted)
+    exchange, clients = (
+        StatisticsExchange(head=head, inner=method, pretrained=pretrained),
+        _ByExamples(federation.clients),
+    )
+    ids = tuple(clients)
+    context = RoundContext(
+        method=exchange,
+        settings=replace(federation.settings, reduction="mean", cohort=None, privacy=None),
+        training=federation.training,
+        clients=clients,
+        state=state,
+        ids=ids,
+        drawn=ids,
+        wanted=len(ids),
+        rules=replace(federation.rules, over_select=0),
+        transport=federation.transport,
+        run=federation.run,
+        task="statistics",
+        check=lambda message, client: check_statistics(message, client, head),
+    )
+    round = Round(context, head.aggregating, {}, {})
+    federation.transport.begin(progress)
+    try:
+        reduced, _ = round.reduce()
+    finally:
+        for event in (*round.tally.transfers, *round.tally.failures):
+            federation.note(replace(event, purpose="statistics"))
+    examples = sum(clients[id].client.examples for id in round.aggregation.answers)
+    statistics = HeadStatistics.of(reduced.mean).rescaled(head.bound)
+    if not float(statistics.shares.sum()) > 0:
+        raise FedspanError("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
+    tensors = {**state.tensors, **head_tensors(head, statistics, examples)}
+    return replace(progress, state=replace(state, tensors=tensors))
+
+
+def head_tensors(head: HeadStart, statistics: HeadStatistics, examples: int) -> dict[str, Tensor]:
+    """Compute the output layer, as named tensors of a state.
+
+    Args:
+        head: How the head starts.
+        statistics: Statistics of the features.
+        examples: Number of examples in them.
+    """
+    weights = solve_head(head.kind, statistics, examples, bias=head.layer.bias)
+    made = {extra_name(f"{head.layer.path}.weight"): weights.weight}
+    return made | ({extra_name(f"{head.layer.path}.bias"): weights.bias} if head.layer.bias else {})
+
+
+def starts_pretrained(method: Method, state: ServerState, adapted: AdaptedModel) -> bool:
+    """Check whether a method's first model computes as the pretrained one, to rounding."""
+    job = method.start(method.sync(state, None), None, {}, state.round)
+    slots = by_layer(job.tensors)
+    for layer, parametrization in job.parametrization.items():
+        effective = parametrization.effective(slots[layer])
+        pair, moved = effective.pair, state.base.total.get(layer)
+        none = isinstance(pair, LowRank) and not (pair.B.any() and pair.A.any())
+        if effective.base and moved is None and (none or pair is None):
+            continue
+        W = adapted.weight(layer).double()
+        change = dense_change(effective, W.float()).double()
+        if moved is not None:
+            change = change + as_dense(moved).double()
+        if float(change.norm()) > _SAME * float(W.norm()):
+            return False
+    return state.base.rho == 1.0
+
+
+def check_statistics(message: Message, client: Client, head: HeadStart) -> None:
+    """Check that a reply can be the statistics of a client's examples.
+
+    Shapes, formats and finite numbers are those of every reply (``validation``).
+
+    Raises:
+        ValueError: If it cannot; the message gives the reason.
+    """
+    for name, value in message.tensors.items():
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{name} holds numbers that are not finite")
+    if {name: tuple(value.shape) for name, value in message.tensors.items()} != head.shapes:
+        raise ValueError("its tensors are not those of the statistics")
+    found = HeadStatistics.of(message.tensors)
+    counts = found.shares * client.examples
+    if bool((counts < -_SLACK).any()) or float(found.shares.sum()) > 1 + _SLACK:
+        raise ValueError("its counts of classes are negative, or more than its examples")
+    if float((counts - counts.round()).abs().max()) > max(_SLACK, 1e-6 * client.examples):
+        raise ValueError("its counts of classes are not whole numbers")
+    square = float(found.square)
+    means = found.sums.square().sum(1) / found.shares.clamp(min=1e-300)
+    if float(means.sum()) > square * (1 + _SLACK) + 1e-9:
+        raise ValueError("its class means are longer than its features")
+    if head.bound and square > 1 + _SLACK:
+        raise ValueError("its features are longer than the order allows")
+    if found.products is not None:
+        diagonal = found.products.diagonal()
+        widest = torch.outer(diagonal.clamp(min=0).sqrt(), diagonal.clamp(min=0).sqrt())
+        if float(diagonal.min()) < -1e-6 or bool((found.products.abs() > widest * (1 + _SLACK) + 1e-6).any()):
+            raise ValueError("its products are not those of any features")
+        if abs(float(diagonal.sum()) - square) > _SLACK * square + 1e-9:
+            raise ValueError("its products do not belong to its features' norms")
+    if found.targets is not None:
+        cross, mean, second = found.targets[:-2], float(found.targets[-2]), float(found.targets[-1])
+        if mean**2 > second * (1 + _SLACK) + 1e-9 or float(cross.norm()) ** 2 > square * second * (1 + _SLACK) + 1e-9:
+            raise ValueError("its products with the targets are larger than features and targets allow")

@@ -1,0 +1,106 @@
+"""The output layer of a classifier or regression model, and the features that enter it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.precision import tolerance
+
+__all__ = ["FeatureTap", "NoOutputLayer", "OutputLayer", "find_output_layer"]
+
+
+class NoOutputLayer(ValueError):
+    """A model whose logits are not those of one linear layer; the text is the reason, without a full stop."""
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The linear layer that computes a model's logits.
+
+    Args:
+        path: Path of the module.
+        outputs: Number of its outputs.
+        features: Number of its features.
+        bias: Whether it has a bias.
+    """
+
+    path: str
+    outputs: int
+    features: int
+    bias: bool
+
+
+def find_output_layer(adapted: AdaptedModel) -> OutputLayer:
+    """Find the linear layer among a model's extras that has as many outputs as the model's config has labels.
+
+    Raises:
+        NoOutputLayer: If there is no such layer, or more than one.
+    """
+    outputs = getattr(getattr(adapted.model, "config", None), "num_labels", 0)
+    found = [
+        (path, module)
+        for path, module in adapted.model.named_modules()
+        if isinstance(module, nn.Linear) and f"{path}.weight" in adapted.extras and module.out_features == outputs
+    ]
+    if len(found) != 1:
+        raise NoOutputLayer(f"{len(found)} linear layers of its head have {outputs} outputs")
+    path, module = found[0]
+    return OutputLayer(path, outputs, module.in_features, module.bias is not None)
+
+
+class FeatureTap:
+    """Reads the features that enter an output layer during forward passes.
+
+    Args:
+        model: The model.
+        layer: Its output layer.
+    """
+
+    def __init__(self, model: nn.Module, layer: OutputLayer) -> None:
+        self._model, self._module = model, model.get_submodule(layer.path)
+        self._layer = layer
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Record the layer's input and output of every forward pass within this context."""
+
+        def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._last = (args[0], output)
+
+        handle = self._module.register_forward_hook(record)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._last = None
+
+    def take(self, logits: Tensor) -> Tensor:
+        """Return the features of the last forward pass, (examples, features), float32.
+
+        Args:
+            logits: The pass's logits, (examples, outputs). Decoders compute outputs for every token and select one: the
+                features are those of the token whose outputs they are.
+
+        Raises:
+            NoOutputLayer: If the logits are not outputs of the layer.
+        """
+        if self._last is None:
+            raise NoOutputLayer(f"{self._layer.path} is not called")
+        given, output = self._last
+        if output.ndim == 3 and output.shape[0] == len(logits):
+            token = (output.float() - logits.float()[:, None]).abs().amax(2).argmin(1)
+            rows = torch.arange(len(logits), device=output.device)
+            given, output = given[rows, token], output[rows, token]
+        shape = (len(logits), self._layer.features)
+        near = tolerance(self._model) * float(logits.float().abs().max())
+        if tuple(given.shape) != shape or float((output.float() - logits.float()).abs().max()) > near:
+            raise NoOutputLayer(f"its logits are not the outputs of {self._layer.path}")
+        return given.float()

@@ -1,0 +1,245 @@
+"""Classifiers on pooled hidden states: sentence encoders classify with the pooling that they were trained with.
+
+A sentence encoder is a folder or a hub repository with sentence-transformers' ``modules.json``. Its pooled hidden
+states separate texts well before any training, where the pooler of a stock sequence classifier may hold random or
+unrelated weights. Shapes: B examples, T tokens, H hidden features, C outputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import MODEL_MAPPING
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.hub import cached_file
+
+__all__ = [
+    "DENSE",
+    "HEAD",
+    "PooledClassifier",
+    "Pooling",
+    "PoolingMode",
+    "encoder_options",
+    "find_pooling",
+    "read_output_layer",
+    "write_modules",
+]
+
+PoolingMode = Literal["mean", "cls", "max", "last"]
+HEAD = "classifier"
+"""Name of the output layer of a pooled classifier."""
+DENSE = "3_Dense"
+"""Folder of the output layer in an export."""
+_WEIGHTS = "model.safetensors"
+_MODES: Mapping[str, PoolingMode] = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
+_FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Reduction of a text's last hidden states to one vector.
+
+    Args:
+        mode: ``mean`` or ``max`` over the tokens of the attention mask, the first token (``cls``), or the ``last`` one.
+        normalize: Whether the vector is divided by its norm.
+    """
+
+    mode: PoolingMode
+    normalize: bool = False
+
+    def __call__(self, hidden_BTH: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Pool hidden states, (B, T, H), to (B, H)."""
+        if mask_BT is None:
+            mask_BT = torch.ones(hidden_BTH.shape[:2], dtype=torch.int64, device=hidden_BTH.device)
+        shown = mask_BT[..., None].bool()
+        if self.mode == "mean":
+            total = hidden_BTH.masked_fill(~shown, 0.0).sum(1)
+            pooled = total / shown.sum(1).clamp(min=1).to(total.dtype)
+        elif self.mode == "max":
+            pooled = hidden_BTH.masked_fill(~shown, torch.finfo(hidden_BTH.dtype).min).amax(1)
+        elif self.mode == "cls":
+            pooled = hidden_BTH[:, 0]
+        else:
+            places = torch.arange(hidden_BTH.shape[1], device=hidden_BTH.device)
+            last = (mask_BT * places).argmax(1)
+            pooled = hidden_BTH[torch.arange(len(hidden_BTH), device=hidden_BTH.device), last]
+        return F.normalize(pooled, dim=-1) if self.normalize else pooled
+
+
+class PooledClassifier(nn.Module):
+    """An encoder, a pooling and a linear output layer.
+
+    The encoder has the name that it has in Transformers' own sequence classifier (``bert``, ``roberta``), so that
+    target layers have the same paths with and without pooling.
+
+    Args:
+        encoder: A Transformers encoder without a pooler; its config has the number of outputs, ``num_labels``.
+        pooling: The pooling of its last hidden states.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, encoder: Any, pooling: Pooling) -> None:
+        super().__init__()
+        self.base_model_prefix: str = encoder.base_model_prefix or "encoder"
+        self.config = encoder.config
+        self.pooling = pooling
+        setattr(self, self.base_model_prefix, encoder)
+        size, outputs = self.config.hidden_size, self.config.num_labels
+        self.classifier = nn.Linear(size, outputs, dtype=encoder.dtype, device=encoder.device)
+
+    @property
+    def encoder(self) -> Any:
+        """The encoder."""
+        return getattr(self, self.base_model_prefix)
+
+    def replace_encoder(self, encoder: nn.Module) -> None:
+        """Put another module in the encoder's place, such as one with a PEFT adapter."""
+        setattr(self, self.base_model_prefix, encoder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the encoder."""
+        return self.encoder.dtype
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """Recompute the encoder's activations in the backward pass.
+
+        Raises:
+            ValueError: If the encoder does not support it.
+        """
+        self.encoder.gradient_checkpointing_enable(**options)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any
+    ) -> SequenceClassifierOutput:
+        """Compute the logits of texts, (B, T) -> (B, C)."""
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
+        logits = self.classifier(self.pooling(hidden, attention_mask))
+        return SequenceClassifierOutput(logits=logits)
+
+
+def write_modules(folder: Path, pooling: Pooling, weight: Tensor, bias: Tensor, max_length: int) -> None:
+    """Write a classifier's pooling and output layer beside its encoder, as modules of sentence-transformers.
+
+    ``SentenceTransformer(folder).encode(texts)`` then returns the logits.
+
+    Args:
+        folder: Folder with the encoder or its adapter, and the tokenizer.
+        pooling: The pooling.
+        weight: Weight of the output layer, (C, H).
+        bias: Bias of the output layer, (C,).
+        max_length: Maximum number of tokens of a text.
+    """
+    outputs, features = weight.shape
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules += [("2_Normalize", "Normalize")] if pooling.normalize else []
+    modules += [(DENSE, "Dense")]
+    listed = [
+        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for at, (path, kind) in enumerate(modules)
+    ]
+    flags = {flag: _MODES.get(mode) == pooling.mode for flag, mode in _FLAGS.items()}
+    dense = {
+        "in_features": features,
+        "out_features": outputs,
+        "bias": True,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    for path, _ in modules:
+        (folder / path).mkdir(exist_ok=True)
+    for name, values in (
+        ("modules.json", listed),
+        ("sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False}),
+        ("1_Pooling/config.json", {"word_embedding_dimension": features, **flags}),
+        (f"{DENSE}/config.json", dense),
+    ):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    tensors = {"linear.weight": weight.float().cpu().contiguous(), "linear.bias": bias.float().cpu().contiguous()}
+    (folder / DENSE / _WEIGHTS).write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
+
+
+def read_output_layer(folder: Path) -> dict[str, Tensor] | None:
+    """Read the output layer that ``write_modules`` wrote, by parameter path; None if there is none.
+
+    Raises:
+        OSError: If its file cannot be read.
+        SafetensorError: If its file is damaged.
+        LookupError: If its file holds something else.
+    """
+    path = folder / DENSE / _WEIGHTS
+    if not path.is_file():
+        return None
+    tensors = safetensors.torch.load_file(str(path))
+    return {f"{HEAD}.{name}": tensors[f"linear.{name}"] for name in ("weight", "bias")}
+
+
+def encoder_options(config: Any) -> dict[str, Any]:
+    """Return the options of ``AutoModel`` that omit the pooler of an encoder, which pooled classifiers do not use.
+
+    Args:
+        config: Transformers' config of the encoder.
+    """
+    kind = MODEL_MAPPING.get(type(config), None)
+    kinds = cast("tuple[type, ...]", kind if isinstance(kind, tuple) else (kind,))
+    has = all(one is not None and "add_pooling_layer" in inspect.signature(one.__init__).parameters for one in kinds)
+    return {"add_pooling_layer": False} if has else {}
+
+
+def find_pooling(source: str, revision: str | None = None) -> Pooling | None:
+    """Find the pooling that a sentence encoder was trained with.
+
+    Args:
+        source: Local folder or hub id.
+        revision: Revision of a hub repository.
+
+    Returns:
+        The pooling; None if there is no ``modules.json``, or its modules are others than a transformer, one of the
+        known poolings and a normalisation.
+    """
+    modules = _read(source, "modules.json", revision)
+    if not isinstance(modules, list):
+        return None
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules if isinstance(module, dict)]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        return None
+    settings = _read(source, f"{modules[1].get('path', '1_Pooling')}/config.json", revision)
+    if not isinstance(settings, dict):
+        return None
+    found = settings.get("pooling_mode", [name for flag, name in _FLAGS.items() if settings.get(flag)] or "mean")
+    names = found if isinstance(found, list) else [found]
+    if len(names) != 1 or names[0] not in _MODES:
+        return None
+    return Pooling(_MODES[names[0]], "Normalize" in kinds)
+
+
+def _read(source: str, name: str, revision: str | None) -> Any:
+    """Read a JSON file of a repository; None if there is none, or it cannot be read."""
+    try:
+        found = cached_file(
+            source,
+            name,
+            revision=revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None

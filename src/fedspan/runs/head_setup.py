@@ -1,0 +1,132 @@
+"""How the head of a run starts: by the config, or chosen by task, model and rules of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from fedspan.clients.statistics import client_statistics
+from fedspan.config import RunConfig
+from fedspan.core.heads import HeadStatistics
+from fedspan.core.method import Memory
+from fedspan.core.tensors import split_extras
+from fedspan.crypto import require
+from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
+from fedspan.federation.federation import Federation
+from fedspan.federation.head_start import HeadStart, head_tensors, start_head
+from fedspan.federation.progress import Progress
+from fedspan.models.adapted import AdaptedModel
+from fedspan.models.calls import evaluating, tiny_batch
+from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
+from fedspan.models.pooling import PooledClassifier
+from fedspan.runs.model_setup import RunModel
+
+__all__ = ["aggregation_of", "baseline_head", "begin", "begin_locally", "head_start_of"]
+
+_CLIP = 2.0
+"""Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
+
+
+def aggregation_of(config: RunConfig, clip: float | None = None) -> AggregationFactory:
+    """Return the aggregation that a config selects.
+
+    Args:
+        config: Config of the run.
+        clip: Norm to which contributions to a secure sum are clipped; None: that of the config.
+
+    Raises:
+        FedspanError: If the config selects secure aggregation and its libraries are not installed.
+    """
+    secure = config.federation.secure_settings()
+    if secure is None:
+        return PlaintextAggregation
+    require()
+    from fedspan.federation.aggregation.secure import SecureAggregation  # needs fedspan[secagg]
+
+    return partial(SecureAggregation, secure=secure if clip is None else replace(secure, clip=clip))
+
+
+def head_start_of(config: RunConfig, model: RunModel) -> tuple[HeadStart | None, tuple[str, ...]]:
+    """Return how the run's head starts (None: as loaded), and remarks for the user.
+
+    Raises:
+        FedspanError: If the config names a kind of start that the model does not allow.
+    """
+    wanted = config.model.head_init
+    kind, why = config.head_kind
+    try:
+        layer = _output_layer(model.adapted) if kind is not None else None
+    except NoOutputLayer as error:
+        kind, why, layer = None, str(error), None
+        if wanted != "auto":
+            raise FedspanError(
+                "model.head_init", wanted, "random", problem=f"the model's head cannot start: {error}"
+            ) from error
+    if kind is not None and layer is not None and wanted == "auto" and not _is_new(model, layer):
+        kind = None  # a head that was trained for these labels, in the checkpoint or in model.adapter
+    if kind is None or layer is None:
+        return None, (f"the head starts at random: {why}",) if why else ()
+    return HeadStart(kind, layer, _bound(config, model.adapted, layer), aggregation_of(config, _CLIP)), ()
+
+
+def _output_layer(adapted: AdaptedModel) -> OutputLayer:
+    """Find the output layer of a model, and check on a forward pass of a tiny batch that it computes the logits."""
+    layer = find_output_layer(adapted)
+    tap = FeatureTap(adapted.model, layer)
+    with evaluating(adapted.model), tap.listening():
+        tap.take(adapted.model(**tiny_batch(adapted.model)).logits)
+    return layer
+
+
+def _is_new(model: RunModel, layer: OutputLayer) -> bool:
+    return any(layer.path == path or layer.path.startswith(f"{path}.") for path in model.new_modules)
+
+
+def _bound(config: RunConfig, adapted: AdaptedModel, layer: OutputLayer) -> float:
+    """Return the norm to which features are clipped: secure sums need a bound."""
+    if config.federation.secure is None:
+        return 0.0
+    pooled = adapted.model
+    if isinstance(pooled, PooledClassifier) and pooled.pooling.normalize:
+        return 1.0
+    return 2.0 * layer.features**0.5
+
+
+def baseline_head(head: HeadStart | None) -> HeadStart | None:
+    """Return the head's start of a baseline, whose data are in this process: in plaintext and not clipped."""
+    return None if head is None else replace(head, bound=0.0, aggregating=PlaintextAggregation)
+
+
+def begin(federation: Federation, head: HeadStart | None) -> Progress:
+    """Return the progress before the first round, with a head from the statistics of all clients.
+
+    Args:
+        federation: The federation.
+        head: How the head starts; None: as loaded.
+
+    Raises:
+        FedspanError: If too few clients send statistics.
+    """
+    progress = federation.begin()
+    return progress if head is None else start_head(federation, progress, head)
+
+
+def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
+    """Return the progress before the first round, with a head of each client from its own examples alone.
+
+    Args:
+        federation: A federation of personal models, whose clients are in this process.
+        head: How the heads start; None: as loaded. A client without examples has the head as loaded.
+    """
+    progress = federation.begin()
+    if head is None:
+        return progress
+    engine, loaded = federation.engine, split_extras(progress.state.tensors)[1]
+    memories: dict[str, Memory] = {}
+    for id, member in federation.clients.items():
+        if not len(member.train):
+            continue
+        found = client_statistics(engine, None, federation.examples, member.train, head.kind, 0.0, 1)
+        memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(found), len(member.train))}
+    return replace(progress, memories=memories, held=dict.fromkeys(memories, 0))

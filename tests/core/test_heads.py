@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import Ridge
+from torch import Tensor
+
+from fedspan.core.heads import (
+    HeadKind,
+    HeadStatistics,
+    cosine_discriminant,
+    least_squares,
+    linear_discriminant,
+    oas_shrinkage,
+    solve_head,
+    statistics_shapes,
+    summarize,
+)
+
+CLASSES, FEATURES = 5, 7
+
+
+def examples(count: int = 60, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Features around a mean of each class, with one covariance that is far from a multiple of the identity."""
+    rng = torch.Generator().manual_seed(seed)
+    means = 2 * torch.randn(CLASSES, FEATURES, generator=rng)
+    mixing = torch.randn(FEATURES, FEATURES, generator=rng)
+    labels = torch.arange(count) % CLASSES
+    return means[labels] + torch.randn(count, FEATURES, generator=rng) @ mixing + 3.0, labels
+
+
+def pooled(parts: list[HeadStatistics], sizes: list[int]) -> HeadStatistics:
+    """The mean of clients' statistics, weighted by examples, as a reduction computes it from float32 messages."""
+    total = sum(sizes)
+    named = [{name: value.float().double() for name, value in part.tensors().items()} for part in parts]
+    return HeadStatistics.of(
+        {name: sum(size / total * one[name] for size, one in zip(sizes, named, strict=True)) for name in named[0]}  # type: ignore[misc]
+    )
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
+@pytest.mark.parametrize("cuts", [[20, 40], [1, 2, 3, 59], [30]])
+def test_the_mean_of_clients_statistics_is_that_of_all_examples(kind: HeadKind, cuts: list[int]) -> None:
+    features, labels = examples()
+    order = labels.argsort()  # clients with few classes each
+    features, labels = features[order], labels[order]
+    answers = labels if kind != "least-squares" else features[:, 0] * 2 - features[:, 3]
+    outputs = CLASSES if kind != "least-squares" else 1
+    whole = summarize(features, answers, outputs, kind)
+    bounds = [0, *cuts, len(labels)]
+    ranges = list(pairwise(bounds))
+    parts = [summarize(features[start:stop], answers[start:stop], outputs, kind) for start, stop in ranges]
+    together = pooled(parts, [stop - start for start, stop in ranges])
+    assert {name: tuple(value.shape) for name, value in whole.tensors().items()} == statistics_shapes(
+        kind, outputs, FEATURES
+    )
+    for name, value in whole.tensors().items():
+        torch.testing.assert_close(together.tensors()[name], value, rtol=1e-6, atol=1e-6)
+    one, other = solve_head(kind, whole, 60), solve_head(kind, together, 60)
+    torch.testing.assert_close(other.weight, one.weight, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(other.bias, one.bias, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("shrinkage", [0.1, 0.5, 1.0])
+def test_linear_discriminants_are_scikit_learns(shrinkage: float) -> None:
+    features, labels = examples(61)  # classes of different sizes
+    head = linear_discriminant(summarize(features, labels, CLASSES, "lda"), len(labels), shrinkage)
+    theirs = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=shrinkage)
+    theirs.fit(features.double().numpy(), labels.numpy())
+    np.testing.assert_allclose(head.weight.numpy(), theirs.coef_, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(head.bias.numpy(), theirs.intercept_, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shrinkage", [0.2, 1.0])
+def test_the_heads_directions_are_those_of_lda_and_of_one_length(shrinkage: float) -> None:
+    features, labels = examples(61)
+    statistics = summarize(features, labels, CLASSES, "lda")
+    ours = cosine_discriminant(statistics, len(labels), shrinkage).weight.double()
+    lda = linear_discriminant(statistics, len(labels), shrinkage).weight.double()
+    means = torch.stack([features[labels == label].double().mean(0) for label in range(CLASSES)])
+    centred = lda - lda.mean(0)  # weights of LDA about their mean are S^-1 (mu_c - m)
+    cosine = torch.nn.functional.cosine_similarity(ours, centred)
+    torch.testing.assert_close(cosine, torch.ones(CLASSES, dtype=torch.float64), rtol=0, atol=1e-5)
+    away = means - means.mean(0)
+    lengths = (ours * away).sum(1) / (centred * away).sum(1).sqrt()  # in the metric of S: w^T (mu - m) = k v
+    torch.testing.assert_close(lengths, lengths[:1].expand(CLASSES), rtol=1e-4, atol=0)
+
+
+def test_class_means_need_no_products() -> None:
+    features, labels = examples()
+    lean, full = (summarize(features, labels, CLASSES, kind) for kind in ("class-means", "lda"))
+    one, other = solve_head("class-means", lean, 60), cosine_discriminant(full, 60, 1.0)
+    assert torch.equal(one.weight, other.weight)
+    assert torch.equal(one.bias, other.bias)
+
+
+def test_a_head_separates_what_the_features_separate_and_is_unsure_of_the_rest() -> None:
+    features, labels = examples(400)
+    test, truth = features[200:], labels[200:]
+    head = solve_head("lda", summarize(features[:200], labels[:200], CLASSES, "lda"), 200)
+    outputs = test @ head.weight.T + head.bias
+    assert float((outputs.argmax(1) == truth).float().mean()) > 0.85
+    rng = torch.Generator().manual_seed(1)
+    noise, random = torch.randn(200, FEATURES, generator=rng), torch.randint(0, CLASSES, (200,), generator=rng)
+    for kind in ("class-means", "lda"):
+        blind = solve_head(kind, summarize(noise[:100], random[:100], CLASSES, "lda"), 100)
+        loss = torch.nn.functional.cross_entropy(noise[100:] @ blind.weight.T + blind.bias, random[100:])
+        assert float(loss) < 1.25 * float(np.log(CLASSES))
+
+
+def test_shares_of_classes_enter_the_bias() -> None:
+    rng = torch.Generator().manual_seed(0)
+    labels = (torch.rand(2000, generator=rng) < 0.1).long()
+    features = torch.randn(2000, 3, generator=rng) + labels[:, None] * torch.tensor([0.6, 0.0, 0.0])
+    for kind in ("class-means", "lda"):
+        head = solve_head(kind, summarize(features, labels, 2, "lda"), 2000)
+        guess = (features @ head.weight.T + head.bias).argmax(1)
+        assert float((guess == labels).float().mean()) > 0.89  # a threshold between the means would have 0.6
+
+
+def test_a_class_without_examples_is_improbable_and_harmless() -> None:
+    features, labels = examples()
+    kept = labels != 2
+    for kind in ("class-means", "lda"):
+        head = solve_head(kind, summarize(features[kept], labels[kept], CLASSES, kind), int(kept.sum()))
+        assert torch.isfinite(head.weight).all()
+        assert torch.isfinite(head.bias).all()
+        assert not head.weight[2].any()
+        assert 2 not in (features @ head.weight.T + head.bias).argmax(1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_a_few_examples_give_finite_heads(count: int) -> None:
+    features, labels = examples(count)
+    for kind in ("class-means", "lda"):
+        head = solve_head(kind, summarize(features, labels, CLASSES, kind), count)
+        assert torch.isfinite(head.weight).all()
+        assert torch.isfinite(head.bias).all()
+    regression = solve_head("least-squares", summarize(features, features[:, 0], 1, "least-squares"), count)
+    assert torch.isfinite(regression.weight).all()
+
+
+@pytest.mark.parametrize("shrinkage", [0.05, 0.5])
+def test_least_squares_are_a_ridge_regression(shrinkage: float) -> None:
+    features, _ = examples()
+    answers = features @ torch.linspace(-1, 1, FEATURES) + 4.0
+    head = least_squares(summarize(features, answers, 1, "least-squares"), 60, shrinkage)
+    double = features.double().numpy()
+    variance = float(np.cov(double.T, bias=True).trace()) / FEATURES
+    theirs = Ridge(alpha=60 * variance * shrinkage / (1 - shrinkage)).fit(double, answers.double().numpy())
+    # (1 - a) F in place of F: the same directions, of another length
+    np.testing.assert_allclose(head.weight.numpy()[0] * (1 - shrinkage), theirs.coef_, rtol=1e-4, atol=1e-5)
+    fitted = features @ head.weight.T + head.bias
+    assert float(fitted.mean()) == pytest.approx(float(answers.mean()), rel=1e-5)
+
+
+def test_without_a_bias_outputs_at_the_mean_are_those_with_one() -> None:
+    features, labels = examples()
+    statistics = summarize(features, labels, CLASSES, "lda")
+    with_bias, without = (solve_head("lda", statistics, 60, bias=bias) for bias in (True, False))
+    g = features.mean(0)
+    torch.testing.assert_close(without.weight @ g, with_bias.weight @ g + with_bias.bias, rtol=1e-4, atol=1e-4)
+    assert not without.bias.any()
+
+
+def test_oas_shrinks_less_with_more_examples_and_wholly_without_structure() -> None:
+    covariance = torch.diag(torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64))
+    few, many = oas_shrinkage(covariance, 5), oas_shrinkage(covariance, 500)
+    assert 0 < many < few < 1
+    assert oas_shrinkage(torch.eye(3, dtype=torch.float64), 50) == 1.0
+
+
+def test_rescaled_statistics_are_those_of_longer_features() -> None:
+    features, labels = examples()
+    scaled = summarize(features / 4.0, labels, CLASSES, "lda").rescaled(4.0)
+    whole = summarize(features, labels, CLASSES, "lda")
+    for name, value in whole.tensors().items():
+        torch.testing.assert_close(scaled.tensors()[name], value, rtol=1e-6, atol=1e-9)

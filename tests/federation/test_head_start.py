@@ -1,0 +1,233 @@
+"""Heads that start from statistics: exact over any partition, for every method, in the open and in secure sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedspan.clients.statistics import StatisticsLimits
+from fedspan.core.heads import statistics_shapes, summarize
+from fedspan.core.tensors import extra_name
+from fedspan.core.values import Client, Message
+from fedspan.errors import FedspanError
+from fedspan.federation.head_start import HeadStart, check_statistics, start_head
+from fedspan.federation.progress import ClientData, Progress
+from fedspan.methods.registry import METHODS
+from fedspan.models.head import OutputLayer
+from fedspan.runs.head_setup import begin, begin_locally
+from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
+
+HEAD = (extra_name("classifier.weight"), extra_name("classifier.bias"))
+LAYER = OutputLayer("classifier", outputs=4, features=16, bias=True)
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_folder: Path) -> Prepared:
+    """A run on BERT, whose clients are of different sizes and labels."""
+    return prepare(tiny.config(tiny_folder, model={"head_init": "lda"}, federation={"clients_per_round": None}))
+
+
+def start_of(run: Prepared) -> dict[str, Tensor]:
+    tensors = begin(run.federation, run.head).state.tensors
+    return {name: tensors[name] for name in HEAD}
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda"])
+def test_the_start_is_that_of_all_examples_in_one_place(prepared: Prepared, kind: Any) -> None:
+    assert prepared.head is not None
+    head = replace(prepared.head, kind=kind)
+    federated = start_of(replace(prepared, head=head))
+    members = prepared.federation.clients
+    train = np.concatenate([member.train for member in members.values()])
+    whole = replace(next(iter(members.values())), train=train)
+    alone = tiny.variant(prepared, prepared.config)
+    one = {"all": replace(whole, client=replace(whole.client, id="all", examples=len(train), weight=1.0))}
+    tiny.use_clients(alone.federation, one)
+    central = start_of(replace(alone, head=head))
+    for name in HEAD:
+        torch.testing.assert_close(federated[name], central[name], rtol=1e-3, atol=1e-3)
+
+
+def test_features_are_those_that_enter_the_head(prepared: Prepared) -> None:
+    engine, indices = prepared.engine, np.arange(5)
+    features = engine.features(None, prepared.train, indices, 2)
+    job = prepared.evaluator.job(prepared.federation.begin(), None)
+    predictions = engine.predict(job, prepared.train, indices, 2)
+    layer = engine.adapted.model.get_submodule("classifier")
+    expected = torch.nn.functional.linear(features, layer.weight, layer.bias)  # type: ignore[arg-type]
+    torch.testing.assert_close(predictions, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_transfers_have_a_purpose_of_their_own(prepared: Prepared) -> None:
+    run = tiny.variant(prepared, prepared.config)
+    start_of(replace(run, head=prepared.head))
+    transfers = run.federation.beside().transfers
+    assert {transfer.purpose for transfer in transfers} == {"statistics"}
+    up = [transfer.payload for transfer in transfers if transfer.direction == "up"]
+    shapes = statistics_shapes("lda", 4, 16)
+    assert up == [4 * sum(int(np.prod(shape)) for shape in shapes.values())] * 4
+    assert {transfer.payload for transfer in transfers if transfer.direction == "down"} == {0}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_clients_of_every_method_start_from_the_head(prepared: Prepared, tiny_folder: Path, name: str) -> None:
+    config = tiny.config(tiny_folder, model={"head_init": "lda"}, method={"name": name})
+    run = replace(tiny.variant(prepared, config), head=prepared.head)
+    progress = begin(run.federation, run.head)
+    print("DOWN", name, {one.payload for one in run.federation.beside().transfers if one.direction == "down"})
+    for id in (None, "east"):
+        if id is None and run.federation.method.declared().personal:
+            continue
+        job = run.evaluator.job(progress, id)
+        for path in HEAD:
+            assert torch.equal(job.tensors[path], progress.state.tensors[path])
+            assert not torch.equal(job.tensors[path], prepared.engine.adapted.extra(path.removeprefix("extras/")))
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "frozen"])
+def test_every_policy_of_extras_begins_with_the_head(prepared: Prepared, tiny_folder: Path, policy: str) -> None:
+    config = tiny.config(tiny_folder, model={"head_init": "lda", "extras": policy})
+    run = tiny.variant(prepared, config)
+    progress = begin(run.federation, prepared.head)
+    after = run.federation.run_round(progress).progress
+    moved = not torch.equal(after.state.tensors[HEAD[0]], progress.state.tensors[HEAD[0]])
+    assert moved == (policy == "average")
+    job = run.evaluator.job(after, "west")
+    own = not torch.equal(job.tensors[HEAD[0]], progress.state.tensors[HEAD[0]])
+    assert own == (policy != "frozen")
+
+
+def test_the_local_baseline_starts_from_each_clients_own_examples(prepared: Prepared, tiny_folder: Path) -> None:
+    config = tiny.config(tiny_folder, model={"head_init": "lda"}, method={"name": "local-only"})
+    run = tiny.variant(prepared, config)
+    assert prepared.head is not None
+    progress = begin_locally(run.federation, prepared.head)
+    heads = {id: run.evaluator.job(progress, id).tensors[HEAD[0]] for id in run.federation.clients}
+    for id, member in run.federation.clients.items():
+        alone = tiny.variant(prepared, prepared.config)
+        tiny.use_clients(alone.federation, {id: member})
+        torch.testing.assert_close(heads[id], start_of(replace(alone, head=prepared.head))[HEAD[0]])
+    assert not torch.equal(heads["east"], heads["west"])
+    trained = run.federation.run_round(progress).progress
+    assert trained.held == dict.fromkeys(run.federation.clients, 0)
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda"])
+def test_a_secure_sum_gives_the_head_of_plaintext(prepared: Prepared, tiny_folder: Path, kind: str) -> None:
+    federation = {"clients_per_round": None, "secure": {"bits": 64}}
+    run = prepare(tiny.config(tiny_folder, model={"head_init": kind}, federation=federation))
+    assert run.head is not None
+    assert run.head.bound == 8.0
+    secure = start_of(run)
+    assert prepared.head is not None
+    plain = start_of(replace(prepared, head=replace(prepared.head, kind=run.head.kind, bound=8.0)))
+    for name in HEAD:
+        torch.testing.assert_close(secure[name], plain[name], rtol=2e-3, atol=2e-3)
+    assert {one.purpose for one in run.federation.beside().transfers} == {"statistics"}
+
+
+def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path) -> None:
+    config = tiny.config(tiny_folder, model={"head_init": "lda"}, simulation={"dropout": {"east": 1.0}})
+    run = prepare(config)
+    got = start_of(run)
+    beside = run.federation.beside()
+    assert {(failure.client, failure.purpose) for failure in beside.failures} == {("east", "statistics")}
+    others = tiny.variant(prepared, prepared.config)
+    members = {id: member for id, member in prepared.federation.clients.items() if id != "east"}
+    tiny.use_clients(others.federation, members)
+    torch.testing.assert_close(got, start_of(replace(others, head=prepared.head)))
+
+
+def test_limits_of_a_data_owner(prepared: Prepared) -> None:
+    run = tiny.variant(prepared, prepared.config)
+    host = tiny.host_of(run.federation)
+    host.limits = StatisticsLimits(class_examples=8)
+    assert prepared.head is not None
+    small = start_of(replace(run, head=prepared.head))
+    assert not torch.equal(small[HEAD[0]], start_of(prepared)[HEAD[0]])
+    host.limits = StatisticsLimits(allowed=False)
+    with pytest.raises(FedspanError, match=r"limits\.head_statistics"):
+        begin(run.federation, prepared.head)
+
+
+def honest(kind: Any = "lda") -> tuple[Message, Client]:
+    rng = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(30, 16, generator=rng), torch.randint(0, 4, (30,), generator=rng)
+    answers = labels if kind != "least-squares" else features.sum(1)
+    outputs = 4 if kind != "least-squares" else 1
+    tensors = summarize(features, answers, outputs, kind).tensors()
+    return Message({name: value.float() for name, value in tensors.items()}), Client("a", 2, 2.0, 30, 30.0)
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
+def test_honest_statistics_pass(kind: Any) -> None:
+    layer = LAYER if kind != "least-squares" else replace(LAYER, outputs=1)
+    check_statistics(*honest(kind), HeadStart(kind, layer))
+
+
+def set_entry(name: str, value: float) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    def change(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        copy = tensors[name].clone()
+        copy.view(-1)[0] = value
+        return {**tensors, name: copy}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "why"),
+    [
+        ("lda", set_entry("shares", -0.1), "negative"),
+        ("lda", set_entry("shares", 0.9), "more than its examples"),
+        ("lda", set_entry("shares", 0.0101), "whole numbers"),
+        ("lda", set_entry("sums", float("nan")), "finite"),
+        ("lda", set_entry("sums", 100.0), "class means are longer"),
+        ("lda", set_entry("square", 0.01), "class means are longer"),
+        ("lda", set_entry("products", -4.0), "products are not"),
+        ("lda", set_entry("products", 1e6), "do not belong"),
+        ("lda", lambda tensors: {**tensors, "more": torch.zeros(1)}, "tensors are not"),
+        ("lda", lambda tensors: {**tensors, "sums": torch.zeros(16, 4)}, "tensors are not"),
+        ("lda", lambda tensors: {name: value for name, value in tensors.items() if name != "square"}, "are not"),
+        ("least-squares", set_entry("targets", 1e5), "with the targets"),
+    ],
+)
+def test_hostile_statistics_are_rejected(kind: Any, change: Callable[..., dict[str, Tensor]], why: str) -> None:
+    message, client = honest(kind)
+    layer = LAYER if kind != "least-squares" else replace(LAYER, outputs=1)
+    with pytest.raises(ValueError, match=why):
+        check_statistics(Message(change(message.tensors)), client, HeadStart(kind, layer))
+
+
+def test_long_features_are_rejected_under_a_bound() -> None:
+    message, client = honest()
+    with pytest.raises(ValueError, match="longer than the order allows"):
+        check_statistics(message, client, HeadStart("lda", LAYER, bound=1.0))
+
+
+def test_the_progress_that_it_starts_from_is_unchanged(prepared: Prepared) -> None:
+    before = prepared.federation.begin()
+    assert prepared.head is not None
+    after = start_head(prepared.federation, before, prepared.head)
+    assert isinstance(after, Progress)
+    assert not torch.equal(before.state.tensors[HEAD[0]], after.state.tensors[HEAD[0]])
+    other = {name: value for name, value in after.state.tensors.items() if name not in HEAD}
+    assert all(value is before.state.tensors[name] for name, value in other.items())
+
+
+def test_clients_without_examples_take_part(prepared: Prepared) -> None:
+    run = tiny.variant(prepared, prepared.config)
+    members: dict[str, ClientData] = dict(run.federation.clients)
+    empty = members["east"]
+    none = np.zeros(0, np.int64)
+    members["east"] = replace(empty, train=none, client=replace(empty.client, examples=0, weight=0.0))
+    tiny.use_clients(run.federation, members)
+    got = start_of(replace(run, head=prepared.head))
+    assert all(bool(torch.isfinite(value).all()) for value in got.values())
