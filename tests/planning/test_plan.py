@@ -12,8 +12,9 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.methods.registry import METHODS
 from fedspan.planning.plan import PlannedModel, plan_run, planned_model
+from fedspan.runs.head_setup import begin
 from fedspan.runs.ledger import Ledger, Totals
-from fedspan.runs.setup import Prepared
+from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 
 ROUNDS, RANK = 4, 3
@@ -49,6 +50,16 @@ def test_an_empty_model_has_the_layers_extras_and_parameters_of_the_loaded_one(
         p.numel() * p.element_size() for p in (*loaded.model.parameters(), *loaded.model.buffers())
     )
     assert planned.adapted.device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda", "random"])
+def test_the_heads_statistics_are_planned(kind: str, tiny_folder: Path) -> None:
+    config = tiny.config(tiny_folder, model={"head_init": kind})
+    prepared = prepare(config)
+    begin(prepared.federation, prepared.head)
+    up = {one.payload for one in prepared.federation.beside().transfers if one.direction == "up"}
+    planned = plan_run(config, planned_model(config, len(tiny.LABELS)), clients=len(tiny.SITES))
+    assert (up or {0}) == {planned.head_up}
 
 
 @pytest.mark.parametrize("key", METHODS)

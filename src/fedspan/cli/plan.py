@@ -198,6 +198,12 @@ def _show(out: Console, plans: Mapping[str, Plan], refused: Mapping[str, str], l
         f"({kept}) among it.",
         style="dim",
     )
+    if first.head_up:
+        out.print(
+            f"Before the first round every client sends {size(first.head_up)} of statistics, from which the head "
+            "starts (model.head_init).",
+            style="dim",
+        )
 
 
 def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from fedspan.config import RunConfig
+from fedspan.core.heads import statistics_shapes
 from fedspan.core.values import Job
 from fedspan.data.assign import numbered
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import cohort_of
 from fedspan.models.adapted import AdaptedModel
+from fedspan.models.head import NoOutputLayer, find_output_layer
 from fedspan.models.quantized import left_out
 from fedspan.planning.accelerators import Duration, Speed
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, local_training
@@ -98,6 +100,8 @@ class Plan:
         later_up: Mean bytes from a client in the later rounds, likewise.
         bytes_down: Bytes of all messages to clients in the run's training.
         bytes_up: Bytes of all messages from clients in the run's training.
+        head_up: Bytes of tensor data from a client before the first round, for the head's start; 0 without one. Not
+            part of ``bytes_up``, as in the ledger.
         exact: Whether the bytes equal the ledger's: true if every client participates in every round. Otherwise,
             returning clients may be sent more of the base, and one-time transfers are counted for the drawn cohorts.
         steps: Optimizer steps of a client in a round, in a method's main phase; None if the number of examples is
@@ -125,6 +129,7 @@ class Plan:
     later_up: float
     bytes_down: int
     bytes_up: int
+    head_up: int
     exact: bool
     steps: int | None
     all_steps: int | None
@@ -254,6 +259,7 @@ def plan_run(
         later_up=sum(each.up for each in later) / messages,
         bytes_down=bytes_down,
         bytes_up=bytes_up,
+        head_up=_head_bytes(config, planned.adapted),
         exact=first.clients == count,
         steps=steps,
         all_steps=None if steps is None else steps * asked,
@@ -278,6 +284,18 @@ def plan_run(
 def timed(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
     """Add the time that training takes on a device of this speed to a plan."""
     return replace(plan, time=speed.duration(plan.compute, plan.client.base, config, plan.transfer))
+
+
+def _head_bytes(config: RunConfig, adapted: AdaptedModel) -> int:
+    """Return the bytes of a client's statistics for the head's start; 0 if the head starts at random."""
+    kind, _ = config.head_kind
+    if kind is None:
+        return 0
+    try:
+        layer = find_output_layer(adapted)
+    except NoOutputLayer:
+        return 0
+    return _FLOAT * sum(math.prod(shape) for shape in statistics_shapes(kind, layer.outputs, layer.features).values())
 
 
 def _own_examples(config: RunConfig, clients: int, examples: int | None) -> int | None:
