@@ -1,0 +1,174 @@
+"""A run's head: which start is chosen, that it is measured and saved, and that an interrupted run has the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedspan
+from fedspan import FedspanError
+from fedspan.config import parse_config
+from fedspan.deployment.node import NodeService
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.head_setup import begin
+from fedspan.runs.setup import prepare
+from helpers import node_service, tiny, tiny_images
+
+
+class Stopped(Exception):
+    """What stops a run in a test."""
+
+
+class StopAfter(Listener):
+    """Stop a run when a round's row is there."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def round_finished(self, row: Mapping[str, Any]) -> None:
+        if row["round"] == self.round:
+            raise Stopped
+
+
+def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "gpt2"])
+def test_classifiers_start_from_lda(kind: str, tiny_folder: Path) -> None:
+    targets = {"distilbert": ["q_lin", "v_lin"], "gpt2": tiny.GPT2}.get(kind, tiny.BERT)
+    run = prepare(tiny.config(tiny_folder, kind, model={"head_init": "auto", "target_modules": targets}))
+    assert run.head is not None
+    assert run.head.kind == "lda"
+    expected = {"roberta": "classifier.out_proj", "gpt2": "score"}.get(kind, "classifier")
+    assert (run.head.layer.path, run.head.layer.bias) == (expected, kind != "gpt2")
+    progress = begin(run.federation, run.head)
+    predictions = run.engine.predict(
+        run.evaluator.job(progress, None), run.train, run.federation.clients["west"].train, 8
+    )
+    truth = torch.from_numpy(run.train.labels[run.federation.clients["west"].train])
+    assert float((predictions.argmax(1) == truth).float().mean()) > 0.5  # of four labels, on the examples themselves
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_image_classifiers_start_from_lda(kind: str, images: Path, tmp_path: Path) -> None:
+    values = tiny_images.settings(images, kind)
+    values["model"] = {**values["model"], "head_init": "auto"}
+    report = fedspan.run(values, tmp_path / "run")
+    assert report.start["head_init"] == "lda"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"privacy": {"mechanism": "dp-sgd", "noise": 1.0}}, "not privatized"),
+        ({"federation": {"reduction": "median"}}, "median does not apply"),
+    ],
+)
+def test_where_statistics_do_not_apply_auto_says_so_and_a_name_is_refused(
+    changes: dict[str, Any], why: str, tiny_folder: Path
+) -> None:
+    run = prepare(tiny.config(tiny_folder, model={"head_init": "auto"}, **changes))
+    assert run.head is None
+    assert any(why in remark for remark in run.remarks)
+    with pytest.raises(FedspanError, match=why):
+        tiny.config(tiny_folder, model={"head_init": "lda"}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"task": "regression", "model": {"head_init": "lda"}}, "model.head_init"),
+        ({"model": {"head_init": "least-squares"}}, "model.head_init"),
+        ({"model": {"head_init": "lda", "pretrained": False}}, "model.head_init"),
+        ({"task": "image-classification", "model": {"pooling": "mean"}}, "model.pooling"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], field: str, tiny_folder: Path) -> None:
+    values = tiny.settings(tiny_folder)
+    values["model"] = {**values["model"], **changes["model"]}
+    with pytest.raises(FedspanError) as error:
+        parse_config({**values, **{key: value for key, value in changes.items() if key != "model"}})
+    assert error.value.field == field
+
+
+def test_models_from_scratch_and_trained_heads_stay_as_they_are(tiny_folder: Path, tmp_path: Path) -> None:
+    scratch = prepare(tiny.config(tiny_folder, model={"head_init": "auto", "pretrained": False}))
+    assert scratch.head is None
+    model = tiny.fresh_classifier(tiny_folder / "bert")
+    model.save_pretrained(tmp_path / "fitted")  # type: ignore[operator]
+    tiny.save_tokenizer(tmp_path / "fitted")
+    fitted = tiny.config(tiny_folder, model={"head_init": "auto", "name": str(tmp_path / "fitted")})
+    assert prepare(fitted).head is None
+    named = tiny.config(tiny_folder, model={"head_init": "lda", "name": str(tmp_path / "fitted")})
+    assert prepare(named).head is not None
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_an_interrupted_run_has_the_bits_of_an_undisturbed_one(stop: int, tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(tiny_folder, model={"head_init": "lda"}, method={"name": "fedsa-lora"})
+    whole = fedspan.run(values, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        fedspan.run(values, tmp_path / "stopped", listener=StopAfter(stop))
+    resumed = fedspan.resume(tmp_path / "stopped")
+    assert resumed.scores == whole.scores
+    assert resumed.start == whole.start
+    for name in whole.adapters.values():
+        file = Path(name) / "adapter_model.safetensors"
+        assert (tmp_path / "stopped" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    ledgers = [(tmp_path / name / "ledger.jsonl").read_text() for name in ("whole", "stopped")]
+    assert ledgers[0] == ledgers[1]
+
+
+def test_the_start_is_a_row_of_metrics_and_can_be_the_best(tiny_folder: Path, tmp_path: Path) -> None:
+    values = tiny.settings(
+        tiny_folder,
+        model={"head_init": "lda"},
+        partition={"partitioner": "natural", "column": "site", "validation": 0.3},
+        training={"lr": 1e-12},
+        baselines=None,
+    )
+    values.pop("baselines")
+    report = fedspan.run({**values, "baselines": ["local", "centralised"]}, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [0, 1, 2, 3]
+    assert "loss" not in rows[0]
+    assert rows[0]["bytes"] == {"down": 0, "up": 0}
+    assert report.start["test"] == rows[0]["test"]
+    assert report.other_bytes["statistics"]["up"] > 0
+    # with so small a rate every round has the start's scores, and so have both baselines their own
+    assert rows[3]["test"]["accuracy"] == rows[0]["test"]["accuracy"]
+    central = report.baselines["centralised"]["scores"]["test"]["accuracy"]
+    assert central == pytest.approx(rows[0]["test"]["accuracy"], abs=0.1)
+
+
+@pytest.mark.parametrize("extras", ["average", "frozen"])
+def test_a_node_takes_part_in_the_start(extras: str, tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node_service.node(tiny_folder, tmp_path))
+    model = {"head_init": "lda", "extras": extras}
+    run, transport = node_service.served(tiny_folder, service, model=model)
+    assert run.head is not None
+    progress = begin(run.federation, run.head)
+    assert not run.federation.beside().failures
+    assert len(transport.sent) == 1
+    head = "extras/classifier.weight"
+    assert not torch.equal(progress.state.tensors[head], run.federation.begin().state.tensors[head])
+    after = run.federation.run_round(progress)
+    assert not after.failures
+    validation, _ = run.evaluator.clients(after.progress)
+    assert validation is not None
+    assert torch.equal(after.progress.state.tensors[head], progress.state.tensors[head]) == (extras == "frozen")
+
+
+def test_a_node_may_refuse_statistics(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node_service.node(tiny_folder, tmp_path, limits={"head_statistics": False}))
+    run, _ = node_service.served(tiny_folder, service, model={"head_init": "lda"})
+    with pytest.raises(FedspanError, match=r"no statistics of examples leave this node"):
+        begin(run.federation, run.head)
+    assert not run.federation.run_round(run.federation.begin()).failures
