@@ -15,6 +15,7 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 import fedspan
+from fedspan.config import parse_config
 from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
 from fedspan.models.pooling import PooledClassifier, Pooling, find_pooling
@@ -156,7 +157,7 @@ def test_engines_agree(encoders: Path, runs: dict[str, Path], tmp_path: Path) ->
 
 
 def test_a_run_starts_from_an_exported_adapter(encoders: Path, runs: dict[str, Path]) -> None:
-    run = prepare(fedspan.parse_config(settings(encoders, "bert", model={"adapter": str(runs["bert"] / "adapter")})))
+    run = prepare(parse_config(settings(encoders, "bert", model={"adapter": str(runs["bert"] / "adapter")})))
     assert run.head is None  # the adapter has a head for these labels
     job = run.evaluator.job(run.federation.begin(), None)
     import numpy as np
