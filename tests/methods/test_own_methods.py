@@ -125,7 +125,7 @@ def installed(folder: Path, entries: dict[str, str], monkeypatch: pytest.MonkeyP
     [
         ("fedit", Own, "'fedit' is already the key of FedIT"),
         ("Own", Own, "lower case letters and digits"),
-        ("all", Own, "not all"),
+        ("all", Own, "not the word all"),
         ("own+more", Own, "lower case letters and digits"),
         ("own", dict, "a subclass of fedspan.core.method.RegisteredMethod"),
         ("own", Unfinished, "it lacks contribute, finish, init, start, sync, update"),
