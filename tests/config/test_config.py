@@ -125,8 +125,9 @@ def test_unknown_names_get_the_nearest() -> None:
 
 def test_wrong_values_are_named() -> None:
     refused({"data": {}}, "data.train", None, "is required")
-    refused({"training.lr": 0}, "training.lr", 0, "greater than 0")
-    for field in ("training.lr", "training.weight_decay", "training.eps", "training.max_grad_norm", "centralised_lr"):
+    refused({"training.lr": 0}, "training.lr", 0, "above 0")
+    refused({"training.lr": float("inf")}, "training.lr", float("inf"), "above 0")
+    for field in ("training.weight_decay", "training.eps", "training.max_grad_norm", "centralised_lr"):
         refused({field: float("inf")}, field, float("inf"), "finite")
     refused({"model.extras_lr_scale": float("inf")}, "model.extras_lr_scale", float("inf"), "finite")
     refused({"method.lora_alpha": float("inf")}, "method.lora_alpha", float("inf"), "a finite number")
