@@ -30,7 +30,7 @@ from fedspan.runs.setup import prepare
 def config_of(data: str, method: str, lr: float, rounds: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run, as a user would write it."""
     sources: dict[str, dict[str, Any]] = {
-        "alpaca": {"train": str(args.alpaca), "prompt": "alpaca", "answer": "output", "drop_empty": True},
+        "alpaca": {"train": str(args.alpaca), "prompt": "alpaca", "answer": "output", "invalid": "skip"},
         "gsm8k": {
             "train": str(args.gsm8k / "train.jsonl"),
             "test": str(args.gsm8k / "test.jsonl"),

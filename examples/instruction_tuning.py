@@ -82,7 +82,7 @@ def main() -> None:
             "prompt": "instruction",  # or a text with columns in braces: "Question: {instruction}\nAnswer: "
             "answer": "output",
             "max_examples": 40 if args.smoke else args.examples,
-            "drop_empty": True,
+            "invalid": "skip",
         },
         "partition": partition,
         "method": {"name": "fedit", "r": 8, "lora_alpha": 16},

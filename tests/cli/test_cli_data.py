@@ -63,5 +63,5 @@ def test_partition_says_what_was_left_out(call: Call, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": data, "partition": {"clients": 2}}))
     result = call("partition", tmp_path / "run.yaml")
     assert result.exit_code == 0
-    assert "left out: 1 rows that lack" in result.stdout
+    assert "rows left out (data.invalid: skip): 1 without a text" in result.stdout
     assert json.loads(call("partition", tmp_path / "run.yaml", "--json").stdout)["dropped"] == 1

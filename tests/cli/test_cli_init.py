@@ -89,7 +89,7 @@ def test_prompts_and_answers(row: dict[str, Any], wanted: dict[str, Any], call: 
     ("arguments", "said"),
     [
         (["gone.csv"], "DATA"),
-        (["{file}", "--text", "note"], "`--text`: 'note' is not accepted. Expected a column of the file: "),
+        (["{file}", "--text", "note"], "`--text`: no column named 'note'. The columns are x, y."),
         (["{file}", "--task", "chess"], "`--task`: 'chess' is not accepted. Expected one of sequence-classification"),
         (["{file}", "--out", "{file}"], "a name that is not taken, or --force"),
         (["{numbers}"], "`--label`: no value is given. Expected the column of labels: a"),

@@ -24,6 +24,8 @@ from fedspan.data import DataConfig
 from fedspan.data.catalogue import DatasetEntry, list_datasets, snippet
 from fedspan.data.columns import TaskName
 from fedspan.data.dataset_defaults import filled
+from fedspan.data.files import read_source
+from fedspan.data.invalid_rows import without_invalid
 from fedspan.data.loading import LoadedData, load
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
@@ -159,7 +161,7 @@ def test_original_files_load(entry: DatasetEntry, tmp_path: Path) -> None:
     for part, name in (("train", files.train), ("test", files.test)):
         if name is not None:
             rows = rows_of(entry, columns, 12 if part == "train" else 6)
-            options[part] = write(tmp_path / name, rows, header=files.header, quotes=bool(files.quotes))
+            options[part] = write(tmp_path / name, rows, header=files.header, quotes=files.quoting == "double")
     data = loaded(entry, config_for(entry.key, **options))
     assert data.test is not None
     assert (len(data.train), len(data.test)) == ((12, 6) if files.test else (10, 2))
@@ -175,7 +177,7 @@ def test_original_files_load(entry: DatasetEntry, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "json", "jsonl.gz", "parquet"])
 def test_local_copies_of_the_hub_s_columns_load(entry: DatasetEntry, suffix: str, tmp_path: Path) -> None:
     rows = rows_of(entry, entry.columns.model_dump(exclude_none=True))
-    quotes = bool(entry.files and entry.files.quotes)
+    quotes = bool(entry.files and entry.files.quoting)
     train = write(tmp_path / f"copy.{suffix}", rows, quotes=quotes)
     data = loaded(entry, config_for(entry.key, train=train))
     assert len(data.train) + len(data.test or ()) == 12
@@ -234,22 +236,22 @@ def test_incomplete_rows_are_dropped_where_it_is_known_that_there_are_some(tmp_p
     train = write(tmp_path / "alpaca.json", rows)
     data = load(config_for("alpaca", train=train), task="causal-lm")
     assert (len(data.train) + len(data.test or ()), data.dropped) == (5, 1)
-    strict = DataConfig.model_validate({"dataset": "alpaca", "train": str(train), "drop_empty": False})
+    strict = DataConfig.model_validate({"dataset": "alpaca", "train": str(train), "invalid": "error"})
     with pytest.raises(FedspanError, match="row 2 of"):
         load(strict, task="causal-lm")
     pairs = write(tmp_path / "pairs.csv", [{"text": "a", "label": "x"}, {"text": "", "label": "y"}] * 2)
-    plain = DataConfig(train=str(pairs), drop_empty=True)
+    plain = DataConfig(train=str(pairs), invalid="skip")
     refused("data.label", "label", ["two labels"], load, plain)
     nothing = write(tmp_path / "nothing.csv", [{"text": " ", "label": "x"}])
-    blank = DataConfig(train=str(nothing), drop_empty=True)
-    refused("data.train", str(nothing), ["lacks nothing"], load, blank)
+    blank = DataConfig(train=str(nothing), invalid="skip")
+    refused("data.train", str(nothing), ["every row of"], load, blank)
 
 
 def test_rows_are_still_counted_as_in_the_file_when_some_are_dropped(tmp_path: Path) -> None:
     rows = [{"text": text, "label": label} for text, label in [("a", "x"), ("", "x"), ("b", "y"), ("c", "z")]]
-    config = DataConfig(train=str(write(tmp_path / "x.csv", rows)), labels=["x", "y"], drop_empty=True)
-    with pytest.raises(FedspanError, match=r"row 5 of .*x\.csv"):
-        load(config)
+    source = read_source(DataConfig(train=str(write(tmp_path / "x.csv", rows))), "train", "data")
+    left = without_invalid(source, DataConfig(train="x.csv"), "sequence-classification", "data", "train")
+    assert [left.row(index).split()[1] for index in range(3)] == ["2", "4", "5"]
 
 
 def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_mistakes_are_named(refused: Refused, tmp_path: Path) -> None:
     clash = config_for("banking77", train="someone/banking", text="label")
     refused("data.dataset", "banking77", ["different columns"], load, clash)
     odd = write(tmp_path / "odd.csv", [{"one": "a", "two": "b"}])
-    refused("data.text", "sentence", ["a column of"], load, config_for("sst2", train=odd))
+    refused("data.text", "sentence", ["no column named"], load, config_for("sst2", train=odd))
 
 
 @EVERY_TEXT
@@ -372,7 +374,7 @@ def test_published_files_load(
         assert len(data.train) + data.dropped == rows == entry.rows.train
     assert len(data.train) + (held if test is None else 0) + data.dropped == rows
     assert len(data.labels) == labels
-    assert (data.dropped > 0) == entry.drop_empty
+    assert (data.dropped > 0) == (entry.invalid == "skip")
     if entry.answer_pattern is not None:
         found = [re.search(entry.answer_pattern, answer) for answer in data.train["answer"]]
         assert all(found)

@@ -71,7 +71,7 @@ def test_a_csv_quotes_fields_and_a_tsv_does_not_unless_asked(tmp_path: Path) -> 
     unbalanced = 'text\tlabel\n"one\ta\ntwo "\tb\n'
     train = load(config_for(written(tmp_path, "t.tsv", unbalanced), test_fraction=0)).train
     assert train["text"][:] == ['"one', 'two "']
-    config = config_for(written(tmp_path, "q.tsv", quoted.replace(",", "\t")), test_fraction=0, quotes=True)
+    config = config_for(written(tmp_path, "q.tsv", quoted.replace(",", "\t")), test_fraction=0, quoting="double")
     assert load(config).train["text"][0] == 'one\t "two"\nthree'
 
 
@@ -204,7 +204,7 @@ def test_the_built_in_corpus_is_named_and_has_a_test_split(tmp_path: Path, monke
         ("glue/CoLA/train.tsv", {"columns": ["source", "label", "mark", "text"], "test": "glue/CoLA/dev.tsv"}, 8551, 2),
         ("glue/SST-2/train.tsv", {"text": "sentence", "test": "glue/SST-2/dev.tsv"}, 67349, 2),
         ("glue/MRPC/train.tsv", {"text": "#1 String", "text_pair": "#2 String", "label": "Quality"}, 2934, 2),
-        ("blitzer_sentiment/books/train.tsv", {"text": "sentence", "quotes": True, "test_fraction": 0}, 1700, 2),
+        ("blitzer_sentiment/books/train.tsv", {"text": "sentence", "quoting": "double", "test_fraction": 0}, 1700, 2),
     ],
 )
 def test_published_files_are_read_whole(
@@ -283,10 +283,10 @@ def test_a_mistake_in_one_of_several_files_is_named_with_its_place(clinics: Path
     (clinics / "clinic north" / "train.csv").write_text("text,label,site\nfine,b,x\n")
     refused("data.train", where, ["has a column 'site' already"], load, config_for(where))
     nowhere = str(clinics / "{site}" / "test.csv")
-    refused("data.train", nowhere, ["a path that tables have"], load, config_for(nowhere))
+    refused("data.train", nowhere, ["no file matches"], load, config_for(nowhere))
     (clinics / "clinic north" / "train.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     mixed = str(clinics / "clinic {site}" / "train.{kind}")
-    refused("data.train", mixed, ["files of one format; there are .csv, .jsonl"], load, config_for(mixed))
+    refused("data.train", mixed, ["the files have several formats: .csv, .jsonl"], load, config_for(mixed))
 
 
 def test_classes_that_differ_between_files_are_refused(tmp_path: Path, refused: Refused) -> None:
@@ -295,7 +295,7 @@ def test_classes_that_differ_between_files_are_refused(tmp_path: Path, refused: 
         rows = {"text": ["bad", "good"], "label": [names.index("neg"), names.index("pos")]}
         datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{site}.parquet")
     where = str(tmp_path / "{site}.parquet")
-    refused("data.train", where, ["files with the same columns"], load, config_for(where))
+    refused("data.train", where, ["the files do not go together"], load, config_for(where))
 
 
 def test_images_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
@@ -314,4 +314,4 @@ def test_a_data_owner_that_cannot_be_read_is_not_left_out(
     closed = clinics / "clinic south"
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed)  # root reads every folder
     where = str(clinics / "clinic {site}" / "train.csv")
-    refused("data.train", where, ["folders that can be read", str(closed)], load, config_for(where))
+    refused("data.train", where, ["cannot be read", str(closed)], load, config_for(where))

@@ -303,7 +303,7 @@ def test_the_fingerprint_is_that_of_ids_and_indices(messages: datasets.Dataset) 
             {"partitioner": "pathological", "clients": 390, "classes_per_client": 8},
             "p.clients", 390, ["fewer clients", "share a label"],
         ),
-        ({"partitioner": "natural", "column": "wrad"}, "p.column", "wrad", ["training data: ward"]),
+        ({"partitioner": "natural", "column": "wrad"}, "p.column", "wrad", ["named 'wrad'", "mean 'ward'"]),
         (
             {"partitioner": "natural", "column": "ward", "min_examples": 40},
             "p.min_examples", 40, ["client 'ward 0' has only 37", "leave that client's rows out"],
@@ -328,7 +328,7 @@ def test_data_that_cannot_be_divided_so(
 def test_a_natural_column_with_a_gap_is_refused(refused: Refused) -> None:
     data = datasets.Dataset.from_dict({"text": ["t"] * 3, "label": [0, 1, 0], "ward": ["a", " ", "b"]})
     config = PartitionConfig(partitioner="natural", column="ward")
-    refused("partition.column", "ward", ["number 2 has none"], partition, data, config, 0)
+    refused("partition.column", "ward", ["example 2 has no value"], partition, data, config, 0)
 
 
 def test_an_id_that_no_header_takes_is_refused() -> None:

@@ -109,7 +109,7 @@ def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
         path.write_bytes(content)
         if "beside" in words[0]:
             beside.unlink()
-        refuse(path, ["images that can be read", *words], refused)
+        refuse(path, ["cannot be read as images", *words], refused)
     packed = tmp_path / "b-images-idx3-ubyte.gz"
     content = bytearray(gzip.compress(whole))
     write(tmp_path / "b-labels-idx1-ubyte.gz", idx(labels))
@@ -119,9 +119,9 @@ def test_damaged_idx_files(tmp_path: Path, refused: Refused) -> None:
         bytes([*content[:12], *(255 - byte for byte in content[12:40]), *content[40:]]),
     ):
         packed.write_bytes(damaged)
-        refuse(packed, ["images that can be read"], refused)
+        refuse(packed, ["cannot be read as images"], refused)
     empty = save_idx(tmp_path / "c-images-idx3-ubyte", pixels(0, 4, 5), labels[:0])
-    refuse(empty, ["this one is empty"], refused)
+    refuse(empty, ["holds no examples"], refused)
 
 
 def cifar(count: int, labels: int, classes: int) -> tuple[bytes, np.ndarray, np.ndarray]:
@@ -192,18 +192,22 @@ def test_folders_of_domains(tmp_path: Path, refused: Refused) -> None:
     assert data.train["domain"] == ["clipart", "clipart", "sketch"]
     assert [data.labels[row] for row in data.train["label"]] == ["cat", "dog", "dog"]
     save_png(tmp_path / "dog" / "2.png", pixels(1, 4, 5, 3)[0])
-    refuse(tmp_path, ["does not lie there as class/image, or domain/class/image for all"], refused)
+    refuse(tmp_path, ["does not lie there as class/file, or domain/class/file for all"], refused)
 
 
 def test_folders_that_are_laid_out_otherwise(tmp_path: Path, refused: Refused) -> None:
     save_png(tmp_path / "flat" / "1.png", pixels(1, 4, 5)[0])
-    refuse(tmp_path / "flat", ["1.png does not lie there as class/image"], refused)
+    refuse(tmp_path / "flat", ["1.png does not lie there as class/file"], refused)
     save_png(tmp_path / "deep" / "a" / "b" / "c" / "1.png", pixels(1, 4, 5)[0])
     refuse(tmp_path / "deep", ["a/b/c/1.png does not lie there"], refused)
     save_png(tmp_path / "one" / "dog" / "1.png", pixels(1, 4, 5)[0])
-    refused("data.label", "label", ["two labels or more; all rows have 'dog'"], lambda: read(tmp_path / "one"))
+    refused("data.label", "label", ["all rows have the label 'dog', where two"], lambda: read(tmp_path / "one"))
     (tmp_path / "none" / "dog").mkdir(parents=True)
-    refuse(tmp_path / "none", ["holds no csv, tsv, json, jsonl or parquet file and no images"], refused)
+    refuse(
+        tmp_path / "none",
+        ["holds no csv, tsv, txt, json, jsonl, parquet or Excel file, no images and no folders"],
+        refused,
+    )
     write(tmp_path / "weights" / "x" / "pytorch_model.bin", b"1")
     refuse(tmp_path / "weights", ["weights holds none (.png"], refused)
 
@@ -223,13 +227,13 @@ def test_csv_files_with_paths(tmp_path: Path, refused: Refused, monkeypatch: pyt
         data = read(where, image="file", label="kind")
         assert same(decoded(data.train), [np.asarray(Image.open(one)) for one in images])
         assert (data.labels, data.train["label"], data.train["site"]) == (("a", "b"), [1, 0, 1], ["x", "y", "y"])
-    refused("data.image", "image", ["a column of", "file"], lambda: read(path, label="kind"))
+    refused("data.image", "image", ["no column named", "file"], lambda: read(path, label="kind"))
     numbers = tmp_path / "n.jsonl"
     numbers.write_text('{"image": 1, "label": "a"}\n{"image": 2, "label": "b"}\n')
-    refused("data.image", "image", ["a column of images or of paths", "int64"], lambda: read(numbers))
+    refused("data.image", "image", ["not images or paths of images", "int64"], lambda: read(numbers))
     blank = table(tmp_path / "list.csv", image=["in/0.png", "", "in/2.png", "in/1.png"], label=["a", "b", "b", ""])
     refuse(blank, ["an image in column 'image' of every row; row 3 of"], refused)
-    kept = read(blank, drop_empty=True)
+    kept = read(blank, invalid="skip")
     assert (len(kept.train), kept.dropped) == (2, 2)
 
 
@@ -241,7 +245,7 @@ def hub_table(images: list[bytes | None], labels: list[int], **names: str) -> da
     return datasets.Dataset.from_dict({image: rows, label: labels}, features=features)
 
 
-@pytest.mark.parametrize("options", [{}, {"drop_empty": True}])
+@pytest.mark.parametrize("options", [{}, {"invalid": "skip"}])
 def test_parquet_as_the_hub_writes_it(options: dict[str, bool], tmp_path: Path) -> None:
     images = pixels(4, 5, 3, 3)
     path = tmp_path / "train.parquet"
@@ -258,14 +262,14 @@ def test_rows_without_an_image(tmp_path: Path, refused: Refused) -> None:
     hub_table([png(pixels(1, 4, 5)[0]), None, *(png(pixels(1, 4, 5)[0]) for _ in range(2))], [1, 0, 0, -1]).to_parquet(
         path
     )
-    refuse(path, ["an image in column 'image' of every row; row 2 of"], refused)
-    assert (len(read(path, drop_empty=True).train), read(path, drop_empty=True).dropped) == (2, 2)
+    refuse(path, ["has no image in column 'image'", "row 2 of"], refused)
+    assert (len(read(path, invalid="skip").train), read(path, invalid="skip").dropped) == (2, 2)
     struct_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     rows = [{"bytes": png(pixels(1, 4, 5)[0]), "path": None}, {"bytes": None, "path": None}] * 2
     odd = tmp_path / "odd.parquet"
     pa.parquet.write_table(pa.table({"image": pa.array(rows, struct_type), "label": ["a", "a", "b", "b"]}), odd)
     refuse(odd, ["row 2 of"], refused)
-    assert (len(read(odd, drop_empty=True).train), read(odd, drop_empty=True).dropped) == (2, 2)
+    assert (len(read(odd, invalid="skip").train), read(odd, invalid="skip").dropped) == (2, 2)
 
 
 def test_a_column_of_the_same_name_gives_way(tmp_path: Path) -> None:
@@ -281,7 +285,7 @@ def test_a_column_of_the_same_name_gives_way(tmp_path: Path) -> None:
 def test_a_folder_of_images_is_nothing_for_a_text_task(tmp_path: Path, refused: Refused) -> None:
     save_png(tmp_path / "a" / "1.png", pixels(1, 4, 5)[0])
     save_png(tmp_path / "b" / "1.png", pixels(1, 4, 5)[0])
-    refused("data.text", "text", ["a column of", "image"], load, DataConfig(train=str(tmp_path)))
+    refused("data.text", "text", ["no column named", "image"], load, DataConfig(train=str(tmp_path)))
 
 
 def original(key: str, folder: Path) -> tuple[dict[str, str], int]:

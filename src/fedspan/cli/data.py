@@ -107,14 +107,14 @@ def facts(entry: DatasetEntry) -> list[tuple[str, str]]:
             found.append(("their columns", _columns(entry.file_columns.model_dump(exclude_none=True))))
         if entry.files.header is not None:
             found.append(("no header, but", ", ".join(entry.files.header)))
-        if entry.files.quotes:
-            found.append(("quotes", "enclose fields"))
+        if entry.files.quoting is not None:
+            found.append(("quoting", entry.files.quoting))
     further = {
         "labels": None if entry.labels is None else ", ".join(entry.labels),
         "prompt": None if entry.prompt is None else entry.prompt.replace("\n", "\\n"),
         "answer pattern": entry.answer_pattern,
         "new tokens": None if entry.max_new_tokens is None else str(entry.max_new_tokens),
-        "incomplete rows": "left out" if entry.drop_empty else None,
+        "incomplete rows": "left out" if entry.invalid == "skip" else None,
     }
     found += [(name, value) for name, value in further.items() if value is not None]
     return found

@@ -36,12 +36,13 @@ def partition(
     """Show who would hold which examples, before anything is trained."""
     from fedspan.cli.formatting import console
     from fedspan.config import load_config
+    from fedspan.data.duplicates import describe_shared
     from fedspan.data.loading import load
     from fedspan.data.partition import partition as divide
 
     settings = load_config(config, overrides or ())
     data = load(settings.data, seed=settings.data_seed, task=settings.task)
-    parts = divide(data.train, settings.partition, settings.data_seed)
+    parts = divide(data.train, settings.partition, settings.data_seed, groups=data.groups)
     rows = parts.label_table(data.labels, data.train)
     if png is not None:
         from fedspan.data.plot import plot_partition
@@ -57,8 +58,9 @@ def partition(
     else:
         test = 0 if data.test is None else len(data.test)
         _show_partition(console(), parts, rows, data.labels, test)
-        if data.dropped:
-            typer.echo(f"left out: {data.dropped} rows that lack a text, a label or an answer")
+        natural = settings.partition.partitioner == "natural"
+        for remark in (*data.remarks, *describe_shared(data.train, parts, settings.data, natural)):
+            typer.echo(remark)
         if png is not None:
             typer.echo(f"wrote {png}")
 

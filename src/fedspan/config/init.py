@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Any, Literal, cast
 
 import datasets
@@ -15,17 +16,37 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.rates import training_defaults
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
+from fedspan.data.dialects import headerless
 from fedspan.data.files import read_source
-from fedspan.data.loading import load
-from fedspan.data.names import columns_by_likeness, names_of
+from fedspan.data.images import PICTURES
+from fedspan.data.loading import LoadedData, load
+from fedspan.data.names import arrow_column, names_of, no_column
 from fedspan.data.path_patterns import has_places, places_of
+from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, write_atomic
+from fedspan.models.empty import load_empty
+from fedspan.models.loading import Head
+from fedspan.models.targets import suggest_targets
 
 __all__ = ["Start", "start"]
 
 _TASKS = ("sequence-classification", "regression", "causal-lm", "image-classification")
-_LABELS = ("label", "labels", "intent", "category", "class", "sentiment", "target", "topic", "diagnosis")
+_LABELS = (
+    "label",
+    "labels",
+    "intent",
+    "category",
+    "class",
+    "sentiment",
+    "target",
+    "topic",
+    "diagnosis",
+    "kind",
+    "type",
+)
+_SCORES = ("score", "rating", "stars", "value", "target", "label", "similarity", "grade", "points", "price")
+_IMAGES = ("image", "img", "picture", "photo", "path", "file", "filename", "file_name", "image_path", "filepath")
 _ANSWERS = ("output", "answer", "response", "completion", "target")
 _PROMPTS = ("instruction", "question", "prompt", "query", "input")
 _PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"), ("question", "context"))
@@ -43,9 +64,19 @@ _TARGETS: Mapping[str, str] = {
     "mobilenet_v2": r"'.*layer\.1[3-5]\.(expand|reduce)_1x1\.convolution|.*\.conv_1x1\.convolution'",
 }
 """Target modules by ``model_type``, for architectures for which PEFT has no default."""
+_HEADS: Mapping[TaskName, Head] = {
+    "sequence-classification": "classification",
+    "regression": "regression",
+    "causal-lm": "language-model",
+    "image-classification": "image-classification",
+}
+_OUTPUTS = 7919
+"""Number of outputs by which the head of a model is recognised: a prime that is no layer's size."""
 _MOST_LABELS = 500
 _SAMPLE = 2000
 """Number of rows that are examined."""
+_BYTES = 8 << 20
+"""Number of bytes at the beginning of each file that are read."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +98,7 @@ def start(
     data: str | Path,
     out: str | Path = "fedspan.yaml",
     *,
+    test: str | Path | None = None,
     task: str | None = None,
     text: str | None = None,
     label: str | None = None,
@@ -77,13 +109,14 @@ def start(
     method: str = "fedit",
     force: bool = False,
 ) -> Start:
-    """Write a commented config for a file, check it, and read the data once with it.
+    """Write a commented config for a file, and check it on the beginning of the file.
 
     Args:
         data: Any value that ``data.train`` accepts.
         out: The config's file.
+        test: Any value that ``data.test`` accepts; None: a part of `data` is set aside to test on.
         task: The learning task; None: guessed from the columns.
-        text: The column of texts (of prompts); None: guessed.
+        text: The column of texts (of prompts, of images); None: guessed.
         label: The column of labels or numbers; None: guessed.
         answer: The column of answers; None: guessed.
         by: The column that assigns each row to a client; None: guessed, or the rows are partitioned.
@@ -101,19 +134,48 @@ def start(
     if task is not None and task not in _TASKS:
         raise FedspanError("--task", task, f"one of {', '.join(_TASKS)}")
     given = {"text": text, "label": label, "answer": answer, "by": by}
-    facts = _looked_at(str(data), cast("TaskName | None", task), given)
-    section = {"train": str(data), **facts.data}
-    content = _written(facts, section, clients, model, method)
+    rows = _read(str(data), "DATA")
+    facts = _facts(rows, str(data), cast("TaskName | None", task), given)
+    section = {"train": str(data), **({} if test is None else {"test": str(test)}), **facts.data}
+    content = _written(facts, section, clients, model or _MODELS[facts.task][0], _targets(facts.task, model), method)
     config = parse_config(yaml.safe_load(content))
-    loaded = load(config.data, seed=config.data_seed, task=config.task)
-    held_out = "no test set" if loaded.test is None else f"{len(loaded.test):,} of them set aside to test on"
-    found = [*facts.found, f"{len(loaded.train) + len(loaded.test or ()):,} examples, {held_out}"]
+    loaded = load(config.data, seed=config.data_seed, task=config.task, limit=_BYTES)
+    found = [*facts.found, *_counted(loaded, rows, str(data), test)]
     if loaded.labels:
         shown = ", ".join(loaded.labels[:6]) + (", ..." if len(loaded.labels) > 6 else "")
-        found.append(f"{len(loaded.labels)} labels: {shown}")
+        seen = "" if loaded.whole else " in the rows that were read"
+        found.append(f"{len(loaded.labels)} labels{seen}: {shown}")
+    found += loaded.remarks
     with disk_errors(path.parent, "choose another file"):
         write_atomic(path, content.encode())
     return Start(path, config, tuple(found))
+
+
+def _read(where: str, option: str) -> Source:
+    config = DataConfig(train=where, test_split=None, invalid="skip")
+    try:
+        return read_source(config, "train", "data", _BYTES)
+    except FedspanError as error:
+        if error.field != "data.train":
+            raise
+        raise error.at(option) from error
+
+
+def _counted(loaded: LoadedData, rows: Source, where: str, test: str | Path | None) -> list[str]:
+    """Describe the number of examples; of a file that was read in part, an estimate from its size."""
+    held_out = "no test set"
+    if test is not None:
+        held_out = f"{len(loaded.test or ()):,} to test on"
+    elif loaded.test is not None:
+        held_out = f"{len(loaded.test):,} of them set aside to test on"
+    count = len(loaded.train) + (0 if test is not None else len(loaded.test or ()))
+    if loaded.whole:
+        return [f"{count:,} examples, {held_out}"]
+    size = os.path.getsize(os.path.expanduser(where)) if os.path.isfile(os.path.expanduser(where)) else 0
+    about = ""
+    if size > _BYTES and not where.endswith((".gz", ".parquet")):
+        about = f"about {round(len(rows.dataset) * size / _BYTES, -2):,.0f} examples, "
+    return [f"{about}of which the first {len(rows.dataset):,} were read; a run reads and checks all"]
 
 
 @dataclass(frozen=True)
@@ -126,26 +188,43 @@ class _Facts:
     found: tuple[str, ...]
 
 
-def _looked_at(where: str, task: TaskName | None, given: Mapping[str, str | None]) -> _Facts:
-    if task == "image-classification" or (task is None and _of_images(where)):
-        return _Facts("image-classification", {}, given["by"], ("images, by their folders or labels",))
-    rows = read_source(DataConfig(train=where, test_split=None), "train", "DATA").dataset
+def _facts(rows: Source, where: str, task: TaskName | None, given: Mapping[str, str | None]) -> _Facts:
+    dataset = rows.dataset
     for option, column in given.items():
-        if column is not None and column not in rows.column_names:
-            expected = f"a column of the file: {columns_by_likeness(column, rows.column_names)}"
-            raise FedspanError(f"--{option}", column, expected)
-    head = rows.select(range(min(len(rows), _SAMPLE)))
-    found = _first(head, _PLACES, lambda name: 2 <= len(set(names_of(head, name))) < len(head) / 2)
-    by = given["by"] or (places_of(where)[0] if has_places(where) else found)
+        if column is not None and column not in dataset.column_names:
+            raise FedspanError(f"--{option}", column, problem=no_column(column, dataset.column_names))
+    head = dataset.select(range(min(len(dataset), _SAMPLE)))
+    by = given["by"] or (places_of(where)[0] if has_places(where) else _clients(head, given))
     told = () if by is None else (f"clients: the column {by}",)
-    if task in (None, "causal-lm") and (facts := _language(head, task, given)) is not None:
-        return _Facts("causal-lm", facts, by, (f"prompts and answers: {', '.join(map(str, facts.values()))}", *told))
-    return _labelled(head, task, given, by, told)
+    images = _image_column(rows, head, given["text"])
+    read = {"header": False} if headerless(dataset.column_names) in rows.notes else {}
+    if task == "image-classification" or (task is None and images is not None):
+        if images is None:
+            raise FedspanError("--text", given["text"], f"the column of images: {', '.join(dataset.column_names)}")
+        facts = _labelled(head, "image-classification", {**given, "text": images}, by, told)
+    elif task in (None, "causal-lm") and (language := _language(head, task, given)) is not None:
+        shown = ", ".join(map(str, language.values()))
+        facts = _Facts("causal-lm", language, by, (f"prompts and answers: {shown}", *told))
+    else:
+        facts = _labelled(head, task, given, by, told)
+    return replace(facts, data={**read, **facts.data})
 
 
-def _of_images(where: str) -> bool:
-    path = Path(where)
-    return path.is_dir() or path.name.removesuffix(".gz").endswith("ubyte")
+def _clients(head: datasets.Dataset, given: Mapping[str, str | None]) -> str | None:
+    """Find the column that says whose each row is, by its name and its number of values."""
+    places = [name for name in _PLACES if name not in given.values()]
+    return _first(head, places, lambda name: 2 <= len(set(names_of(head, name))) < len(head) / 2)
+
+
+def _image_column(rows: Source, head: datasets.Dataset, named: str | None) -> str | None:
+    """Find the column of images or of paths of image files."""
+    for name in [named] if named else [name for name in _IMAGES if name in head.column_names] + head.column_names:
+        values = [value for value in arrow_column(head, name).to_pylist() if value]
+        if isinstance(head.features[name], datasets.Image):
+            return name
+        if values and all(isinstance(value, str) and PurePath(value).suffix.lower() in PICTURES for value in values):
+            return name
+    return None
 
 
 def _first(head: datasets.Dataset, names: Sequence[str], fits: Any = lambda name: True) -> str | None:
@@ -181,14 +260,14 @@ def _labelled(
     by: str | None,
     told: tuple[str, ...],
 ) -> _Facts:
-    label = given["label"] or _first(head, [name for name in _LABELS if name != by])
-    rest = [name for name in head.column_names if name not in (label, by)]
+    rest = [name for name in head.column_names if name not in (by, given["text"])]
+    label = given["label"] or (_score(head, rest) if task == "regression" else _label(head, rest))
     if label is None:
-        few = {name: len(set(names_of(head, name))) for name in rest if _length(head, name) or _numbers(head, name)}
-        fitting = {name: count for name, count in few.items() if 2 <= count <= min(_MOST_LABELS, len(head) / 3)}
-        label = min(fitting, key=lambda name: fitting[name]) if fitting else None
-    if label is None:
-        raise FedspanError("--label", None, f"the column of labels: {', '.join(head.column_names)}")
+        what = "numbers" if task == "regression" else "labels"
+        raise FedspanError("--label", None, f"the column of {what}: {', '.join(head.column_names)}")
+    if task == "image-classification":
+        text = given["text"]
+        return _Facts(task, {"image": text, "label": label}, by, (f"{task}: image {text!r}, label {label!r}", *told))
     rest = [name for name in rest if name != label]
     pair = next((each for each in _PAIRS if set(each) <= set(rest)), None) if given["text"] is None else None
     texts = {name: length for name in rest if (length := _length(head, name))}
@@ -199,7 +278,26 @@ def _labelled(
         values = len(set(names_of(head, label)))
         task = "regression" if _numbers(head, label) == "float" and values > 20 else "sequence-classification"
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
-    return _Facts(task, fields, by, (f"{task}: text {text!r}, label {label!r}", *told))
+    shown = " and ".join(map(repr, pair)) if pair else repr(text)
+    return _Facts(task, fields, by, (f"{task}: text {shown}, label {label!r}", *told))
+
+
+def _label(head: datasets.Dataset, columns: Sequence[str]) -> str | None:
+    """Find the column of labels: by its name, else the one with the fewest values."""
+    if (named := _first(head, _LABELS, lambda name: name in columns)) is not None:
+        return named
+    few = {name: len(set(names_of(head, name))) for name in columns if _length(head, name) or _numbers(head, name)}
+    fitting = {name: count for name, count in few.items() if 2 <= count <= min(_MOST_LABELS, len(head) / 3)}
+    return min(fitting, key=lambda name: fitting[name]) if fitting else None
+
+
+def _score(head: datasets.Dataset, columns: Sequence[str]) -> str | None:
+    """Find the column of numbers to predict: by its name, else the last one with fractions, else the last one."""
+    numbers = {name: kind for name in columns if (kind := _numbers(head, name)) is not None and name.lower() != "id"}
+    if (named := _first(head, _SCORES, lambda name: name in numbers)) is not None:
+        return named
+    fractions = [name for name, kind in numbers.items() if kind == "float"]
+    return next(reversed(fractions or list(numbers)), None)
 
 
 def _length(head: datasets.Dataset, column: str) -> float:
@@ -214,17 +312,34 @@ def _numbers(head: datasets.Dataset, column: str) -> Literal["int", "float"] | N
     kind = str(getattr(head.features[column], "dtype", ""))
     if kind in ("string", "large_string"):  # a csv file stores numbers as text
         try:
-            values = [float(value) for value in head[column] if value is not None]
+            values = [float(value) for value in head[column] if value]
         except ValueError:
+            return None
+        if not values:
             return None
         return "int" if all(value.is_integer() for value in values) else "float"
     return "float" if kind.startswith("float") else "int" if kind.startswith(("int", "uint", "bool")) else None
 
 
-def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str | None, method: str) -> str:
+def _targets(task: TaskName, model: str | None) -> str | None:
+    """Return the names of a model's target layers; None if PEFT has a default or the model can't be read here."""
+    if model is None:
+        return _MODELS[task][1]
+    if (known := _TARGETS.get(_model_type(model))) is not None:
+        return known
+    try:
+        labels = [str(number) for number in range(_OUTPUTS)]
+        names = suggest_targets(load_empty(model, _HEADS[task], labels), _OUTPUTS)
+    except FedspanError:  # reported by plan and run, which may have another network
+        return None
+    return None if names is None else _scalar(names)
+
+
+def _written(
+    facts: _Facts, section: Mapping[str, Any], clients: int, model: str, targets: str | None, method: str
+) -> str:
     """Render the config's text."""
-    name, targets = _MODELS[facts.task] if model is None else (model, _TARGETS.get(_model_type(model)))
-    defaults, small = training_defaults(facts.task, method), name == "builtin:all-minilm-l6-v2"
+    defaults, small = training_defaults(facts.task, method), model == "builtin:all-minilm-l6-v2"
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
     divided = f"partitioner: iid # or dirichlet with alpha: 0.5, for clients that differ\n  clients: {clients}"
     if facts.by is not None:
@@ -238,7 +353,7 @@ def _written(facts: _Facts, section: Mapping[str, Any], clients: int, model: str
         "seed: 0",
         "",
         "model:",
-        f"  name: {_scalar(name)} # a hub id or a folder",
+        f"  name: {_scalar(model)} # a hub id or a folder",
         *((f"  target_modules: {targets} # where the adapters go",) if targets else ()),
         *(
             ("  layers_to_transform: [4, 5] # the last of six: faster, as the others' output is cached",)
@@ -284,5 +399,5 @@ def _model_type(model: str) -> str:
     return str(found.get("model_type", "")) if isinstance(found, dict) else ""
 
 
-def _scalar(value: str) -> str:
+def _scalar(value: str | list[str]) -> str:
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True).removesuffix("\n...\n").strip()

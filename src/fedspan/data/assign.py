@@ -20,7 +20,7 @@ import numpy as np
 
 from fedspan.data.config import PartitionConfig
 from fedspan.data.keyed import generator
-from fedspan.data.names import arrow_column, columns_by_likeness, names_of, sort_names
+from fedspan.data.names import arrow_column, names_of, no_column, sort_names
 from fedspan.errors import FedspanError
 
 if TYPE_CHECKING:
@@ -59,29 +59,69 @@ def _bounds(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def assign(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
+def assign(
+    dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str, groups: np.ndarray | None = None
+) -> Shares:
     """Assign the rows of `dataset` to clients.
 
+    With groups, a group is assigned like a row: by the label of its first row.
+
+    Args:
+        dataset: The examples.
+        config: Options of the partition.
+        seed: Seed of every random draw.
+        field: The user's name of `config`.
+        groups: Number of each row's group, int64, (examples,); None: each row on its own.
+
     Raises:
-        FedspanError: If the data cannot be partitioned as requested, or a client would have fewer than
-            ``min_examples``.
+        FedspanError: If the data cannot be partitioned as requested, a client would have fewer than ``min_examples``,
+            or a column assigns the rows of a group to several clients.
     """
-    if config.partitioner != "natural" and config.clients > len(dataset):
-        raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of examples")
-    match config.partitioner:
-        case "natural":
-            shares = _natural(dataset, config, field)
-        case "dirichlet":
-            shares = _dirichlet(_classes(dataset, config, field), config, seed, field)
-        case "pathological":
-            shares = _pathological(_classes(dataset, config, field), config, seed, field)
-        case _:
-            shares = _at_random(dataset, config, seed, field)
+    if groups is None:
+        shares = _assign(dataset, config, seed, field, None)
+    elif config.partitioner == "natural":
+        shares = _assign(dataset, config, seed, field, None)
+        _require_whole(shares, groups, config, field)
+    else:
+        _, firsts, numbers, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
+        of_groups = _assign(dataset.select(firsts), config, seed, field, sizes)
+        holders = np.empty(len(firsts), np.int64)
+        holders[of_groups.rows] = np.repeat(np.arange(len(of_groups.ids)), np.diff(of_groups.bounds))
+        shares = Shares.of(of_groups.ids, holders[numbers])
     sizes = np.diff(shares.bounds)
     few = np.flatnonzero(sizes < config.min_examples)
     if len(few):
         raise _too_few(shares.ids[few[0]], int(sizes[few[0]]), config, field)
     return shares
+
+
+def _assign(
+    dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str, weights: np.ndarray | None
+) -> Shares:
+    """Assign rows, each of which stands for ``weights`` examples (None: one), to clients."""
+    if config.partitioner != "natural" and config.clients > len(dataset):
+        what = "examples" if weights is None else "groups (data.group)"
+        raise FedspanError(f"{field}.clients", config.clients, f"at most {len(dataset)}, the number of {what}")
+    match config.partitioner:
+        case "natural":
+            return _natural(dataset, config, field)
+        case "dirichlet":
+            return _dirichlet(_classes(dataset, config, field), config, seed, field, weights)
+        case "pathological":
+            return _pathological(_classes(dataset, config, field), config, seed, field)
+        case _:
+            return _at_random(dataset, config, seed, field)
+
+
+def _require_whole(shares: Shares, groups: np.ndarray, config: PartitionConfig, field: str) -> None:
+    holders = np.empty(len(groups), np.int64)
+    holders[shares.rows] = np.repeat(np.arange(len(shares.ids)), np.diff(shares.bounds))
+    pairs = np.unique(np.stack([groups, holders]), axis=1)
+    split = pairs[0][:-1][np.diff(pairs[0]) == 0]
+    if len(split):
+        first, second = (shares.ids[client] for client in pairs[1][pairs[0] == split[0]][:2])
+        problem = f"{len(np.unique(split))} groups (data.group) have rows of several clients, such as {first!r} and "
+        raise FedspanError(f"{field}.column", config.column, problem=f"{problem}{second!r}")
 
 
 def _at_random(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str) -> Shares:
@@ -124,7 +164,9 @@ def _classes(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> 
     return np.searchsorted(borders, numbers, side="right")
 
 
-def _dirichlet(classes: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
+def _dirichlet(
+    classes: np.ndarray, config: PartitionConfig, seed: int, field: str, weights: np.ndarray | None
+) -> Shares:
     """Partition as Flower's DirichletPartitioner: new shares for each label; redraw all while a client has too few."""
     order = _order(len(classes), seed)
     labels = classes[order]
@@ -138,7 +180,7 @@ def _dirichlet(classes: np.ndarray, config: PartitionConfig, seed: int, field: s
             ends = (np.cumsum(rng.dirichlet(alpha)) * len(rows)).astype(np.int64)[:-1]
             taken = np.diff(np.minimum(ends, len(rows)), prepend=0, append=len(rows))  # shares may sum to 1 + 2e-16
             holders[order[rows]] = np.repeat(np.arange(config.clients), taken)
-            sizes += taken
+            sizes += taken if weights is None else _weighed(weights[order[rows]], taken)
         if sizes.min() >= config.min_examples:
             return Shares.of(numbered(config.clients), holders)
     expected = (
@@ -146,6 +188,11 @@ def _dirichlet(classes: np.ndarray, config: PartitionConfig, seed: int, field: s
         f"{config.clients} clients {config.min_examples} of the {len(classes)} examples"
     )
     raise FedspanError(f"{field}.alpha", config.alpha, expected)
+
+
+def _weighed(weights: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """Return the sum of the weights that each client takes in order, int64, (clients,)."""
+    return np.diff(np.concatenate([[0], np.cumsum(weights)])[_bounds(taken)])
 
 
 def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field: str) -> Shares:
@@ -184,12 +231,11 @@ def _pathological(labels: np.ndarray, config: PartitionConfig, seed: int, field:
 def _natural(dataset: datasets.Dataset, config: PartitionConfig, field: str) -> Shares:
     column, option = config.column or "", f"{field}.column"
     if column not in dataset.column_names:
-        there = columns_by_likeness(column, dataset.column_names)
-        raise FedspanError(option, column, f"a column of the training data: {there}")
+        raise FedspanError(option, column, problem=no_column(column, dataset.column_names))
     names = names_of(dataset, column)
     if None in names:
-        expected = f"a column with a value in every example; number {names.index(None) + 1} has none"
-        raise FedspanError(option, column, expected)
+        problem = f"example {names.index(None) + 1} has no value in column {column!r}"
+        raise FedspanError(option, column, problem=problem)
     values = [name for name in names if name is not None]
     ids = sort_names(values)
     number = {id: index for index, id in enumerate(ids)}
@@ -230,5 +276,5 @@ def _too_few(client: str, count: int, config: PartitionConfig, field: str) -> Fe
         "dirichlet": f"lower it or raise {field}.alpha",
         "natural": "lower it or leave that client's rows out of the file",
     }[config.partitioner]
-    expected = f"client {client!r} has only {count} of the examples; {remedy}"
-    return FedspanError(f"{field}.min_examples", config.min_examples, expected)
+    problem = f"client {client!r} has only {count} of the examples, fewer than {config.min_examples}; {remedy}"
+    return FedspanError(f"{field}.min_examples", config.min_examples, problem=problem)

@@ -42,8 +42,10 @@ def corpus_file(where: str, split: str, field: str) -> Traversable:
     """
     name = where.removeprefix(PREFIX)
     if name not in CORPORA:
-        raise FedspanError(field, where, "a built-in corpus: " + ", ".join(PREFIX + known for known in sorted(CORPORA)))
+        known = [PREFIX + corpus for corpus in CORPORA]
+        raise FedspanError(field, where, problem=f"no built-in corpus is named {where!r}. {nearest(where, known)}")
     corpus = CORPORA[name]
     if split not in corpus.splits:
-        raise FedspanError(f"{field}_split", split, f"a split of {where}: {nearest(split, corpus.splits)}")
+        problem = f"{where} has no split {split!r}. {nearest(split, corpus.splits)}"
+        raise FedspanError(f"{field}_split", split, problem=problem)
     return files("fedspan.data").joinpath("corpus", corpus.folder, f"{split}.csv")

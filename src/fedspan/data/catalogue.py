@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedspan.data.dialects import Quoting
 from fedspan.errors import FedspanError, nearest
 
 __all__ = ["Columns", "DatasetEntry", "Files", "Hub", "Rows", "dataset_of", "list_datasets", "snippet"]
@@ -56,14 +57,14 @@ class Files(_Record):
         test: Name of the file with the test rows; None if there is none.
         columns: Columns that differ from the hub's.
         header: All column names, if the files have no header.
-        quotes: Whether quotes enclose fields in a tsv file.
+        quoting: Quotes that enclose fields; None: as usual for the suffix.
     """
 
     train: str
     test: str | None = None
     columns: Columns = Columns()
     header: list[str] | None = None
-    quotes: bool | None = None
+    quoting: Quoting | None = None
 
 
 class Rows(_Record):
@@ -91,7 +92,7 @@ class DatasetEntry(_Record):
         prompt: Prompt of a language model: a template, or the name of one.
         answer_pattern: Regex of the part of an answer that is compared.
         max_new_tokens: Maximal number of tokens of a generated answer.
-        drop_empty: Whether rows without a text or an answer occur and are left out.
+        invalid: ``skip`` if rows without a text or an answer occur, which are left out.
         rows: Numbers of rows.
         licence: Licence as its publisher states it.
         note: Further remarks.
@@ -111,7 +112,7 @@ class DatasetEntry(_Record):
     prompt: str | None = None
     answer_pattern: str | None = None
     max_new_tokens: int | None = Field(default=None, ge=1)
-    drop_empty: bool = False
+    invalid: Literal["error", "skip"] = "error"
     rows: Rows
     licence: str
     note: str | None = None

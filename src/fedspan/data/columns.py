@@ -12,13 +12,14 @@ import datasets
 import pyarrow as pa
 
 from fedspan.data.config import DataConfig
+from fedspan.data.dialects import headerless
 from fedspan.data.images import IMAGES
-from fedspan.data.names import arrow_column, columns_by_likeness, names_of
+from fedspan.data.names import arrow_column, names_of, no_column, trimmed
 from fedspan.data.source import Source
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError
 
-__all__ = ["Checked", "TaskName", "check"]
+__all__ = ["Checked", "TaskName", "check", "conversation_of"]
 
 TaskName = Literal["sequence-classification", "regression", "causal-lm", "image-classification"]
 _OURS = ("text", "text_pair", "label", "target", "answer", "history", "image")
@@ -71,46 +72,50 @@ class _Reader:
 
     def __init__(self, source: Source, field: str, part: str) -> None:
         self.source, self.field, self.file = source, field, f"{field}.{part}"
+        self._skip = f"To leave such rows out, set {field}.invalid: skip."
 
     def require(self, column: str, option: str, value: str | None = None) -> str:
         """Require a column and return the option's field."""
         dataset, where = self.source.dataset, f"{self.field}.{option}"
         if column not in dataset.column_names:
-            there = columns_by_likeness(column, dataset.column_names)
-            named = f"; if its first line is an example, name the columns in {self.field}.columns"
-            hint = named if self.source.header else ""
-            raise FedspanError(where, value or column, f"a column of {self.source.name}: {there}{hint}")
+            problem = no_column(column, dataset.column_names, self.source.name)
+            if headerless(dataset.column_names) in self.source.notes:
+                problem += f" In this file, {headerless(dataset.column_names)}."
+            elif self.source.header:
+                problem += f" If the first line is an example, set {self.field}.header: false."
+            raise FedspanError(where, value or column, problem=problem)
         return where
 
     def texts(self, column: str, option: str) -> pa.ChunkedArray:
         where = self.require(column, option)
         texts = arrow_column(self.source.dataset, column)
         if not _is_text(texts.type):
-            expected = f"a column of text; in {self.source.name} it holds {texts.type}"
-            raise FedspanError(where, column, expected)
-        self._full(column, [text is not None and bool(text.strip()) for text in texts.to_pylist()], "text")
-        return texts.cast(pa.string())
+            problem = f"column {column!r} of {self.source.name} holds {texts.type}, not text"
+            raise FedspanError(where, column, problem=problem)
+        texts = texts.cast(pa.string())
+        self._full(column, (trimmed(texts).fill_null("").to_numpy() != "").tolist(), "text")
+        return texts
 
     def _full(self, column: str, there: list[bool], what: str) -> None:
         if not all(there):
             row = self.source.row(there.index(False))
-            raise FedspanError(self.file, self.source.name, f"{what} in column {column!r} of every row; {row} has none")
+            problem = f"{row} has no {what} in column {column!r}. {self._skip}"
+            raise FedspanError(self.file, self.source.name, problem=problem)
 
     def classes(self, column: str) -> list[str]:
         where = self.require(column, "label")
         values = arrow_column(self.source.dataset, column)
         if pa.types.is_nested(values.type):
-            expected = f"a column with one label a row; in {self.source.name} it holds {values.type}"
-            raise FedspanError(where, column, expected)
+            problem = f"column {column!r} of {self.source.name} holds {values.type}, not one label a row"
+            raise FedspanError(where, column, problem=problem)
         names = names_of(self.source.dataset, column)
         if pa.types.is_floating(values.type):
             fraction = next((name for name in names if name is not None and not name.lstrip("-").isdigit()), None)
             if fraction is not None:
                 row = self.source.row(names.index(fraction))
-                raise FedspanError(
-                    where, column, f"a column of classes; {row} has {fraction} (task: regression predicts numbers)"
-                )
-        self._full(column, [name is not None for name in names], "a label")
+                problem = f"column {column!r} holds numbers, not classes: {row} has {fraction}. "
+                raise FedspanError(where, column, problem=problem + "To predict numbers, set task: regression.")
+        self._full(column, [name is not None for name in names], "label")
         return cast(list[str], names)
 
     def numbers(self, column: str) -> pa.ChunkedArray:
@@ -121,11 +126,11 @@ class _Reader:
             try:
                 number = float("nan" if value is None else value)
             except ValueError:
-                expected = f"a column of numbers; {self.source.row(row)} has {value!r}"
-                raise FedspanError(where, column, expected) from None
+                problem = f"{self.source.row(row)} has {value!r} in column {column!r}, which is no number. {self._skip}"
+                raise FedspanError(where, column, problem=problem) from None
             if not abs(number) < float("inf"):
-                expected = f"a number in column {column!r} of every row; {self.source.row(row)} has none"
-                raise FedspanError(self.file, self.source.name, expected)
+                problem = f"{self.source.row(row)} has no number in column {column!r}. {self._skip}"
+                raise FedspanError(self.file, self.source.name, problem=problem)
             numbers.append(number)
         return pa.chunked_array([pa.array(numbers, pa.float64())])
 
@@ -138,9 +143,9 @@ class _Reader:
             paths = [path and os.path.join(folder, path) for folder, path in pairs]
             images = pa.chunked_array([pa.array([{"bytes": None, "path": path} for path in paths], IMAGES)])
         elif not pa.types.is_struct(images.type) or {field.name for field in images.type} != {"bytes", "path"}:
-            expected = f"a column of images or of paths to them; in {self.source.name} it holds {images.type}"
-            raise FedspanError(where, column, expected)
-        self._full(column, [image is not None and any(image.values()) for image in images.to_pylist()], "an image")
+            problem = f"column {column!r} of {self.source.name} holds {images.type}, not images or paths of images"
+            raise FedspanError(where, column, problem=problem)
+        self._full(column, [image is not None and any(image.values()) for image in images.to_pylist()], "image")
         return images.cast(IMAGES)
 
     def prompts(self, prompt: str) -> pa.ChunkedArray:
@@ -165,20 +170,26 @@ class _Reader:
         return {key: pa.chunked_array([pa.array([part[key] for part in parts], pa.string())]) for key in keys}
 
     def _conversation(self, where: str, column: str, value: object, row: int) -> dict[str, str]:
-        try:
-            messages = [
-                {"role": str(one["role"]), "content": str(one["content"])}
-                for one in cast(list[Mapping[str, Any]], value)
-            ]
-        except (TypeError, KeyError):
-            messages = []
-        roles = [one["role"] for one in messages]
-        if len(messages) < 2 or roles[-2:] != ["user", "assistant"] or not messages[-1]["content"].strip():
-            expected = "lists of messages that end with one of the user's and one of the assistant's; "
-            expected += f"{self.source.row(row)} does not"
-            raise FedspanError(where, column, expected)
+        messages = conversation_of(value)
+        if messages is None:
+            problem = f"{self.source.row(row)} is no list of messages that ends with a user's and an assistant's. "
+            raise FedspanError(where, column, problem=problem + self._skip)
         history = json.dumps(messages[:-2], ensure_ascii=False)
         return {"text": messages[-2]["content"], "answer": messages[-1]["content"], "history": history}
+
+
+def conversation_of(value: object) -> list[dict[str, str]] | None:
+    """Return the messages of a conversation; None if it does not end with a user's and an assistant's."""
+    try:
+        messages = [
+            {"role": str(one["role"]), "content": str(one["content"])} for one in cast(list[Mapping[str, Any]], value)
+        ]
+    except (TypeError, KeyError):
+        return None
+    roles = [one["role"] for one in messages]
+    if len(messages) < 2 or roles[-2:] != ["user", "assistant"] or not messages[-1]["content"].strip():
+        return None
+    return messages
 
 
 def _is_text(type: pa.DataType) -> bool:
@@ -211,10 +222,8 @@ def _causal(reader: _Reader, config: DataConfig) -> _Read:
     elif config.prompt is not None:
         columns = {"text": reader.prompts(config.prompt), "answer": reader.texts(config.answer, "answer")}
     else:
-        expected = (
-            "what the model is given: a text such as 'Q: {question} A: ', the name of a template, or data.messages"
-        )
-        raise FedspanError(f"{reader.field}.prompt", None, expected)
+        expected = "a text such as 'Q: {question} A: ', the name of a template, or data.messages in its place"
+        raise FedspanError(f"{reader.field}.prompt", None, expected, problem="causal-lm needs a prompt")
     return columns, set(), None if config.label is None else reader.classes(config.label)
 
 

@@ -14,8 +14,10 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from fedspan.data.catalogue import dataset_of
+from fedspan.data.dialects import Quoting
 from fedspan.errors import FedspanError
 
 __all__ = ["DataConfig", "PartitionConfig"]
@@ -41,13 +43,15 @@ class DataConfig(BaseModel):
         default=None,
         validate_default=True,
         min_length=1,
-        description="Training examples: a .csv, .tsv, .jsonl, .json (a list of objects) or .parquet file, the text "
-        "formats also as .gz; or the id of a data set on the Hugging Face hub, such as PolyAI/banking77; or "
-        "builtin:patient-messages, a small corpus that comes with fedspan. image-classification also takes a folder "
-        "with one folder of images for each class (or domain/class), MNIST's idx files (train-images-idx3-ubyte.gz, "
-        "the labels beside it) and CIFAR's binary batches. Braces in a table's path stand for any name and become a "
-        "column: clinics/{hospital}/train.csv with partition.column: hospital gives each file to one client. Required "
-        "unless there is a `dataset`.",
+        description="Training examples: a .csv, .tsv, .txt, .jsonl, .json (a list of objects), .parquet or Excel file, "
+        "the text formats also as .gz; or a folder, .zip or .tar with one folder of .txt files for each class (or "
+        "domain/class); or the id of a data set on the Hugging Face hub, such as PolyAI/banking77; or "
+        "builtin:patient-messages, a small corpus that comes with fedspan. image-classification also takes a folder, "
+        ".zip or .tar with one folder of images for each class (or domain/class), MNIST's idx files "
+        "(train-images-idx3-ubyte.gz, the labels beside it) and CIFAR's binary batches. Fields inside fields of JSON "
+        "and parquet are columns with dots in their names: meta.label. Braces in a table's path stand for any name and "
+        "become a column: clinics/{hospital}/train.csv with partition.column: hospital gives each file to one client. "
+        "Required unless there is a `dataset`.",
     )
     test: str | None = Field(
         default=None,
@@ -102,16 +106,37 @@ class DataConfig(BaseModel):
         description="causal-lm: lay a batch's examples end to end in one row, each with its own positions and "
         "attention, instead of padding them. The same loss; pays on a GPU.",
     )
+    delimiter: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1,
+        description="The character between the columns of a .csv, .tsv or .txt file, such as ';' or '|'. Left out: "
+        "detected among commas, semicolons, tabs and pipes.",
+    )
+    encoding: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The encoding of text files, as Python names it: utf-8, utf-16, latin-1, cp1252, cp1251, "
+        "shift_jis. Left out: detected.",
+    )
+    quoting: Quoting | None = Field(
+        default=None,
+        description="The quotes that enclose fields with delimiters or line ends in them. Left out: detected; a .csv "
+        "usually has double quotes, a .tsv none (GLUE's hold single quotes as they are).",
+    )
+    header: bool | None = Field(
+        default=None,
+        description="Whether the first line of a .csv, .tsv, .txt or Excel file names the columns. false names them by "
+        "position: column_1, column_2. Left out: detected.",
+    )
     columns: list[str] | None = Field(
         default=None,
-        min_length=2,
-        description="Names of all columns, in order, of a .csv or .tsv file whose first line is already an example "
-        "(GLUE's CoLA: [source, label, mark, text]). Leave out when the first line is a header.",
+        min_length=1,
+        description="Names of all columns, in order, of a file whose first line is already an example (GLUE's CoLA: "
+        "[source, label, mark, text]). Leave out when the first line is a header.",
     )
-    quotes: bool | None = Field(
-        default=None,
-        description="Whether quotes enclose fields with delimiters or line ends in them. Left out: in .csv yes, in "
-        ".tsv no (GLUE's hold single quotes as they are).",
+    sheet: str | None = Field(
+        default=None, min_length=1, description="The sheet of an Excel file. Left out: the first one."
     )
     hub_config: str | None = Field(
         default=None, min_length=1, description="Which configuration of a hub data set: sst2 of nyu-mll/glue."
@@ -123,9 +148,18 @@ class DataConfig(BaseModel):
         description="The split of a hub data set to test on (GLUE: validation, as its test labels are secret). null "
         "sets `test_fraction` of `train` aside instead.",
     )
-    drop_empty: bool = Field(
-        default=False,
-        description="Leave out the rows that lack a text, a label or an answer, instead of refusing them.",
+    invalid: Literal["error", "skip"] = Field(
+        default="error",
+        description="What becomes of a row without a text, a label or an answer, with a label that is not among the "
+        "labels, or with too many or too few fields: error refuses the file and names the row, skip leaves such rows "
+        "out and reports how many.",
+    )
+    group: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A column whose equal values belong together: patient, author, thread. All rows of a group go to "
+        "one client and to one of training, validation and test. The column of texts or images keeps duplicates "
+        "together. A row without a value is a group of its own.",
     )
     test_fraction: float = Field(
         default=0.2,
@@ -158,9 +192,9 @@ class DataConfig(BaseModel):
     @classmethod
     def _known(cls, value: str | None) -> str | None:
         try:
-            return value and dataset_of(value, "dataset").key
+            return value and dataset_of(value, "data.dataset").key
         except FedspanError as error:
-            raise ValueError(error.expected) from None
+            raise PydanticCustomError("unknown", "{problem}", {"problem": error.problem, "error": error}) from None
 
     @field_validator("train")
     @classmethod
@@ -200,6 +234,8 @@ class DataConfig(BaseModel):
             raise ValueError("prompt or messages, not both: both say what the model is given")
         if (self.messages is not None or self.system is not None) and not self.chat:
             raise ValueError("messages and system need chat: true")
+        if self.columns is not None and self.header:
+            raise ValueError("columns or header: true, not both: both say how the columns are named")
         if self.keep_only and self.labels is None:
             raise ValueError("keep_only needs labels: the ones to keep")
         return self

@@ -36,7 +36,7 @@ def filled(config: DataConfig, field: str = "data") -> DataConfig:
     known = _of_train(entry, config, field)
     if config.messages is None:
         known["prompt"] = entry.prompt
-    known["drop_empty"] = entry.drop_empty
+    known["invalid"] = entry.invalid
     given = config.model_dump(exclude_unset=True)
     if config.train is None:  # an explicit null leaves it to the catalogue, too
         given.pop("train", None)
@@ -68,12 +68,12 @@ def _of_file(entry: DatasetEntry, path: str) -> dict[str, Any]:
     there = column_names(path)
     original, hub = entry.file_columns, entry.columns
     header = None if entry.files is None else entry.files.header
-    quotes = None if entry.files is None else entry.files.quotes
+    quoting = None if entry.files is None else entry.files.quoting
     if there is not None and (header is not None or not _has(there, original)) and _has(there, hub):
         return _options(hub)
     # In an original file without a header, the first line is an example.
     headless = there is not None and not _has(there, original) and bool(_DELIMITED.search(path.lower()))
-    return {**_options(original), "columns": header if headless else None, "quotes": quotes}
+    return {**_options(original), "columns": header if headless else None, "quoting": quoting}
 
 
 def _has(there: list[str], columns: Columns) -> bool:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import re
+from collections.abc import Callable
 from importlib.resources import as_file
-from pathlib import Path
-from typing import Literal, cast
+from pathlib import Path, PurePath
+from typing import Any, Literal, cast
 
 import datasets
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet
 
+from fedspan.data import archives, delimited, excel
 from fedspan.data.builtin import PREFIX, corpus_file
 from fedspan.data.config import DataConfig
-from fedspan.data.images import holds_images, read_images
+from fedspan.data.encodings import decode
+from fedspan.data.folders import TEXTS, holds_texts, read_texts, texts_table
+from fedspan.data.images import PICTURES, archived_images, holds_images, read_images
+from fedspan.data.json_files import read_json
 from fedspan.data.multiple_files import read_several
+from fedspan.data.names import arrow_table
 from fedspan.data.path_patterns import has_places, matching
+from fedspan.data.reading import Read, read_beginning
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 
 __all__ = ["column_names", "has_own_splits", "read_source"]
 
-_PACKABLE = (".csv", ".tsv", ".jsonl", ".json")
-SUFFIXES = (*_PACKABLE, *(f"{suffix}.gz" for suffix in _PACKABLE), ".parquet")
+_DELIMITED = ("csv", "tsv", "txt")
+_PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json")
+SUFFIXES = (*_PACKABLE, *(f"{suffix}.gz" for suffix in _PACKABLE), ".parquet", *excel.SUFFIXES)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w{0,7}")
+_HEAD = 1 << 16
 
 
 def has_own_splits(where: str) -> bool:
@@ -37,8 +43,14 @@ def has_own_splits(where: str) -> bool:
     return where.startswith(PREFIX) or _is_hub_id(where)
 
 
-def read_source(config: DataConfig, part: Literal["train", "test"], field: str) -> Source:
+def read_source(config: DataConfig, part: Literal["train", "test"], field: str, limit: int | None = None) -> Source:
     """Read the split that `config` names for `part`.
+
+    Args:
+        config: The user's options.
+        part: The split.
+        field: The user's name of `config`.
+        limit: Number of bytes that are read at the beginning of each file; None: all.
 
     Raises:
         FedspanError: If the source is missing, unreadable, malformed or has no example, or the hub cannot be reached.
@@ -46,21 +58,32 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str) 
     option = f"{field}.{part}"
     where = config.train if part == "train" or config.test is None else config.test
     if where is None:  # only a config that names a data set lacks it, and that one is filled earlier
-        raise FedspanError(option, where, "is required")
+        raise FedspanError(option, where, problem="this field is required")
     split = config.train_split if part == "train" else config.test_split or "test"
+
+    def read(path: Path, where: str) -> Source:
+        return _read_file(path, where, config, field, option, limit)
+
     if where.startswith(PREFIX):
         with as_file(corpus_file(where, split, option)) as path:
-            source = _read_file(path, where, config, field, option)
+            source = read(path, where)
     elif _is_hub_id(where):
-        source = Source(_read_hub(where, config.hub_config, split, option), f"{where} ({split})")
+        source = Source(_flat(_read_hub(where, config.hub_config, split, option)), f"{where} ({split})")
     elif has_places(where):
-        source = read_several(where, option, lambda path: _read_file(path, str(path), config, field, option))
+        source = read_several(where, option, lambda path: read(path, str(path)))
     elif holds_images(_path(where)):
         source = Source(read_images(_path(where), where, option), where)
+    elif holds_texts(_path(where)):
+        texts = "text files by class"
+        source = _guarded(
+            lambda: _source(read_texts(_path(where), config.encoding), texts, where, option), texts, where, option
+        )
+    elif os.path.isfile(_path(where)) and where.lower().endswith(archives.SUFFIXES):
+        source = _guarded(lambda: _archived(_path(where), where, config, option), "an archive", where, option)
     else:
-        source = _read_file(_path(where), where, config, field, option)
+        source = read(_path(where), where)
     if len(source.dataset) == 0:
-        raise FedspanError(option, where, "a data set with examples in it; this one is empty")
+        raise FedspanError(option, where, problem=f"{where} holds no examples")
     return source
 
 
@@ -74,17 +97,15 @@ def column_names(where: str) -> list[str] | None:
     try:
         if kind == "parquet":
             return list(pyarrow.parquet.read_schema(path).names)
-        with pa.input_stream(path) as stream:
-            if kind == "json":
-                content = stream.read().decode("utf-8-sig")
-                return list(json.JSONDecoder().raw_decode(content, content.index("{"))[0])
-            line = io.TextIOWrapper(cast(io.BufferedReader, stream), encoding="utf-8-sig").readline().rstrip("\r\n")
-        if kind == "jsonl":
-            return list(json.loads(line))
-        # Quotes in the first line do not affect column names.
-        return next(csv.reader([line], delimiter="\t" if kind == "tsv" else ","))
-    except (OSError, ValueError, TypeError, RecursionError, StopIteration, csv.Error, pa.ArrowException):
-        return None
+        if kind in _DELIMITED:
+            return delimited.column_names(path, kind)
+        if kind in ("json", "jsonl"):
+            content, whole = read_beginning(path, _HEAD)
+            text = decode(content, whole=whole)[0]
+            return list(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
+    except (OSError, ValueError, TypeError, RecursionError, pa.ArrowException):
+        pass
+    return None
 
 
 def _path(where: str) -> Path:
@@ -105,46 +126,138 @@ def _is_hub_id(where: str) -> bool:
     return bool(_HUB_ID.fullmatch(where)) and not looks_like_file and not is_local
 
 
-def _read_file(path: Path, where: str, config: DataConfig, field: str, option: str) -> Source:
+def _read_file(path: Path, where: str, config: DataConfig, field: str, option: str, limit: int | None) -> Source:
     suffix = _suffix(path)
     if not os.path.isfile(path):
-        raise FedspanError(option, where, _what_is_there(path))
+        raise FedspanError(option, where, problem=f"there is no file {where!r}. {_what_is_there(path)}")
     if not suffix:
-        expected = f"a file that ends in one of {', '.join(SUFFIXES)}; images: an idx file, or a folder of classes"
-        raise FedspanError(option, where, expected)
+        known = ", ".join((*SUFFIXES, *archives.SUFFIXES))
+        problem = f"{where!r} is of no kind that is read. Files end in {known}; images can be idx files or folders."
+        raise FedspanError(option, where, problem=problem)
     kind = suffix.removesuffix(".gz").removeprefix(".")
-    if config.columns is not None and kind not in ("csv", "tsv"):
-        raise FedspanError(
-            f"{field}.columns", config.columns, f"nothing for {where}: only csv and tsv files lack names"
-        )
-    try:
+    if config.columns is not None and kind not in _DELIMITED and suffix not in excel.SUFFIXES:
+        problem = f"{where} has names of columns of its own; only csv, tsv, txt and Excel files may lack them"
+        raise FedspanError(f"{field}.columns", config.columns, problem=problem)
+
+    def read() -> Source:
         if kind == "parquet":
-            # Not read_table, which takes a folder called "seed=3" for a column.
-            with pyarrow.parquet.ParquetFile(path) as file:
-                table = file.read()
-        elif kind in ("csv", "tsv"):
-            table = _read_delimited(path, kind, config)
+            found = _read_parquet(path, limit)
+        elif suffix in excel.SUFFIXES:
+            found = excel.read_excel(path, where, config, field, option)
+        elif kind in _DELIMITED:
+            found = delimited.read_delimited(path, kind, config, limit)
         else:
-            table = _table(_records(path, kind))
+            found = read_json(path, kind, config.encoding, limit)
+        return _source(found, kind, where, option)
+
+    source = _guarded(read, kind, where, option, lambda reason: _hint(kind, reason, config, field))
+    rows = source.dataset
+    if config.columns is not None and len(rows) and [str(value) for value in rows[0].values()] == rows.column_names:
+        problem = f"the first line of {where} names the columns already; leave this field out"
+        raise FedspanError(f"{field}.columns", config.columns, problem=problem)
+    return source
+
+
+def _guarded(
+    read: Callable[[], Source], what: str, where: str, option: str, hint: Callable[[str], str] = lambda reason: ""
+) -> Source:
+    """Read something, and turn what a reader raises into an error that names the option.
+
+    Args:
+        read: Function that reads it.
+        what: What it should be.
+        where: The user's spelling of its path.
+        option: The option that names it.
+        hint: Returns the advice that follows a reader's reason.
+    """
+    try:
+        return read()
     # ArrowInvalid is a ValueError, a broken gzip an OSError; RecursionError: JSON nested too deeply.
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
-        if path.stat().st_size == 0:
-            raise FedspanError(option, where, "a file with examples in it; this one is empty") from error
+        path = _path(where)
+        if os.path.isfile(path) and path.stat().st_size == 0:
+            raise FedspanError(option, where, problem=f"the file {where} is empty") from error
         reason = _first_line(error)
-        hint = f" (if quotes enclose fields: {field}.quotes: true)" if kind == "tsv" and not config.quotes else ""
-        raise FedspanError(
-            option, where, f"a readable {kind} file in UTF-8; reading it said: {reason}{hint}"
-        ) from error
-    names = table.column_names
+        problem = f"{where} cannot be read as {what}: {reason}"
+        raise FedspanError(option, where, problem=f"{problem.rstrip('.')}.{hint(reason)}") from error
+
+
+def _hint(kind: str, reason: str, config: DataConfig, field: str) -> str:
+    """Return the options that help against a reader's reason."""
+    if "encoding" in reason or "is not in" in reason or "UTF" in reason:
+        return f" The encoding can be named: {field}.encoding."
+    if kind not in _DELIMITED:
+        return ""
+    if "columns, got" in reason:
+        named = [f"{field}.{name}" for name in ("delimiter", "quoting") if getattr(config, name) is None]
+        form = f", or name the file's form: {' and '.join(named)}" if named else ""
+        return f" To leave such rows out, set {field}.invalid: skip{form}."
+    return f" The file's form can be named: {field}.delimiter, {field}.quoting and {field}.encoding."
+
+
+def _source(found: Read, kind: str, where: str, option: str) -> Source:
+    names = found.table.column_names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise FedspanError(option, where, f"a file whose columns have different names; {twice!r} is there twice")
-    if config.columns is not None and [str(table[name][0]) for name in names if len(table)] == names:
-        raise FedspanError(
-            f"{field}.columns", config.columns, f"nothing for {where}: its first line names them already"
-        )
-    header = kind in ("csv", "tsv") and config.columns is None
-    return Source(_dataset(table, kind, where, option), where, header)
+        raise FedspanError(option, where, problem=f"{where} has two columns named {twice!r}")
+    dataset = _flat(_dataset(found.table, kind, where, option))
+    return Source(
+        dataset, where, found.header, kept=found.kept, notes=found.notes, skipped=found.skipped, whole=found.whole
+    )
+
+
+def _archived(path: Path, where: str, config: DataConfig, option: str) -> Source:
+    files = archives.read_archive(path, {*PICTURES, *TEXTS})
+    images = {parts: content for parts, content in files.items() if PurePath(parts[-1]).suffix.lower() in PICTURES}
+    if images:
+        return Source(archived_images(images, path.name), where)
+    return _source(texts_table(files, path.name, config.encoding), "archive", where, option)
+
+
+def _read_parquet(path: Path, limit: int | None) -> Read:
+    # Not read_table, which takes a folder called "seed=3" for a column.
+    with pyarrow.parquet.ParquetFile(path) as file:
+        if limit is None or file.num_row_groups == 0:
+            return Read(file.read())
+        groups: list[int] = []
+        size = 0
+        for group in range(file.num_row_groups):
+            groups.append(group)
+            size += file.metadata.row_group(group).total_byte_size
+            if size > limit:
+                break
+        return Read(file.read_row_groups(groups), whole=len(groups) == file.num_row_groups)
+
+
+def _flat(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Return a data set with a column for each field of its structs (``meta.label``), at any depth.
+
+    Images, which Arrow stores as structs of bytes and path, remain columns; so does a struct with a field whose column
+    exists already.
+    """
+    while True:
+        nested = [
+            name
+            for name, feature in dataset.features.items()
+            if isinstance(feature, dict)
+            and feature
+            and set(feature) != {"bytes", "path"}
+            and not {f"{name}.{inner}" for inner in feature} & set(dataset.column_names)
+        ]
+        if not nested:
+            return dataset
+        table = arrow_table(dataset)
+        columns: dict[str, pa.ChunkedArray] = {}
+        features: dict[str, Any] = {}
+        for name, feature in dataset.features.items():
+            if name not in nested:
+                columns[name], features[name] = table.column(name), feature
+                continue
+            parts = table.select([name]).flatten()
+            for inner, kind in feature.items():
+                columns[f"{name}.{inner}"], features[f"{name}.{inner}"] = parts.column(f"{name}.{inner}"), kind
+        info = datasets.DatasetInfo(features=datasets.Features(features))
+        dataset = datasets.Dataset(pa.table(columns), info=info)
 
 
 def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
@@ -152,8 +265,8 @@ def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Da
     try:
         return datasets.Dataset(_without_dictionaries(table))
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, pa.ArrowException) as error:
-        expected = f"a {kind} file with columns that datasets can hold; it said: {_first_line(error)}"
-        raise FedspanError(option, where, expected) from error
+        problem = f"{where} has columns that datasets cannot hold: {_first_line(error)}"
+        raise FedspanError(option, where, problem=problem) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -163,70 +276,15 @@ def _first_line(error: Exception) -> str:
 def _what_is_there(path: Path) -> str:
     folder = path if os.path.isdir(path) else path.parent
     if not os.path.isdir(folder):
-        return f"a file; the folder {folder} does not exist"
+        return f"The folder {folder} does not exist."
     try:
         files = [file.name for file in folder.iterdir() if file.is_file() and _suffix(file)]
     except OSError as error:
-        return f"a file; the folder {folder} cannot be read ({error.strerror})"
+        return f"The folder {folder} cannot be read ({error.strerror})."
     if not files:
-        return f"a file; {folder} holds no csv, tsv, json, jsonl or parquet file and no images"
-    return f"a file; in {folder} there is {nearest(path.name, files)}"
-
-
-def _read_delimited(path: Path, kind: str, config: DataConfig) -> pa.Table:
-    delimiter = "\t" if kind == "tsv" else ","
-    # GLUE's tsv files contain literal, unbalanced quotes; a csv quotes fields that contain commas and line breaks.
-    if config.quotes if config.quotes is not None else kind == "csv":
-        parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    else:
-        parse = pyarrow.csv.ParseOptions(delimiter=delimiter, quote_char=False, double_quote=False)
-    # One thread; otherwise a malformed row is reported without its number.
-    read = pyarrow.csv.ReadOptions(column_names=config.columns, use_threads=False)
-    # From memory, since the content is read twice: Arrow's read-ahead thread outlives the first reader, and on a file
-    # reopened under the same descriptor it took whole blocks of rows away from the second.
-    with pa.input_stream(path) as stream:
-        content = pa.py_buffer(stream.read())
-    names = config.columns
-    if names is None:
-        with pyarrow.csv.open_csv(pa.BufferReader(content), read, parse) as reader:
-            names = reader.schema.names
-    # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
-    convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
-    return pyarrow.csv.read_csv(pa.BufferReader(content), read, parse, convert)
-
-
-def _records(path: Path, kind: str) -> list[dict[str, object]]:
-    # The standard json module reports the place of a mistake; pandas and Arrow convert date-like texts to dates.
-    with pa.input_stream(path) as stream:
-        content = stream.read().decode("utf-8-sig")
-    if kind == "json":
-        records = json.loads(content)
-        if not isinstance(records, list):
-            raise ValueError("not a list of objects (one object a line goes into a .jsonl file)")
-    else:
-        # Not splitlines: JSON strings may contain other literal line separators.
-        records = []
-        for line in filter(str.strip, content.split("\n")):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"row {len(records) + 1}: {error}") from error
-    odd = next((row for row, record in enumerate(records, start=1) if not isinstance(record, dict)), None)
-    if odd is not None:
-        raise ValueError(f"row {odd}: not an object with the columns as its keys")
-    return records
-
-
-def _table(records: list[dict[str, object]]) -> pa.Table:
-    columns: dict[str, pa.Array] = {}
-    for name in dict.fromkeys(key for record in records for key in record):
-        values = [record.get(name) for record in records]
-        try:
-            columns[name] = pa.array(values)
-        # A column that mixes types, such as the labels 1 and "other", or contains integers of more than 64 bits.
-        except (pa.ArrowException, OverflowError):
-            columns[name] = pa.array([None if value is None else str(value) for value in values])
-    return pa.table(columns)
+        kinds = "csv, tsv, txt, json, jsonl, parquet or Excel file, no images and no folders of text files"
+        return f"The folder {folder} holds no {kinds}."
+    return nearest(path.name, files)
 
 
 def _without_dictionaries(table: pa.Table) -> pa.Table:
@@ -245,11 +303,11 @@ def _read_hub(where: str, name: str | None, split: str, option: str) -> datasets
     except Exception as error:
         reason = _first_line(error)
         if "Unknown split" in reason:
-            raise FedspanError(f"{option}_split", split, f"a split of {where}; the hub said: {reason}") from error
+            problem = f"{where} has no split {split!r} ({reason})"
+            raise FedspanError(f"{option}_split", split, problem=problem) from error
         if "Config name is missing" in reason or "BuilderConfig" in reason:
             field = option.rpartition(".")[0]
-            raise FedspanError(
-                f"{field}.hub_config", name, f"a configuration of {where}; the hub said: {reason}"
-            ) from error
-        expected = f"a hub id that can be reached from here, or the path of a local file; the hub said: {reason}"
-        raise FedspanError(option, where, expected) from error
+            problem = f"{where} has no such configuration ({reason})"
+            raise FedspanError(f"{field}.hub_config", name, problem=problem) from error
+        problem = f"{where!r} is no local file, and cannot be read from the hub: {reason}"
+        raise FedspanError(option, where, problem=problem) from error

@@ -11,22 +11,24 @@ import math
 import os
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
 
+from fedspan.data.folders import classes_of
 from fedspan.errors import FedspanError
 
-__all__ = ["IMAGES", "holds_images", "read_images"]
+__all__ = ["IMAGES", "PICTURES", "archived_images", "holds_images", "read_images"]
 
 IMAGES = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """Arrow type of an image, as in ``datasets.Image``."""
 
 _IDX = re.compile(r"(.*)images([.-]idx3-ubyte(\.gz)?)")
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_PARTS = {"train", "test", "val", "valid", "validation"}
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+"""Suffixes of image files."""
 _SIDE = 32  # rows and columns of CIFAR's images
 _PIXELS = 3 * _SIDE * _SIDE
 
@@ -60,7 +62,12 @@ def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
             batches = sorted(path.glob("data_batch_*.bin"))
             columns = _cifar(batches) if batches else _folders(path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise FedspanError(option, where, f"images that can be read; {str(error) or type(error).__name__}") from None
+        problem = f"{where} cannot be read as images: {str(error) or type(error).__name__}"
+        raise FedspanError(option, where, problem=problem) from None
+    return _dataset(columns)
+
+
+def _dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
     features = {name: datasets.Value("string") for name in columns} | {"image": datasets.Image()}
     return datasets.Dataset(pa.table(columns), info=datasets.DatasetInfo(features=datasets.Features(features)))
 
@@ -118,23 +125,29 @@ def _texts(labels: np.ndarray, names: list[str] | None = None) -> pa.Array:
 
 def _folders(root: Path) -> dict[str, pa.Array]:
     found = sorted(path for path in root.rglob("*") if _is_image(path) and path.is_file())
-    if not found:
-        raise ValueError(f"{root.name} holds none ({', '.join(_SUFFIXES)})")
-    parts = [path.relative_to(root).parts for path in found]
-    depths = {len(part) for part in parts}
-    if depths not in ({2}, {3}):
-        odd = next(part for part in parts if len(part) not in (2, 3) or len(depths) > 1)
-        expected = "class/image, or domain/class/image for all of them"
-        raise ValueError(f"{'/'.join(odd)} does not lie there as {expected}")
-    if depths == {3} and {part[0] for part in parts} <= _PARTS:
-        raise ValueError(f"it holds the parts {', '.join(sorted({part[0] for part in parts}))}; name the folder of one")
+    classes = classes_of([path.relative_to(root).parts for path in found], root.name, PICTURES)
     images = pa.array([{"bytes": None, "path": str(path)} for path in found], IMAGES)
-    columns = {"image": images, "label": pa.array([part[-2] for part in parts])}
-    return columns if depths == {2} else {**columns, "domain": pa.array([part[0] for part in parts])}
+    return {"image": images, **{column: pa.array(values) for column, values in classes.items()}}
+
+
+def archived_images(files: Mapping[tuple[str, ...], bytes], name: str) -> datasets.Dataset:
+    """Return the images of an archive as a data set, like those of a folder.
+
+    Args:
+        files: Content of the files by path.
+        name: Name of the archive.
+
+    Raises:
+        ValueError: If they are laid out differently.
+    """
+    classes = classes_of(list(files), name, PICTURES)
+    images = [{"bytes": content, "path": "/".join(parts)} for parts, content in files.items()]
+    columns = {column: pa.array(values) for column, values in classes.items()}
+    return _dataset({"image": pa.array(images, IMAGES), **columns})
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _SUFFIXES
+    return path.suffix.lower() in PICTURES
 
 
 def _encoded(images: list[bytes]) -> pa.Array:

@@ -14,9 +14,12 @@ from fedspan.data.catalogue import dataset_of
 from fedspan.data.columns import Checked, TaskName, check
 from fedspan.data.config import DataConfig
 from fedspan.data.dataset_defaults import filled
+from fedspan.data.duplicates import group_codes, shared_with_test
 from fedspan.data.files import has_own_splits, read_source
+from fedspan.data.groups import draw_groups
+from fedspan.data.invalid_rows import without_invalid
 from fedspan.data.keyed import generator
-from fedspan.data.missing_values import without_blanks
+from fedspan.data.list_columns import without_lists
 from fedspan.data.names import arrow_column, sort_names
 from fedspan.errors import FedspanError, nearest
 
@@ -34,17 +37,28 @@ class LoadedData:
             other columns, unchanged, for natural partitions.
         test: The same columns as far as its file has them; None if none was given and none was to be set aside.
         labels: Names of the labels, in the order of the classifier's outputs; empty without classes.
-        dropped: Number of rows of the files that were left out because of missing values (``drop_empty``).
+        dropped: Number of rows of the files that were left out as invalid (``data.invalid: skip``).
+        groups: Number of each training example's group (``data.group``), int64; None without groups.
+        remarks: What was detected in the files, left out of them, or occurs in several parts; one sentence each.
+        whole: Whether all rows of the files were read, and not only those at their beginning.
     """
 
     train: datasets.Dataset
     test: datasets.Dataset | None
     labels: tuple[str, ...]
     dropped: int = 0
+    groups: np.ndarray | None = None
+    remarks: tuple[str, ...] = ()
+    whole: bool = True
 
 
 def load(
-    config: DataConfig, field: str = "data", *, seed: int = 0, task: TaskName = "sequence-classification"
+    config: DataConfig,
+    field: str = "data",
+    *,
+    seed: int = 0,
+    task: TaskName = "sequence-classification",
+    limit: int | None = None,
 ) -> LoadedData:
     """Read, check and label the examples that `config` names.
 
@@ -53,6 +67,7 @@ def load(
         field: The user's name of `config`; the fields of all errors begin with it.
         seed: Seed of the draws for ``test_fraction`` and ``max_examples``.
         task: The task that uses the examples.
+        limit: Number of bytes that are read at the beginning of each file; None: all.
 
     Returns:
         `LoadedData`; the order of the rows is that of the files.
@@ -62,50 +77,83 @@ def load(
             label is unknown; or there are too few labels or examples for the request.
     """
     config = filled(config, field)
-    train, dropped = _read(config, task, field, "train")
-    labels = _labels(train, config, field)
-    data = _index(train, labels, set(train.names or ()), config, field, "train")
+    train = _read(config, task, field, "train", limit)
+    labels = _labels(train.checked, config, field)
+    known = set(train.checked.names or ())
+    data = _index(train, labels, known, config, field, "train")
+    parts = [train]
+    remarks: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
-        checked, more = _read(config, task, field, "test")
-        dropped += more
-        test = _index(checked, labels, set(train.names or ()), config, field, "test")
+        parts.append(_read(config, task, field, "test", limit))
+        test = _index(parts[1], labels, known, config, field, "test")
+        if count := shared_with_test(data, test):
+            remarks.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
     elif config.test_fraction > 0:
         data, test = _set_aside(data, config, field, seed)
+        if config.group is None and (count := shared_with_test(data, test)):
+            column = config.image if task == "image-classification" else config.text
+            remarks.append(
+                f"duplicates: {count:,} of {len(test):,} examples set aside to test on also occur in training "
+                f"({field}.group: {column} keeps equal examples together)"
+            )
     else:
         test = None
-    capped = _cap(data, config, seed, "train"), test and _cap(test, config, seed, "test")
-    return LoadedData(*capped, labels, dropped)
+    data, test = _cap(data, config, seed, "train"), test and _cap(test, config, seed, "test")
+    return LoadedData(
+        data,
+        test,
+        labels,
+        sum(sum(part.skipped.values()) for part in parts),
+        group_codes(data, config, field),
+        (*(remark for part in parts for remark in _remarks(part, field)), *remarks),
+        all(part.checked.source.whole for part in parts),
+    )
 
 
-def _read(config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"]) -> tuple[Checked, int]:
-    """Return a checked source, and the number of its dropped rows."""
-    source, dropped = read_source(config, part, field), 0
-    if config.drop_empty:
-        source, dropped = without_blanks(source, config, task, field, part)
-    return check(source, config, task, field, part), dropped
+@dataclass
+class _Part:
+    """A checked split, and the number of its rows that were left out, by reason."""
+
+    checked: Checked
+    skipped: dict[str, int]
+
+
+def _read(config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"], limit: int | None) -> _Part:
+    source = without_lists(read_source(config, part, field, limit), config, task, field)
+    skipped = {"with too many or too few fields": source.skipped}
+    if config.invalid == "skip":
+        full = without_invalid(source, config, task, field, part)
+        skipped["without a text, a label or an answer"] = len(source.dataset) - len(full.dataset)
+        source = full
+    return _Part(check(source, config, task, field, part), skipped)
+
+
+def _remarks(part: _Part, field: str) -> list[str]:
+    source = part.checked.source
+    remarks = [f"{source.name}: {note}" for note in source.notes]
+    if reasons := [f"{count:,} {reason}" for reason, count in part.skipped.items() if count]:
+        remarks.append(f"{source.name}: rows left out ({field}.invalid: skip): {', '.join(reasons)}")
+    return remarks
 
 
 def _labels(train: Checked, config: DataConfig, field: str) -> tuple[str, ...]:
     if train.names is None:
         for option in ("labels", "first_labels"):
             if getattr(config, option) is not None:
-                raise FedspanError(
-                    f"{field}.{option}", getattr(config, option), "nothing: these examples have no classes"
-                )
+                problem = "these examples have no classes; leave it out"
+                raise FedspanError(f"{field}.{option}", getattr(config, option), problem=problem)
         return ()
     there = _ordered(train.names, config, field)
     if config.labels is not None:
         absent = [label for label in config.labels if label not in there]
         # Without keep_only a label may be absent: one client's file need not contain every class.
         if config.keep_only and absent:
-            raise FedspanError(
-                f"{field}.labels", absent[0], f"labels of {train.source.name}: {nearest(absent[0], there)}"
-            )
+            problem = f"no row of {train.source.name} has the label {absent[0]!r}. {nearest(absent[0], there)}"
+            raise FedspanError(f"{field}.labels", absent[0], problem=problem)
         return tuple(config.labels)
     if len(there) < 2:
-        raise FedspanError(
-            f"{field}.label", config.label or "label", f"a column with two labels or more; all rows have {there[0]!r}"
-        )
+        problem = f"all rows have the label {there[0]!r}, where two labels or more are needed"
+        raise FedspanError(f"{field}.label", config.label or "label", problem=problem)
     if config.first_labels is not None and config.first_labels > len(there):
         expected = f"at most {len(there)}, the number of labels in {train.source.name}"
         raise FedspanError(f"{field}.first_labels", config.first_labels, expected)
@@ -120,30 +168,28 @@ def _ordered(names: Sequence[str], config: DataConfig, field: str) -> list[str]:
 
 
 def _index(
-    checked: Checked, labels: Sequence[str], known: set[str], config: DataConfig, field: str, part: str
+    part: _Part, labels: Sequence[str], known: set[str], config: DataConfig, field: str, name: str
 ) -> datasets.Dataset:
-    """Return the examples with label indices; drop rows with labels not to be used and refuse unknown labels."""
+    """Return the examples with label indices; drop rows with labels not to be used, refuse or skip unknown labels."""
+    checked = part.checked
     if checked.names is None:
         info = datasets.DatasetInfo(features=datasets.Features(checked.features))
         # In one piece: datasets hashes a table by pickling it, every slice with its whole underlying buffer.
         return datasets.Dataset(pa.table(checked.columns).combine_chunks(), info=info)
     index = {label: position for position, label in enumerate(labels)}
-    keep, ids = [], []
-    for row, name in enumerate(checked.names):
-        if name in index:
+    keep, ids, unknown = [], [], 0
+    for row, label in enumerate(checked.names):
+        if label in index:
             keep.append(row)
-            ids.append(index[name])
-        elif not (config.keep_only or (config.first_labels is not None and name in known)):
-            choice = nearest(name, labels)
-            expected = f"label unknown, in {checked.source.row(row)}; the labels of train are {choice}"
-            if config.labels is not None:
-                expected = f"label unknown, in {checked.source.row(row)}; {field}.labels has {choice}"
-                expected += f" ({field}.keep_only: true drops other rows)"
-            raise FedspanError(f"{field}.{part}", name, expected)
+            ids.append(index[label])
+        elif not (config.keep_only or (config.first_labels is not None and label in known)):
+            if config.invalid == "error":
+                raise _unknown_label(label, labels, checked.source.row(row), config, field, name)
+            unknown += 1
+    part.skipped["with an unknown label"] = unknown
     if not keep:
-        raise FedspanError(
-            f"{field}.{part}", checked.source.name, f"rows with one of the labels {', '.join(labels[:6])}"
-        )
+        problem = f"no row of {checked.source.name} has one of the labels {', '.join(labels[:6])}"
+        raise FedspanError(f"{field}.{name}", checked.source.name, problem=problem)
     table = pa.table(checked.columns).take(keep)
     position = 2 if "text_pair" in checked.columns else 1  # after the columns to be labelled
     table = table.add_column(position, "label", pa.array(ids, pa.int64()))
@@ -151,15 +197,29 @@ def _index(
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
 
 
+def _unknown_label(
+    label: str, labels: Sequence[str], row: str, config: DataConfig, field: str, part: str
+) -> FedspanError:
+    known = f"{field}.labels" if config.labels is not None else "the training data"
+    problem = f"{row} has the label {label!r}, which is not in {known}. {nearest(label, labels)} "
+    return FedspanError(
+        f"{field}.{part}", label, problem=f"{problem}To leave such rows out, set {field}.invalid: skip."
+    )
+
+
 def _set_aside(
     data: datasets.Dataset, config: DataConfig, field: str, seed: int
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     count = max(1, round(len(data) * config.test_fraction))
-    chosen = _draw(data, count, generator(seed, "data", "test"), keep_one=True)
+    rng, groups = generator(seed, "data", "test"), group_codes(data, config, field)
+    chosen = _draw(data, count, rng, keep_one=True) if groups is None else draw_groups(groups, count, rng)
+    if len(chosen) == 0 and groups is not None:
+        problem = f"all rows are one group, of which no part can be set aside; set {field}.test_fraction: 0"
+        raise FedspanError(f"{field}.group", config.group, problem=problem)
     if len(chosen) == 0:
-        why = ", as each label has only one" if "label" in data.column_names else ""
-        expected = f"more examples{why}; or name a test set, or set test_fraction to 0"
-        raise FedspanError(f"{field}.train", config.train, expected)
+        why = "each label has only one example" if "label" in data.column_names else "there is only one example"
+        problem = f"{why}, so none can be set aside to test on. Name a test set, or set {field}.test_fraction: 0."
+        raise FedspanError(f"{field}.train", config.train, problem=problem)
     rest = np.setdiff1d(np.arange(len(data)), chosen)
     return data.select(rest), data.select(chosen)
 

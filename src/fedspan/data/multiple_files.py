@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import datasets
@@ -27,19 +27,42 @@ def read_several(where: str, option: str, read: Callable[[Path], Source]) -> Sou
     """
     found = matching(where, option)
     if not found:
-        expected = "a path that tables have, each pair of braces standing for a part of a name (images: a folder)"
-        raise FedspanError(option, where, expected)
+        problem = f"no file matches {where!r}, where each pair of braces stands for a part of a name"
+        raise FedspanError(option, where, problem=problem)
     sources = {path: read(path) for path in found}
     headers = {source.header for source in sources.values()}
     if len(headers) > 1:
         kinds = sorted({"".join(path.suffixes) for path in found})
-        raise FedspanError(option, where, f"files of one format; there are {', '.join(kinds)}")
+        raise FedspanError(option, where, problem=f"the files have several formats: {', '.join(kinds)}")
     try:
         whole = _joined({path: source.dataset for path, source in sources.items()}, found)
     except ValueError as error:
-        raise FedspanError(option, where, f"files with the same columns; {str(error).splitlines()[0][:300]}") from error
-    files = tuple((source.name, len(source.dataset)) for source in sources.values())
-    return Source(whole, where, headers.pop(), files=files)
+        problem = f"the files do not go together: {str(error).splitlines()[0][:300]}"
+        raise FedspanError(option, where, problem=problem) from error
+    files = tuple((source.name, len(source.dataset) + source.skipped) for source in sources.values())
+    return Source(
+        whole,
+        where,
+        headers.pop(),
+        kept=_positions(list(sources.values())),
+        files=files,
+        notes=tuple(dict.fromkeys(note for source in sources.values() for note in source.notes)),
+        skipped=sum(source.skipped for source in sources.values()),
+        whole=all(source.whole for source in sources.values()),
+    )
+
+
+def _positions(sources: Sequence[Source]) -> list[int] | None:
+    """Return the positions of the rows among those of all files; None if no row was left out."""
+    if not any(source.skipped for source in sources):
+        return None
+    positions: list[int] = []
+    start = 0
+    for source in sources:
+        own = range(len(source.dataset)) if source.kept is None else source.kept
+        positions += [start + position for position in own]
+        start += len(source.dataset) + source.skipped
+    return positions
 
 
 def _joined(tables: Mapping[Path, datasets.Dataset], places: Mapping[Path, Mapping[str, str]]) -> datasets.Dataset:

@@ -8,9 +8,12 @@ from difflib import SequenceMatcher
 from typing import cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset
 
-__all__ = ["arrow_column", "arrow_table", "columns_by_likeness", "names_of", "sort_names"]
+from fedspan.errors import similar
+
+__all__ = ["arrow_column", "arrow_table", "columns_by_likeness", "names_of", "no_column", "sort_names", "trimmed"]
 
 
 def arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
@@ -23,8 +26,28 @@ def arrow_table(dataset: Dataset) -> pa.Table:
     return cast(pa.Table, dataset.with_format("arrow")[:])
 
 
+def trimmed(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return texts without spaces around them, as large strings."""
+    return pc.call_function("utf8_trim_whitespace", [texts.cast(pa.large_string())])
+
+
+def no_column(name: str, columns: Iterable[str], where: str = "") -> str:
+    """Return the sentences that report a missing column, for the ``problem`` of an error.
+
+    Args:
+        name: The column that is not there.
+        columns: The available columns.
+        where: The file, if there are several.
+    """
+    columns = list(columns)
+    there = columns_by_likeness(name, columns)
+    close = similar(name, columns, 1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return f"no column named {name!r}{f' in {where}' if where else ''}. The columns are {there}.{guess}"
+
+
 def columns_by_likeness(name: str, columns: Iterable[str], count: int = 12) -> str:
-    """List the available columns, most similar to the missing one first, for the ``expected`` part of an error."""
+    """List the available columns, most similar to the missing one first."""
     ordered = sorted(columns, key=lambda column: -SequenceMatcher(None, name.lower(), column.lower()).ratio())
     return ", ".join(ordered[:count]) + (", ..." if len(ordered) > count else "")
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedspan.data.assign import Shares, assign
 from fedspan.data.config import PartitionConfig
+from fedspan.data.groups import ordered_by_group
 from fedspan.data.keyed import generator
 from fedspan.data.names import arrow_column
 from fedspan.errors import FedspanError
@@ -214,7 +215,13 @@ def _by_client(content: dict[str, Any]) -> ClientParts:
     return ClientParts([client["id"] for client in clients], np.array([len(part) for part in parts]), rows)
 
 
-def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, field: str = "partition") -> Partition:
+def partition(
+    dataset: datasets.Dataset,
+    config: PartitionConfig,
+    seed: int,
+    field: str = "partition",
+    groups: np.ndarray | None = None,
+) -> Partition:
     """Partition `dataset` among clients.
 
     Args:
@@ -224,36 +231,66 @@ def partition(dataset: datasets.Dataset, config: PartitionConfig, seed: int, fie
         seed: Seed of every random draw; the same seed gives the same indices, whatever the state of any global
             generator.
         field: The user's name of `config`; the fields of all errors begin with it.
+        groups: Number of each example's group, int64, (examples,), whose examples stay in one part of one client; None:
+            no groups.
 
     Raises:
         FedspanError: If the data cannot be partitioned as requested; the error names the client and the option to
             change.
     """
-    shares = assign(dataset, config, seed, field)
+    shares = assign(dataset, config, seed, field, groups)
     if long := next((id for id in shares.ids if len(id) > _LONGEST_ID), None):
         problem = f"a value of {len(long)} characters, {long[:40]!r} and so on, is too long for a client's id"
         raise FedspanError(
             f"{field}.column", config.column, f"values of at most {_LONGEST_ID} characters", problem=problem
         )
-    return Partition(_split(shares, config, seed), len(dataset))
+    return Partition(_split(shares, config, seed, groups), len(dataset))
 
 
-def _split(shares: Shares, config: PartitionConfig, seed: int) -> ClientParts:
+def _split(shares: Shares, config: PartitionConfig, seed: int, groups: np.ndarray | None) -> ClientParts:
     sizes = np.empty((len(shares.ids), len(_SPLITS)), np.int64)
     rows = np.empty_like(shares.rows)
     bounds = shares.bounds.tolist()
     for number, client in enumerate(shares.ids):
         start, stop = bounds[number], bounds[number + 1]
         validation, test = _part_sizes(stop - start, config.validation, config.test)
+        rng = generator(seed, "split", client)
+        mixed = shares.rows[start:stop]
+        if groups is not None:
+            mixed, validation, test = _whole_groups(mixed, groups, validation, test, rng)
         sizes[number] = stop - start - validation - test, validation, test
         if validation + test == 0:
             rows[start:stop] = shares.rows[start:stop]
             continue
         # Keyed by the client's id, so that a natural client's split does not change when other clients join.
-        mixed = generator(seed, "split", client).permutation(shares.rows[start:stop])
+        mixed = mixed if groups is not None else rng.permutation(mixed)
         parts = np.split(mixed, [test, test + validation])
         rows[start:stop] = np.concatenate([np.sort(part) for part in (parts[2], parts[1], parts[0])])
     return ClientParts(shares.ids, sizes, rows)
+
+
+def _whole_groups(
+    rows: np.ndarray, groups: np.ndarray, validation: int, test: int, rng: np.random.Generator
+) -> tuple[np.ndarray, int, int]:
+    """Order a client's rows by group, and round the sizes of validation and test to whole groups.
+
+    Returns:
+        The rows, the groups in random order, and the sizes: of at least one group each where one is left for training.
+    """
+    order, starts = ordered_by_group(groups[rows], rng)
+    taken = 0  # groups
+    sizes: list[int] = []
+    for wanted, still_needed in ((test, bool(validation)), (validation, False)):
+        most = len(starts) - 2 - still_needed - taken  # groups that may be taken here
+        if most < 1 and still_needed:
+            most = len(starts) - 2 - taken
+        count = 0
+        if wanted and most > 0:
+            ends = starts[taken + 1 : taken + 1 + most] - starts[taken]
+            count = 1 + int(np.argmin(np.abs(ends - wanted)))
+        sizes.append(int(starts[taken + count] - starts[taken]))
+        taken += count
+    return rows[order], sizes[1], sizes[0]
 
 
 def _part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:

@@ -72,4 +72,4 @@ def _names(folder: Path, where: str, option: str) -> list[str]:
 
 def _require_readable(folder: Path, where: str, option: str) -> None:
     if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
-        raise FedspanError(option, where, f"folders that can be read; {folder} can't")
+        raise FedspanError(option, where, problem=f"the folder {folder} cannot be read")

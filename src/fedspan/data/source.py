@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import datasets
 
@@ -20,6 +20,9 @@ class Source:
         header: Whether its first row names the columns; examples then count from 2, as in a spreadsheet.
         kept: Original positions of the rows if some were left out; None: all rows are there.
         files: Paths and numbers of rows of the files that the source was joined from; else none.
+        notes: What was detected in the file, one clause each.
+        skipped: Number of malformed rows that were left out in reading.
+        whole: Whether all rows were read, and not only those at the beginning.
     """
 
     dataset: datasets.Dataset
@@ -27,6 +30,9 @@ class Source:
     header: bool = False
     kept: Sequence[int] | None = None
     files: tuple[tuple[str, int], ...] = ()
+    notes: tuple[str, ...] = ()
+    skipped: int = 0
+    whole: bool = True
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the file of an example, and its position there (blank lines are not counted)."""
@@ -41,3 +47,8 @@ class Source:
         """Return the reference to one example in messages."""
         name, at = self.place(index)
         return f"row {1 + self.header + at} of {name}"
+
+    def select(self, rows: Sequence[int]) -> Source:
+        """Return some of the rows, which keep their positions in messages."""
+        positions = rows if self.kept is None else [self.kept[row] for row in rows]
+        return replace(self, dataset=self.dataset.select(rows), kept=positions)

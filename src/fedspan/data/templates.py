@@ -74,8 +74,8 @@ def template_of(prompt: str, field: str) -> Template:
     if prompt in TEMPLATES:
         return Template(TEMPLATES[prompt])
     if "{" not in prompt:
-        near = nearest(prompt, TEMPLATES)
-        raise FedspanError(field, prompt, f"a text with columns in braces, {{question}}, or one of: {near}")
+        problem = f"{prompt!r} has no column in braces, such as {{question}}, and no template has that name. "
+        raise FedspanError(field, prompt, problem=problem + nearest(prompt, TEMPLATES))
     try:
         parsed = list(string.Formatter().parse(prompt))
     except ValueError as error:

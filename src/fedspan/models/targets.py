@@ -16,7 +16,7 @@ from fedspan.core.values import LayerSpec, Spec
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.operators import operator_of, unfit
 
-__all__ = ["find_buffers", "find_extras", "find_rest", "find_targets", "is_batch_norm", "make_spec"]
+__all__ = ["find_buffers", "find_extras", "find_rest", "find_targets", "is_batch_norm", "make_spec", "suggest_targets"]
 
 
 def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -28,6 +28,26 @@ def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
         if unfit(module) is None and not isinstance(module, nn.Embedding) and _tied(model, name, module) is None
     ]
     return sorted({name.rpartition(".")[2] for name in fit if not any(part in f".{name}." for part in saved)})
+
+
+_ATTENTION = (["query", "value"], ["q_proj", "v_proj"], ["q_lin", "v_lin"])
+
+
+def suggest_targets(model: nn.Module, outputs: int) -> list[str] | None:
+    """Return names of layers to target in a model of an architecture for which PEFT has no default; None if it has one.
+
+    They are the queries and values of attention, or else all linear and convolutional layers but the head.
+
+    Args:
+        model: The model; its weights are not used.
+        outputs: Number of outputs of its head, which no other layer has.
+    """
+    known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    if getattr(getattr(model, "config", None), "model_type", None) in known:
+        return None
+    heads = [name for name, module in model.named_modules() if getattr(module, "out_features", None) == outputs]
+    names = [name for name in _suffixes(model, LoraConfig(modules_to_save=heads)) if not name.isdecimal()]
+    return next((pair for pair in _ATTENTION if set(pair) <= set(names)), names) or None
 
 
 def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:

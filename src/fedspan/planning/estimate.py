@@ -157,7 +157,7 @@ def _counted(config: RunConfig) -> tuple[int, int, int] | None:
     data = load(config.data, seed=config.data_seed, task=config.task)
     clients = config.partition.clients
     if config.partition.partitioner == "natural":
-        clients = len(partition(data.train, config.partition, config.data_seed).clients)
+        clients = len(partition(data.train, config.partition, config.data_seed, groups=data.groups).clients)
     return clients, len(data.train), len(data.labels) if PROBLEMS[config.task].classifies else 0
 
 

@@ -107,10 +107,7 @@ def _labelled(config: DataConfig, task: TaskName) -> datasets.Dataset:
         return load(config, "data", task=task).train
     except FedspanError as error:
         field = error.field.removeprefix("data.")
-        said = re.sub(
-            r"data\.labels has (.*) \(data\.keep_only.*\)", r"the model knows \1", error.problem or error.expected
-        )
-        problem = None if error.problem is None else said
-        raise FedspanError(
-            "data" if field == "train" else field, error.value, "" if problem else said, problem=problem
-        ) from None
+        problem = error.problem and error.problem.replace("data.labels", "the model's labels")
+        problem = problem and re.sub(r" (To leave such rows out|If the first line).*", "", problem)
+        place = "data" if field == "train" else field
+        raise FedspanError(place, error.value, error.expected, problem=problem) from None

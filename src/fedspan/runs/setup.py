@@ -18,6 +18,7 @@ from fedspan.core.method import RegisteredMethod, scaling_of
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client
 from fedspan.crypto import require
+from fedspan.data.duplicates import describe_shared
 from fedspan.data.loading import load
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError, nearest
@@ -262,7 +263,7 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     data = load(config.data, seed=config.data_seed, task=config.task)
-    parts = given or partition(data.train, config.partition, config.data_seed)
+    parts = given or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
     built = build_model(config, data.labels, device)
@@ -305,7 +306,12 @@ def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None
         test=None if data.test is None else task.encode(data.test),
         test_names=() if data.test is None else _names(data.test),
         model=built,
-        remarks=(*_dropped(data.dropped), *task.remarks(train), *notes),
+        remarks=(
+            *data.remarks,
+            *describe_shared(data.train, parts, config.data, config.partition.partitioner == "natural"),
+            *task.remarks(train),
+            *notes,
+        ),
         head=head,
     )
 
@@ -345,10 +351,6 @@ def require_private_model(config: RunConfig, adapted: AdaptedModel) -> None:
     if config.privacy is not None and adapted.buffers:
         problem = f"this model's running statistics ({adapted.buffers[0]}, ...) come from raw examples, without privacy"
         raise FedspanError("privacy", config.privacy.mechanism, problem=problem)
-
-
-def _dropped(count: int) -> tuple[str, ...]:
-    return (f"{count} rows that lack a text, a label or an answer were left out",) if count else ()
 
 
 def _names(examples: datasets.Dataset) -> tuple[str, ...]:

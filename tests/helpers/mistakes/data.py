@@ -61,12 +61,26 @@ FILES = [
     Mistake("columns-differ", "Files of two data owners have other columns.", "data.train", _data_owners),
     Mistake("too-long", "The name is too long for the disk.", "data.train", _load(train="x" * 300 + ".csv")),
     Mistake("no-user", "The home of a user that there is none of.", "data.train", _load(train="~nobodyx/train.csv")),
-    Mistake("suffix", "A kind of file that is not read.", "data.train", _load("x", name="train.xlsx")),
+    Mistake("suffix", "A kind of file that is not read.", "data.train", _load("x", name="train.docx")),
     Mistake("empty", "The file is empty.", "data.train", _load("")),
     Mistake("header-only", "The file is a header.", "data.train", _load("text,label\n")),
     Mistake("no-rows", "A list without objects.", "data.train", _load("[]", name="t.json")),
     Mistake("ragged", "A row lacks a field.", "data.train", _load("text,label\none,a\ntwo\n"), READING),
-    Mistake("latin-1", "The file is in Latin-1.", "data.train", _load("text,label\né,a\n".encode("latin-1")), READING),
+    Mistake(
+        "encoding",
+        "The file is not in the encoding that is named.",
+        "data.train",
+        _load("text,label\né,a\n".encode("latin-1"), encoding="utf-8"),
+    ),
+    Mistake("no-encoding", "An encoding that there is none of.", "data.train", _load(encoding="utf-9")),
+    Mistake(
+        "no-header",
+        "The first line is an example, and the columns have no names.",
+        "data.text",
+        _load("great,yes\nbad,no\nfine,yes\nawful,no\nlovely,yes\n"),
+    ),
+    Mistake("excel", "A workbook that is none.", "data.train", _load("x", name="train.xlsx"), READING),
+    Mistake("zip", "A .zip file that is none.", "data.train", _load("x", name="train.zip"), READING),
     Mistake("twice", "Two columns have one name.", "data.train", _load("text,label,text\none,a,b\n")),
     Mistake("not-gzip", "A .gz file that is not packed.", "data.train", _load("text", name="t.csv.gz"), READING),
     Mistake(
@@ -127,7 +141,10 @@ ROWS = [
     Mistake("empty-label", "A label is missing.", "data.train", _load("text,label\none,a\ntwo,\n")),
     Mistake("text-number", "Texts are numbers.", "data.text", _load(_lines({"text": 1, "label": "a"}), name="t.jsonl")),
     Mistake(
-        "label-list", "Labels are lists.", "data.label", _load(_lines({"text": "a", "label": ["x"]}), name="t.jsonl")
+        "label-list",
+        "A row has two labels.",
+        "data.label",
+        _load(_lines({"text": "a", "label": ["x", "y"]}), name="t.jsonl"),
     ),
     Mistake(
         "label-fraction",
@@ -143,7 +160,9 @@ ROWS = [
     ),
     Mistake("first-labels", "More labels than there are.", "data.first_labels", _load(first_labels=3)),
     Mistake("too-few", "Too few rows for a test set.", "data.train", _load("text,label\none,a\ntwo,b\n")),
-    Mistake("all-blank", "drop_empty leaves nothing.", "data.train", _load("text,label\n,a\ntwo,\n", drop_empty=True)),
+    Mistake(
+        "all-blank", "invalid: skip leaves nothing.", "data.train", _load("text,label\n,a\ntwo,\n", invalid="skip")
+    ),
     Mistake("no-number", "A number is a word.", "data.label", _load("text,label\none,1\ntwo,b\n", task="regression")),
     Mistake("nan", "A number is NaN.", "data.train", _load("text,label\none,1\ntwo,nan\n", task="regression")),
     Mistake(

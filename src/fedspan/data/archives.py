@@ -1,0 +1,128 @@
+"""Zip and tar archives of images or text files by class, read into memory.
+
+Nothing is unpacked to the disk. An archive is untrusted: names that lead out of it, links, devices and contents beyond
+the bounds are refused.
+"""
+
+from __future__ import annotations
+
+import lzma
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from fedspan.data.folders import is_visible
+
+__all__ = ["SUFFIXES", "read_archive"]
+
+SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+_FILE_BYTES = 1 << 28
+"""Largest size of one file, 256 MiB."""
+_TOTAL_BYTES = 1 << 34
+"""Largest size of all files together, 16 GiB."""
+_FILES = 5_000_000
+"""Largest number of entries."""
+_CHUNK = 1 << 20
+
+_Entry = tuple[str, IO[bytes]]
+
+
+def read_archive(path: Path, suffixes: Collection[str]) -> dict[tuple[str, ...], bytes]:
+    """Return the files of an archive with one of the suffixes, by the parts of their names, sorted.
+
+    Folders that contain everything else (``flowers/rose/1.jpg``) are left out of the names, as far as classes remain.
+    Hidden files are left out.
+
+    Raises:
+        ValueError: If the archive is damaged, an entry leads out of it or is a link or a device, or it is too large.
+        OSError: If it cannot be read.
+    """
+    files: dict[tuple[str, ...], bytes] = {}
+    total = 0
+    try:
+        with _entries(path) as entries:
+            for number, (name, stream) in enumerate(entries):
+                if number >= _FILES:
+                    raise ValueError(f"more than {_FILES:,} files")
+                parts = _parts(name)
+                if PurePosixPath(name).suffix.lower() not in suffixes or not is_visible(parts):
+                    continue
+                files[parts] = _read(name, stream, min(_FILE_BYTES, _TOTAL_BYTES - total))
+                total += len(files[parts])
+    except (
+        *(zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError),
+        *(EOFError, RuntimeError, NotImplementedError),
+    ) as error:
+        # RuntimeError: a password is needed; NotImplementedError: a method of compression that Python lacks.
+        raise ValueError(str(error) or type(error).__name__) from error
+    return _without_shared_folders(dict(sorted(files.items())))
+
+
+@contextmanager
+def _entries(path: Path) -> Generator[Generator[_Entry]]:
+    if path.name.lower().endswith(".zip"):
+        with zipfile.ZipFile(path) as archive:
+            yield _zipped(archive)
+    else:
+        with tarfile.open(path, "r:*") as archive:
+            yield _tarred(archive)
+
+
+def _zipped(archive: zipfile.ZipFile) -> Generator[_Entry]:
+    for info in archive.infolist():
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            raise ValueError(f"{info.filename} is a link or a device, which is not followed")
+        if not info.is_dir():
+            with archive.open(info) as stream:
+                yield info.filename, stream
+
+
+def _tarred(archive: tarfile.TarFile) -> Generator[_Entry]:
+    for info in archive:
+        if info.isdir():
+            continue
+        stream = archive.extractfile(info) if info.isreg() else None
+        if stream is None:
+            raise ValueError(f"{info.name} is a link or a device, which is not followed")
+        yield info.name, stream
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    if len(archive.fileobj.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:  # tarfile takes any end for the end
+        raise ValueError("the archive is cut off")
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Split an entry's name.
+
+    Raises:
+        ValueError: If it leads out of the archive.
+    """
+    path = PurePosixPath(name.replace("\\", "/"))
+    parts = tuple(part for part in path.parts if part != ".")
+    if path.is_absolute() or ".." in parts or not parts or ":" in parts[0] or "\0" in name:
+        raise ValueError(f"{name!r} leads out of the archive")
+    return parts
+
+
+def _read(name: str, stream: IO[bytes], limit: int) -> bytes:
+    """Read a file of at most `limit` bytes, whatever size the archive promises."""
+    content = bytearray()
+    while chunk := stream.read(_CHUNK):
+        content += chunk
+        if len(content) > limit:
+            raise ValueError(
+                f"{name} exceeds the bounds ({_FILE_BYTES >> 20} MiB a file, {_TOTAL_BYTES >> 30} GiB in all)"
+            )
+    return bytes(content)
+
+
+def _without_shared_folders(files: dict[tuple[str, ...], bytes]) -> dict[tuple[str, ...], bytes]:
+    while files and min(map(len, files)) > 2 and len({parts[0] for parts in files}) == 1:
+        files = {parts[1:]: content for parts, content in files.items()}
+    return files

@@ -1,0 +1,138 @@
+"""Delimited files (csv, tsv, txt) in any dialect as tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+
+from fedspan.data.config import DataConfig
+from fedspan.data.dialects import DELIMITERS, Dialect, detect_dialect, headerless
+from fedspan.data.encodings import to_utf8
+from fedspan.data.reading import Read, read_beginning
+
+__all__ = ["column_names", "read_delimited"]
+
+_SAMPLE = 1 << 18
+"""Number of bytes that the detection of a dialect examines."""
+
+
+def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None = None) -> Read:
+    """Read a delimited file; every value is text.
+
+    Args:
+        path: The file; ``.gz`` is unpacked.
+        kind: The suffix without a dot, ``csv``, ``tsv`` or ``txt``.
+        config: The user's options; what they leave out is detected.
+        limit: Number of bytes of the beginning that are read; None: the whole file.
+
+    Raises:
+        ValueError: If the file is not in the dialect or encoding that was named or detected.
+    """
+    content, whole = read_beginning(path, limit)
+    content, encoding = to_utf8(content, config.encoding, whole=whole)
+    if not whole:
+        content = content[: content.rfind(b"\n") + 1]
+    dialect = _dialect(content, kind, config)
+    table, bad = _parse(content[dialect.skip :], dialect, skip_invalid=config.invalid == "skip" or not whole)
+    table = table.rename_columns(_filled(table.column_names))
+    notes = _notes(encoding, kind, dialect, config)
+    # A beginning that ends inside a quoted text ends in one broken row; it is no mistake of the file.
+    kept = None if not bad or not whole else _kept(len(table), bad)
+    return Read(table, dialect.header, tuple(notes), kept, len(bad) if whole else 0, whole)
+
+
+def column_names(path: Path, kind: str) -> list[str]:
+    """Return the names in a delimited file's first row, or its first example if it has no header.
+
+    Raises:
+        ValueError: If the file cannot be decoded.
+        OSError: If the file cannot be read.
+    """
+    content, whole = read_beginning(path, _SAMPLE)
+    content, _ = to_utf8(content, whole=whole)
+    found = detect_dialect(_sample(content), tabs=kind == "tsv", header=True)
+    return [name.strip() for name in found.names]
+
+
+def _dialect(content: bytes, kind: str, config: DataConfig) -> Dialect:
+    roles = ("text", "text_pair", "label", "answer", "image", "messages", "group")
+    wanted = {getattr(config, role) for role in roles if role in config.model_fields_set} - {None}
+    return detect_dialect(
+        _sample(content),
+        tabs=kind == "tsv",
+        delimiter=config.delimiter,
+        quoting=config.quoting,
+        header=config.header,
+        names=config.columns,
+        wanted=wanted,
+    )
+
+
+def _sample(content: bytes) -> str:
+    head = content[:_SAMPLE]
+    if len(head) < len(content):
+        head = head[: head.rfind(b"\n") + 1] or head
+    return head.decode(errors="ignore")
+
+
+def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.Table, list[int]]:
+    """Parse a file in UTF-8; return its rows and the positions of malformed rows, if those are skipped."""
+    bad: list[int] = []
+
+    def on_invalid(row: pyarrow.csv.InvalidRow) -> str:
+        if not skip_invalid:
+            return "error"
+        bad.append(row.number - 1 - dialect.header)
+        return "skip"
+
+    parse = pyarrow.csv.ParseOptions(
+        delimiter=dialect.delimiter,
+        quote_char=dialect.quote or False,
+        double_quote=dialect.quote is not None,
+        newlines_in_values=dialect.quote is not None,
+        invalid_row_handler=on_invalid,
+    )
+    # One thread; otherwise a malformed row is reported without its number.
+    names = None if dialect.header else list(dialect.names)
+    read = pyarrow.csv.ReadOptions(column_names=names, use_threads=False)
+    # From memory, since the content is read twice: Arrow's read-ahead thread outlives the first reader, and on a file
+    # reopened under the same descriptor it took whole blocks of rows away from the second.
+    buffer = pa.py_buffer(content)
+    if names is None:
+        with pyarrow.csv.open_csv(pa.BufferReader(buffer), read, parse) as reader:
+            names = reader.schema.names
+        bad.clear()
+    # Everything as text: a type guessed from the content would turn the label 01 into 1 and the text NA into a null.
+    convert = pyarrow.csv.ConvertOptions(column_types={name: pa.string() for name in names})
+    return pyarrow.csv.read_csv(pa.BufferReader(buffer), read, parse, convert), bad
+
+
+def _filled(names: Sequence[str]) -> list[str]:
+    """Return the names without spaces around them; columns without a name are named by position."""
+    return [name.strip() or f"column_{number}" for number, name in enumerate(names, start=1)]
+
+
+def _kept(rows: int, bad: Sequence[int]) -> list[int]:
+    """Return the positions in the file of the rows that are left."""
+    left_out = set(bad)
+    return [position for position in range(rows + len(bad)) if position not in left_out]
+
+
+def _notes(encoding: str, kind: str, dialect: Dialect, config: DataConfig) -> list[str]:
+    """Describe what was detected and differs from what the file's suffix promises."""
+    notes: list[str] = []
+    detected = []
+    if config.encoding is None and encoding != "utf-8":
+        detected.append(f"encoding {encoding} (data.encoding)")
+    if config.delimiter is None and dialect.delimiter != ("\t" if kind == "tsv" else ","):
+        detected.append(f"{DELIMITERS.get(dialect.delimiter, dialect.delimiter)} between columns (data.delimiter)")
+    if config.quoting is None and dialect.quoting != ("none" if kind == "tsv" else "double"):
+        detected.append(f"quoting {dialect.quoting} (data.quoting)")
+    if detected:
+        notes.append(f"detected {', '.join(detected)}")
+    if config.header is None and config.columns is None and not dialect.header:
+        notes.append(headerless(dialect.names))
+    return notes

@@ -1,0 +1,217 @@
+"""Dialects of delimited files: delimiter, quoting and header, named by the user or detected from a sample.
+
+A dialect is detected by parsing: with the right delimiter and quoting, all rows have the same number of fields. The
+rows are parsed by Python's ``csv``. Its ``Sniffer`` is not used: it counts characters by line, also inside quoted
+fields, and takes a comma in a text for structure.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["DELIMITERS", "Dialect", "Quoting", "detect_dialect", "has_header", "headerless", "positional_names"]
+
+Quoting = Literal["double", "single", "none"]
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "pipes"}
+_CHARACTERS: dict[Quoting, str] = {"double": '"', "single": "'"}
+_ROWS = 1000
+"""Number of rows that are examined."""
+_LONGEST = 65536
+"""Number of characters of a row beyond which the sample ends: a quote that is never closed."""
+_EXCEL_LINE = re.compile(r"sep=(.)\r?\n")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The form of a delimited file.
+
+    Attributes:
+        delimiter: The character between fields.
+        quoting: The character that encloses fields with delimiters or line ends in them.
+        header: Whether the first row names the columns.
+        names: Names of the columns.
+        skip: Number of characters before the first row (Excel's line ``sep=;``).
+    """
+
+    delimiter: str
+    quoting: Quoting
+    header: bool
+    names: tuple[str, ...]
+    skip: int = 0
+
+    @property
+    def quote(self) -> str | None:
+        """The quote character; None without quoting."""
+        return _CHARACTERS.get(self.quoting)
+
+
+def detect_dialect(
+    sample: str,
+    *,
+    tabs: bool,
+    delimiter: str | None = None,
+    quoting: Quoting | None = None,
+    header: bool | None = None,
+    names: Sequence[str] | None = None,
+    wanted: Collection[str] = (),
+) -> Dialect:
+    """Detect what the user left out of a file's dialect.
+
+    Args:
+        sample: The beginning of the file, cut at a line's end.
+        tabs: Whether the file's suffix promises tabs (``.tsv``), and with them no quoting; else commas.
+        delimiter: The delimiter; None: detected.
+        quoting: The quoting; None: detected.
+        header: Whether the first row names the columns; None: detected.
+        names: Names of the columns of a file without a header; None: they are named by position.
+        wanted: Names of columns that the user asks for; a first row that has one of them is a header.
+    """
+    marked = _EXCEL_LINE.match(sample)
+    skip = 0
+    if marked is not None and delimiter in (None, marked[1]):
+        delimiter, skip = marked[1], marked.end()
+        sample = sample[skip:]
+    usual = "\t" if tabs else ","
+    candidates: list[tuple[str, Quoting]] = []
+    for each in [delimiter] if delimiter else sorted(DELIMITERS, key=lambda one: one != usual):
+        for kind in _quotings(quoting, tabs and each == "\t"):
+            candidates.append((each, kind))
+    parsed = {candidate: _rows(sample, *candidate) for candidate in candidates}
+    best = max(candidates, key=lambda candidate: _fit(parsed[candidate]))  # the first of equals
+    if quoting is None and best[1] == "none" and _is_enclosed(parsed[best]):
+        best = (best[0], "double")
+    rows = parsed[best]
+    if names is not None:
+        return Dialect(*best, False, tuple(names), skip)
+    first = tuple(rows[0]) if rows else ()
+    header = has_header(rows, wanted) if header is None else header
+    return Dialect(*best, header, first if header else positional_names(len(first)), skip)
+
+
+def _quotings(named: Quoting | None, plain: bool) -> list[Quoting]:
+    """Order the quotings: GLUE's tsv files hold single quotes as they are, a csv encloses fields in them."""
+    if named is not None:
+        return [named]
+    return ["none", "double"] if plain else ["double", "none"]
+
+
+def _rows(sample: str, delimiter: str, quoting: Quoting) -> list[list[str]]:
+    quote = _CHARACTERS.get(quoting)
+    style: dict[str, Any] = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
+    # Not splitlines: texts may contain other line separators than the file's.
+    lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$", sample)
+    rows: list[list[str]] = []
+    try:
+        for row in csv.reader(lines, delimiter=delimiter, **style):
+            if row:
+                rows.append(row)
+            if len(rows) == _ROWS or sum(map(len, row)) > _LONGEST:
+                break
+    except csv.Error:  # a field beyond the limit of the csv module
+        pass
+    return rows
+
+
+def _fit(rows: Sequence[Sequence[str]]) -> tuple[float, int]:
+    """Return the share of rows with the most frequent number of fields, at least two, and the number of rows."""
+    counts = Counter(len(row) for row in rows)
+    fields, frequency = max(counts.items(), key=lambda one: (one[1], one[0]), default=(0, 0))
+    if fields < 2:
+        return 0.0, 0
+    # A quote that is never closed makes one long row of many, in which all others may agree.
+    return frequency / len(rows), min(1, len(rows) - 1)
+
+
+def _is_enclosed(rows: Sequence[Sequence[str]]) -> bool:
+    """Check whether quotes enclose all fields of a column (with its header or without)."""
+    body = rows[1:]
+    width = min((len(row) for row in body), default=0)
+    return any(all(map(_is_quoted, column)) for column in zip(*(row[:width] for row in body), strict=True))
+
+
+def _is_quoted(field: str) -> bool:
+    return len(field) > 1 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
+
+
+def headerless(names: Sequence[str]) -> str:
+    """Return the note on a file whose first line is read as an example."""
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"the first line looks like an example: the columns are named {shown} (data.header: true if it names them)"
+
+
+def positional_names(count: int) -> tuple[str, ...]:
+    """Return the names of columns without a header: ``column_1`` and so on."""
+    return tuple(f"column_{number}" for number in range(1, count + 1))
+
+
+def has_header(rows: Sequence[Sequence[str]], wanted: Collection[str] = ()) -> bool:
+    """Decide whether the first row names the columns or is an example itself.
+
+    A value of the first row that occurs again in a column of few values, or a number in a column of numbers, speaks for
+    an example; a word above numbers, or one that such a column does not repeat, for a name. Where neither outweighs the
+    other, a usual name (``text``, ``label``) speaks for names, and a sentence for an example.
+
+    Args:
+        rows: The first rows.
+        wanted: Names of columns that the user asks for.
+    """
+    first, body = (rows[0], rows[1:]) if rows else ((), ())
+    if not body or {name.strip() for name in first} & set(wanted):
+        return True
+    if list(first) == [str(number) for number in range(len(first))]:  # pandas' names where there were none
+        return True
+    votes = sum(
+        _vote(name.strip(), [row[index].strip() for row in body if index < len(row)])
+        for index, name in enumerate(first)
+    )
+    usual = sum(name.strip().lower() in _USUAL for name in first)
+    return usual > 1 or votes > 0 or (votes == 0 and (usual == 1 or not any(map(_is_sentence, first))))
+
+
+_USUAL = {
+    *(
+        "text",
+        "label",
+        "labels",
+        "id",
+        "sentence",
+        "sentence1",
+        "sentence2",
+        "question",
+        "answer",
+        "prompt",
+        "category",
+    ),
+    *("class", "target", "score", "rating", "title", "message", "review", "comment", "description", "intent"),
+    *("topic", "category", "sentiment", "image", "path", "file", "filename", "name", "date", "user"),
+}
+
+
+def _vote(name: str, values: Sequence[str]) -> int:
+    """Return 1 if a first value looks like the name of a column's values, -1 if it looks like one of them, else 0."""
+    held = [value for value in values if value]
+    if not name or not held:
+        return 0
+    if sum(map(_is_number, held)) >= 0.9 * len(held):
+        return -1 if _is_number(name) else 1
+    counts = Counter(held)
+    if len(counts) <= max(1, len(held) // 2):
+        return -1 if name in counts else 1
+    return 0
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.replace(",", "."))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_sentence(text: str) -> bool:
+    return len(text) > 25 and len(text.split()) >= 5

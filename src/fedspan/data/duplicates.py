@@ -1,0 +1,159 @@
+"""Equal examples in different parts of the data, and groups of examples that belong together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedspan.data.config import DataConfig
+from fedspan.data.names import arrow_column, names_of, no_column, trimmed
+from fedspan.data.partition import Partition
+from fedspan.errors import FedspanError
+
+__all__ = ["content_codes", "describe_shared", "group_codes", "shared_between_clients", "shared_with_test"]
+
+_INPUTS = ("text", "text_pair", "history")
+
+
+def content_codes(*parts: datasets.Dataset) -> list[np.ndarray]:
+    """Return a number for the content of every example, equal for equal inputs, whatever their answers.
+
+    Texts are equal up to spaces around them, images if their files are.
+
+    Args:
+        parts: Data sets as in `LoadedData`.
+
+    Returns:
+        For each data set, int64, (examples,).
+    """
+    keys = _image_keys(parts) if "image" in parts[0].column_names else [_text_keys(part) for part in parts]
+    coded = pa.chunked_array([chunk for key in keys for chunk in key.chunks], keys[0].type).combine_chunks()
+    codes = coded.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.split(codes, np.cumsum([len(part) for part in parts])[:-1])
+
+
+def _text_keys(part: datasets.Dataset) -> pa.ChunkedArray:
+    columns = [arrow_column(part, name) for name in _INPUTS if name in part.column_names]
+    keys = [trimmed(column) for column in columns]
+    if len(keys) == 1:
+        return keys[0]
+    return pc.call_function("binary_join_element_wise", [*keys, pa.scalar("\x1f", pa.large_string())])
+
+
+def _image_keys(parts: Sequence[datasets.Dataset]) -> list[pa.ChunkedArray]:
+    """Return digests of the images; a file whose size is unique is not read."""
+    rows = [
+        part.cast_column("image", datasets.Image(decode=False)).select_columns(["image"])["image"][:] for part in parts
+    ]
+    sizes = Counter(_size(row) for part in rows for row in part)
+    keys: list[pa.ChunkedArray] = []
+    for number, part in enumerate(rows):
+        digests = [
+            _digest(row) if sizes[_size(row)] > 1 else f"{number}/{position}" for position, row in enumerate(part)
+        ]
+        keys.append(pa.chunked_array([pa.array(digests, pa.large_string())]))
+    return keys
+
+
+def _size(row: dict[str, Any]) -> int:
+    if row["bytes"] is not None:
+        return len(row["bytes"])
+    try:
+        return os.path.getsize(row["path"])
+    except OSError:  # reported when the image is decoded
+        return -1
+
+
+def _digest(row: dict[str, Any]) -> str:
+    if row["bytes"] is not None:
+        return hashlib.blake2b(row["bytes"], digest_size=16).hexdigest()
+    try:
+        with open(row["path"], "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError:
+        return str(row["path"])
+
+
+def group_codes(dataset: datasets.Dataset, config: DataConfig, field: str) -> np.ndarray | None:
+    """Return the number of each example's group, int64, (examples,); None if the user named no groups.
+
+    Args:
+        dataset: Training examples as in `LoadedData`.
+        config: Options that name the column.
+        field: The user's name of `config`.
+
+    Raises:
+        FedspanError: If there is no such column.
+    """
+    if config.group is None:
+        return None
+    if config.group in (config.text, config.image) and {"text", "image"} & set(dataset.column_names):
+        return content_codes(dataset)[0]
+    ours = {config.text_pair: "text_pair", config.label or "label": "label"}
+    column = ours.get(config.group, config.group)
+    if column not in dataset.column_names:
+        raise FedspanError(f"{field}.group", config.group, problem=no_column(config.group, dataset.column_names))
+    names = names_of(dataset, column)
+    numbers: dict[str, int] = {}
+    codes = [
+        len(dataset) + row if name is None else numbers.setdefault(name, len(numbers)) for row, name in enumerate(names)
+    ]
+    return np.unique(np.array(codes, np.int64), return_inverse=True)[1].astype(np.int64)
+
+
+def shared_with_test(train: datasets.Dataset, test: datasets.Dataset) -> int:
+    """Return the number of test examples that also occur in the training data."""
+    ours, theirs = content_codes(train, test)
+    return int(np.isin(theirs, ours).sum())
+
+
+def shared_between_clients(dataset: datasets.Dataset, parts: Partition) -> tuple[int, int]:
+    """Count equal examples across a partition.
+
+    Returns:
+        The number of examples of validation and test parts that also occur in a training part, and the number of
+        examples that occur at several clients.
+    """
+    (codes,) = content_codes(dataset)
+    flat = parts.parts
+    sizes = flat.sizes.reshape(-1)
+    held = codes[flat.rows]
+    is_training = np.repeat(np.arange(len(sizes)) % 3 == 0, sizes)
+    client = np.repeat(np.arange(len(sizes)) // 3, sizes)
+    trained = np.zeros(int(codes.max()) + 1, bool)
+    trained[held[is_training]] = True
+    pairs = np.unique(np.stack([held, client]), axis=1)[0]
+    several = np.bincount(pairs, minlength=len(trained)) > 1
+    return int(trained[held[~is_training]].sum()), int(several[held].sum())
+
+
+def describe_shared(dataset: datasets.Dataset, parts: Partition, config: DataConfig, natural: bool) -> tuple[str, ...]:
+    """Return a remark on equal examples across a partition; none if there are none.
+
+    Args:
+        dataset: The partitioned examples.
+        parts: Their partition.
+        config: Options that name the columns.
+        natural: Whether a column decides which client holds an example.
+    """
+    held_out, several = shared_between_clients(dataset, parts)
+    found: list[str] = []
+    if held_out:
+        found.append(f"{held_out:,} validation and test examples of clients also occur in training parts")
+    if several:
+        found.append(f"{several:,} of {len(dataset):,} training examples occur at several clients")
+    if not found:
+        return ()
+    column = config.image if "image" in dataset.column_names else config.text
+    advice = f"data.group: {column} keeps equal examples together"
+    if natural:
+        advice = "the column of clients decides where an example is"
+    return (f"duplicates: {' and '.join(found)} ({advice})",)

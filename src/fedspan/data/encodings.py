@@ -1,0 +1,125 @@
+"""Text encodings of files: named by the user, marked in the file, or detected.
+
+UTF-8 and UTF-16 are recognised by their own rules. Older encodings of one or two bytes a character are ranked by
+charset-normalizer, among those that are in use: of two that fit equally well, the more common one is taken.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+from charset_normalizer import from_bytes
+
+__all__ = ["decode", "to_utf8"]
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_OLDER = (
+    *("cp1252", "cp1250", "cp1251", "cp1254", "cp1253", "cp1257", "cp1255", "cp1256"),
+    *("shift_jis", "gb18030", "euc_kr", "big5", "euc_jp", "koi8_r", "tis_620", "cp1258", "mac_roman"),
+)
+"""Encodings that are tried where a file is not Unicode, the most common first."""
+_SAMPLE = 1 << 16
+"""Number of bytes that the ranking examines."""
+
+
+def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[str, str]:
+    """Decode a file.
+
+    Args:
+        content: The file's bytes, or its beginning.
+        encoding: The encoding; None: it is detected.
+        whole: Whether `content` is the whole file. A beginning may end inside a character, which is left out.
+
+    Returns:
+        The text without a byte order mark, and the name of the encoding.
+
+    Raises:
+        ValueError: If the encoding is unknown, the content is not in it, or no encoding fits.
+    """
+    name = encoding or _detect(content, whole=whole)
+    try:
+        decoder = codecs.getincrementaldecoder(name)()
+        text = decoder.decode(content, final=whole)
+    except LookupError:
+        raise ValueError(f"the encoding {name!r} is unknown") from None
+    except UnicodeError as error:
+        raise ValueError(_misplaced(error, name, content)) from None
+    return text.removeprefix("\ufeff"), name
+
+
+def to_utf8(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[bytes, str]:
+    """Return a file's content in UTF-8 without a byte order mark, and the name of its encoding; raises as `decode`."""
+    if encoding is None and content.isascii() and b"\0" not in content[:_SAMPLE]:
+        return content, "utf-8"
+    text, name = decode(content, encoding, whole=whole)
+    if name == "utf-8" and whole:  # the same bytes: no second copy of a large file
+        return content.removeprefix(codecs.BOM_UTF8), name
+    return text.encode("utf-8"), name
+
+
+def _detect(content: bytes, *, whole: bool) -> str:
+    for mark, name in _MARKS:
+        if content.startswith(mark):
+            return name
+    if (name := _unmarked_utf16(content[:4096])) is not None:
+        return name
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=whole)
+        return "utf-8"
+    except UnicodeDecodeError as error:
+        if _is_damaged_utf8(content):
+            raise ValueError(_misplaced(error, "utf-8", content)) from None
+    return _older(content)
+
+
+def _unmarked_utf16(head: bytes) -> str | None:
+    """Recognise UTF-16 without a mark by the zero byte of each ASCII character."""
+    high, low = head[0::2].count(0), head[1::2].count(0)
+    if max(high, low) * 4 <= len(head) or min(high, low) * 20 > len(head):
+        return None
+    return "utf-16-le" if low > high else "utf-16-be"
+
+
+def _is_damaged_utf8(content: bytes) -> bool:
+    """Check whether the non-ASCII characters of a file are nearly all valid UTF-8, which chance does not produce."""
+    text = content.decode("utf-8", errors="replace")
+    wrong = text.count("\ufffd")
+    right = sum(map(len, re.findall(r"[^\x00-\x7f\ufffd]+", text)))
+    return right >= 8 * wrong
+
+
+def _older(content: bytes) -> str:
+    # Only lines with other characters than ASCII distinguish the candidates.
+    lines = (line for line in content.splitlines(keepends=True) if not line.isascii())
+    sample = bytearray()
+    for line in lines:
+        sample += line
+        if len(sample) >= _SAMPLE:
+            break
+    ranked: list[tuple[float, float, int, str]] = []
+    for match in from_bytes(bytes(sample), cp_isolation=list(_OLDER)):
+        fitting = [name for name in match.could_be_from_charset if name in _OLDER]
+        ranked += [(match.chaos, -match.coherence, _OLDER.index(name), name) for name in fitting]
+    for *_, name in sorted(ranked):
+        try:
+            content.decode(name)
+        except UnicodeDecodeError as error:
+            if error.end < len(content) - 4:  # the last character of a beginning may be cut
+                continue
+        return name
+    raise ValueError("no encoding fits: the file may not be text")
+
+
+def _misplaced(error: UnicodeError, name: str, content: bytes) -> str:
+    if not isinstance(error, UnicodeDecodeError):
+        return f"the content is not in {name}: {error}"
+    line = 1 + content.count(b"\n", 0, error.start)
+    found = error.object[error.start : error.end]
+    return f"line {line} is not in {name} (byte {error.start}, {found.hex(' ')})"

@@ -1,0 +1,94 @@
+"""Excel files as tables, with the extra ``fedspan[excel]``."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from fedspan.data.config import DataConfig
+from fedspan.data.dialects import has_header, headerless, positional_names
+from fedspan.data.json_files import table_of
+from fedspan.data.reading import Read
+from fedspan.errors import FedspanError, nearest
+
+__all__ = ["SUFFIXES", "read_excel"]
+
+SUFFIXES = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
+
+
+def read_excel(path: Path, where: str, config: DataConfig, field: str, option: str) -> Read:
+    """Read a sheet of a workbook.
+
+    Args:
+        path: The file.
+        where: The user's spelling of the path.
+        config: The user's options.
+        field: The user's name of `config`.
+        option: The option that names the path.
+
+    Raises:
+        FedspanError: If the extra is not installed or there is no such sheet.
+        ValueError: If the file is no workbook, or a row has more fields than the header.
+    """
+    try:
+        import python_calamine
+    except ImportError:
+        problem = (
+            f"{where} is an Excel file. To read it, pip install 'fedspan[excel]', or save the sheet as a .csv file"
+        )
+        raise FedspanError(option, where, problem=problem) from None
+    try:
+        with python_calamine.CalamineWorkbook.from_path(str(path)) as book:
+            names: Sequence[str] = book.sheet_names
+            if not names:
+                raise ValueError("the workbook has no sheet")
+            if config.sheet is not None and config.sheet not in names:
+                problem = f"{where} has no sheet {config.sheet!r}. {nearest(config.sheet, names)}"
+                raise FedspanError(f"{field}.sheet", config.sheet, problem=problem)
+            sheet = config.sheet or names[0]
+            rows = [[_plain(value) for value in row] for row in book.get_sheet_by_name(sheet).to_python()]
+    except python_calamine.CalamineError as error:
+        raise ValueError(str(error)) from None
+    notes: tuple[str, ...] = ()
+    if config.sheet is None and len(names) > 1:
+        notes = (f"sheet {sheet!r} of {', '.join(names)} (data.sheet)",)
+    rows = [row for row in rows if any(value is not None for value in row)]
+    return _table(rows, config, notes)
+
+
+def _table(rows: list[list[Any]], config: DataConfig, notes: tuple[str, ...]) -> Read:
+    if not rows:
+        return Read(pa.table({}), notes=notes)
+    texts = [["" if value is None else str(value) for value in row] for row in rows[:1000]]
+    header = config.header
+    if header is None:
+        header = config.columns is None and has_header(texts, {config.text, config.label or "label"})
+        if config.columns is None and not header:
+            notes = (*notes, headerless(positional_names(len(rows[0]))))
+    by_position = positional_names(len(rows[0]))
+    if config.columns is not None:
+        if len(config.columns) != len(rows[0]):
+            raise ValueError(f"expected {len(config.columns)} columns, got {len(rows[0])}")
+        names = list(config.columns)
+    elif header:
+        names = [name.strip() or other for name, other in zip(texts[0], by_position, strict=True)]
+    else:
+        names = list(by_position)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the column {twice!r} is there twice")
+    body = rows[1:] if header else rows
+    return Read(table_of(dict(zip(names, row, strict=True)) for row in body), header, notes)
+
+
+def _plain(value: Any) -> Any:
+    """Convert a cell: whole numbers to int, dates to text, an empty cell to None."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta):
+        return value.isoformat() if not isinstance(value, datetime.timedelta) else str(value)
+    return None if value == "" else value

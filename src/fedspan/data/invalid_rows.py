@@ -1,0 +1,76 @@
+"""Removal of rows that a task cannot use, at the user's request, with the number of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import datasets
+import pyarrow as pa
+
+from fedspan.data.columns import TaskName, conversation_of
+from fedspan.data.config import DataConfig
+from fedspan.data.names import arrow_column, names_of
+from fedspan.data.source import Source
+from fedspan.data.templates import template_of
+from fedspan.errors import FedspanError
+
+__all__ = ["without_invalid"]
+
+
+def without_invalid(
+    source: Source, config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"]
+) -> Source:
+    """Return the rows that have everything that `task` needs.
+
+    Raises:
+        FedspanError: If no row is left.
+    """
+    dataset = source.dataset
+    invalid = [False] * len(dataset)
+    for columns in _needed(config, task, field):
+        # A missing column is an error, which the check of the columns reports better.
+        values = [_values(dataset, column, task, config) for column in columns if column in dataset.column_names]
+        if values:
+            invalid = [was or not any(row) for was, row in zip(invalid, zip(*values, strict=True), strict=True)]
+    kept = [row for row, lacks in enumerate(invalid) if not lacks]
+    if not kept:
+        raise FedspanError(f"{field}.{part}", source.name, problem=f"every row of {source.name} is invalid")
+    return source if len(kept) == len(dataset) else source.select(kept)
+
+
+def _values(dataset: datasets.Dataset, column: str, task: TaskName, config: DataConfig) -> Sequence[object]:
+    """Return a column's values, falsy where they cannot be used; images (bytes or path) are not converted to text."""
+    values = arrow_column(dataset, column)
+    if column == config.messages:
+        return [conversation_of(value) is not None for value in values.to_pylist()]
+    if pa.types.is_struct(values.type):
+        return [value is not None and any(value.values()) for value in values.to_pylist()]
+    names = names_of(dataset, column)
+    if task == "regression" and column == (config.label or "label"):
+        return [name is not None and _is_finite(name) for name in names]
+    return names
+
+
+def _is_finite(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _needed(config: DataConfig, task: TaskName, field: str) -> list[tuple[str, ...]]:
+    """Return groups of columns; a row needs a value in at least one column of each group."""
+    if task == "causal-lm":
+        if config.messages is not None:
+            groups = [(config.messages,)]
+        elif config.prompt is not None:
+            groups = [template_of(config.prompt, f"{field}.prompt").columns, (config.answer,)]
+        else:
+            return []
+        return groups if config.label is None else [*groups, (config.label,)]
+    if task == "image-classification":
+        return [(config.image,), (config.label or "label",)]
+    columns = (config.text, config.text_pair, config.label or "label")
+    return [(column,) for column in columns if column is not None]

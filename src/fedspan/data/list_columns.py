@@ -1,0 +1,69 @@
+"""Lists in the columns of a task: texts in pieces, and labels as lists of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from fedspan.data.columns import TaskName
+from fedspan.data.config import DataConfig
+from fedspan.data.names import arrow_table
+from fedspan.data.source import Source
+from fedspan.errors import FedspanError
+
+__all__ = ["without_lists"]
+
+
+def without_lists(source: Source, config: DataConfig, task: TaskName, field: str) -> Source:
+    """Return a source whose columns of texts and labels hold no lists.
+
+    A list of texts (tokens, sentences) is joined with spaces. A list of one label is that label; another number of
+    labels is none where invalid rows are skipped.
+
+    Args:
+        source: The source as it was read.
+        config: Options that name the columns.
+        task: The task that uses them.
+        field: The user's name of `config`.
+
+    Raises:
+        FedspanError: If a row has several labels or none.
+    """
+    label = config.label or (None if task == "causal-lm" else "label")
+    texts = [config.text, config.text_pair, config.answer] if task != "image-classification" else []
+    columns: dict[str, tuple[pa.Array, Any]] = {}
+    notes: list[str] = []
+    for name in source.dataset.column_names:
+        kind = source.dataset.features.arrow_schema.field(name).type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or pa.types.is_nested(kind.value_type):
+            continue
+        if name == label:
+            inner: Any = source.dataset.features[name].feature
+            columns[name] = pa.array(_labels(source, name, config, field), inner.pa_type), inner
+        elif name in texts and (pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)):
+            values = source.dataset[name][:]
+            joined = [None if value is None else " ".join(filter(None, value)) for value in values]
+            columns[name] = pa.array(joined, pa.string()), datasets.Value("string")
+            notes.append(f"the lists of texts in column {name!r} are joined with spaces")
+    if not columns:
+        return source
+    table, features = arrow_table(source.dataset), dict(source.dataset.features)
+    for name, (values, feature) in columns.items():
+        table = table.set_column(table.column_names.index(name), name, values)
+        features[name] = feature
+    info = datasets.DatasetInfo(features=datasets.Features(features))
+    return replace(source, dataset=datasets.Dataset(table, info=info), notes=(*source.notes, *notes))
+
+
+def _labels(source: Source, column: str, config: DataConfig, field: str) -> list[object]:
+    values: list[list[object] | None] = arrow_table(source.dataset.select_columns([column])).column(0).to_pylist()
+    odd = next((row for row, value in enumerate(values) if value is not None and len(value) != 1), None)
+    if odd is not None and config.invalid == "error":
+        count = len(values[odd] or ())
+        problem = f"{source.row(odd)} has {count} labels in column {column!r}, where one is expected. "
+        problem += f"To leave such rows out, set {field}.invalid: skip."
+        raise FedspanError(f"{field}.label", column, problem=problem)
+    return [value[0] if value is not None and len(value) == 1 else None for value in values]

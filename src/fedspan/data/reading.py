@@ -1,0 +1,45 @@
+"""What the readers of files share: their result, and the beginning of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+__all__ = ["Read", "read_beginning"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A file as it was read.
+
+    Attributes:
+        table: Its columns.
+        header: Whether its first row names the columns.
+        notes: What was detected, one clause each.
+        kept: Positions of the rows in the file if malformed ones were skipped; None: all rows are there.
+        skipped: Number of malformed rows.
+        whole: Whether all of the file was read, and not only its beginning.
+    """
+
+    table: pa.Table
+    header: bool = False
+    notes: tuple[str, ...] = ()
+    kept: Sequence[int] | None = None
+    skipped: int = 0
+    whole: bool = True
+
+
+def read_beginning(path: Path, limit: int | None) -> tuple[bytes, bool]:
+    """Return a file's content, or its first `limit` bytes, and whether that is all; ``.gz`` is unpacked.
+
+    Raises:
+        OSError: If the file cannot be read or unpacked.
+    """
+    with pa.input_stream(path) as stream:
+        if limit is None:
+            return stream.read(), True
+        content = stream.read(limit + 1)
+    return content[:limit], len(content) <= limit

@@ -1,0 +1,160 @@
+"""A first config for any file: what is found in it, and that only its beginning is read."""
+
+from __future__ import annotations
+
+import csv
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from fedspan.config import RunConfig
+from fedspan.config.init import start
+from fedspan.errors import FedspanError
+from fedspan.planning.estimate import plan
+from fedspan.runs.setup import prepare
+
+
+def refused(field: str, words: str, path: Path, **options: Any) -> None:
+    with pytest.raises(FedspanError) as caught:
+        config_of(path, **options)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+TEXTS = [f"a longer text number {number} about something" for number in range(60)]
+
+
+def table(path: Path, columns: Mapping[str, Sequence[object]], **style: Any) -> Path:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, **style)
+        rows.writerow(columns)
+        rows.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def config_of(path: Path, **options: Any) -> tuple[RunConfig, str]:
+    made = start(path, path.parent / "c.yaml", force=True, **options)
+    return made.config, "\n".join(made.found)
+
+
+def pictures(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(12):
+        Image.new("RGB", (32, 32), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    names = [f"{number}.png" for number in range(12)]
+    return table(folder / "train.csv", {"id": range(12), "file": names, "kind": ["cat", "dog"] * 6})
+
+
+@pytest.mark.parametrize("task", [None, "image-classification"])
+def test_an_image_csv_and_a_plan_of_its_config(tmp_path: Path, task: str | None) -> None:
+    config, found = config_of(pictures(tmp_path / "p"), task=task, model="builtin:resnet-8", clients=2)
+    assert (config.task, config.data.image, config.data.label) == ("image-classification", "file", "kind")
+    assert "image-classification: image 'file', label 'kind'" in found
+    assert config.model.target_modules
+    assert plan(config).rounds == 20
+    assert len(prepare(config).train) == 10
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / "p" / label).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (32, 32), (40 * number, 0, 0)).save(tmp_path / "p" / label / f"{number}.png")
+    config, _ = config_of(tmp_path / "p")
+    assert (config.task, config.data.image, config.data.label) == ("image-classification", "image", "label")
+
+
+def test_a_test_file(tmp_path: Path) -> None:
+    train = table(tmp_path / "train.csv", {"text": TEXTS, "label": ["a", "b"] * 30})
+    test = table(tmp_path / "test.csv", {"text": TEXTS[:10], "label": ["a", "b"] * 5})
+    config, found = config_of(train, test=test)
+    assert config.data.test == str(test)
+    assert "60 examples, 10 to test on" in found
+    assert "duplicates: 10 of 10 test examples also occur" in found
+
+
+@pytest.mark.parametrize("name", ["score", "how_good", "Rating"])
+@pytest.mark.parametrize("fraction", [1, 7])
+def test_regression_finds_its_numbers(tmp_path: Path, name: str, fraction: int) -> None:
+    numbers = [number / fraction for number in range(60)]
+    columns = {"id": range(60), "review": TEXTS, "kind": ["a", "b", "c"] * 20, name: numbers}
+    config, _ = config_of(table(tmp_path / "t.csv", columns), task="regression")
+    assert (config.task, config.data.text, config.data.label) == ("regression", "review", name)
+
+
+def test_regression_without_numbers(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"review": TEXTS, "kind": ["a", "b", "c"] * 20})
+    refused("--label", "the column of numbers: review, kind", path, task="regression")
+
+
+def test_both_texts_of_a_pair_are_printed(tmp_path: Path) -> None:
+    columns = {"premise": TEXTS, "hypothesis": TEXTS[::-1], "label": ["yes", "no"] * 30}
+    _, found = config_of(table(tmp_path / "t.csv", columns))
+    assert "text 'premise' and 'hypothesis', label 'label'" in found
+
+
+def test_a_messy_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = [f"{text};{'gut' if number % 2 else 'schön'}" for number, text in enumerate(TEXTS)]
+    path.write_bytes("\r\n".join(rows).encode("cp1252"))
+    config, found = config_of(path)
+    assert (config.data.text, config.data.label, config.data.header) == ("column_1", "column_2", False)
+    assert "encoding cp1252 (data.encoding), semicolons between columns (data.delimiter)" in found
+
+
+def test_what_is_not_found_is_named(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"a": [number / 3 for number in range(60)]})
+    refused("--label", "the column of labels: a", path)
+    refused("--text", "the column of images", path, task="image-classification")
+    gone = tmp_path / "gone.csv"
+    refused("DATA", "there is no file", gone)
+    refused("data.test", "there is no file", table(path, {"x": TEXTS, "y": [1, 2] * 30}), test=gone)
+
+
+def test_a_large_file_is_read_at_its_beginning(tmp_path: Path) -> None:
+    """200 MB; read whole, it would take 2.6 GB."""
+    path = tmp_path / "t.csv"
+    block = "".join(f"{'a long text ' * 12}{number},{'abc'[number % 3]}\n" for number in range(2000)).encode()
+    with path.open("wb") as file:
+        file.write(b"text,label\n")
+        while file.tell() < 200_000_000:
+            file.write(block)
+    before, arrow = time.process_time(), pa.total_allocated_bytes()
+    tracemalloc.start()
+    config, found = config_of(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    path.unlink()
+    assert config.data.label == "label"
+    assert "about 1,3" in found
+    assert "examples, of which the first 5" in found
+    assert "3 labels in the rows that were read: a, b, c" in found
+    assert peak < 150_000_000
+    assert pa.total_allocated_bytes() - arrow < 50_000_000
+    assert time.process_time() - before < 60  # 110 s before, and a few now; tracing included
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+def test_large_files_of_other_kinds_are_read_at_their_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    import pyarrow.parquet
+
+    rows = pa.table({"text": TEXTS * 40, "label": ["a", "b"] * 1200})
+    path = tmp_path / f"t.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(rows, path, row_group_size=100)
+    else:
+        import json
+
+        records = rows.to_pylist()
+        path.write_text(json.dumps(records) if suffix == "json" else "\n".join(map(json.dumps, records)))
+    monkeypatch.setattr("fedspan.config.init._BYTES", 20_000)
+    _, found = config_of(path)
+    assert "were read; a run reads and checks all" in found

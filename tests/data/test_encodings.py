@@ -1,0 +1,97 @@
+# ruff: noqa: RUF001
+"""Encodings of files: Unicode by its own rules, older ones by rank, and what cannot be one."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedspan.data.config import DataConfig
+from fedspan.data.encodings import decode, to_utf8
+from fedspan.data.loading import load
+
+TEXTS = {
+    "cp1252": "text;label\nLe café est fermé à l'été, où étiez-vous?;non\nIt’s a “great” film – really…;oui\n",
+    "latin-1": "text;label\nDie Straße ist für Fußgänger gesperrt;gut\nÜbermäßig schön;schlecht\n",
+    "cp1250": "text;label\nZażółć gęślą jaźń;tak\nŁódź jest piękna;nie\n",
+    "cp1251": "текст;метка\nПривет, как дела;хорошо\nОчень плохо;плохо\n",
+    "cp1253": "text;label\nΚαλημέρα κόσμε;καλό\nΠολύ κακό;κακό\n",
+    "cp1254": "text;label\nGünaydın dünya, çok güzel şey;iyi\nKötü ığdır;kötü\n",
+    "koi8-r": "текст;метка\nПривет, как дела;хорошо\nОчень плохо;плохо\n",
+    "shift_jis": "text,label\nこんにちは世界、元気ですか,良い\nとても悪い映画です,悪い\n",
+    "gb18030": "text,label\n你好世界，今天天气很好,好\n这部电影非常糟糕,坏\n",
+    "euc_kr": "text,label\n안녕하세요 세계,좋아\n정말 나쁜 영화,나빠\n",
+}
+UNICODE = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")
+
+
+@pytest.mark.parametrize("encoding", sorted(TEXTS))
+def test_older_encodings_are_detected(encoding: str) -> None:
+    assert decode(TEXTS[encoding].encode(encoding))[0] == TEXTS[encoding]
+    assert decode(TEXTS[encoding].encode(encoding), encoding) == (TEXTS[encoding], encoding)
+
+
+@pytest.mark.parametrize("encoding", UNICODE)
+@pytest.mark.parametrize("text", ["text,label\nplain,a\n", TEXTS["cp1252"]])
+def test_unicode_is_detected_with_a_mark_and_without(encoding: str, text: str) -> None:
+    assert decode(text.encode(encoding))[0] == text
+    assert to_utf8(text.encode(encoding))[0] == text.encode()
+
+
+@given(st.text())
+def test_any_text_in_utf_8_is_read_as_it_is(text: str) -> None:
+    content = text.encode(errors="ignore")
+    if not content.startswith((codecs.BOM_UTF8, b"\0")) and content[:1000].count(0) * 4 <= len(content[:1000]):
+        assert decode(content) == (content.decode(), "utf-8")
+
+
+def test_a_short_word_in_latin_1() -> None:
+    assert decode("text;label\né;a\n".encode("latin-1")) == ("text;label\né;a\n", "cp1252")
+
+
+def test_the_beginning_of_a_file_may_end_inside_a_character() -> None:
+    for encoding in ("utf-8", "utf-16", "gb18030"):
+        content = TEXTS["gb18030"].encode(encoding)
+        for length in range(40, len(content)):
+            text, _ = decode(content[:length], encoding, whole=False)
+            assert TEXTS["gb18030"].startswith(text)
+    assert decode(TEXTS["gb18030"].encode()[:41], whole=False)[1] == "utf-8"
+
+
+def test_damaged_utf_8_is_not_taken_for_another_encoding() -> None:
+    content = ("één, twee, drieën\n" * 20).encode() + b"\xe9n\n"
+    with pytest.raises(ValueError, match=r"line 21 is not in utf-8 \(byte \d+, e9\)"):
+        decode(content)
+    assert decode(content, "latin-1")[1] == "latin-1"
+
+
+def test_what_is_no_encoding() -> None:
+    with pytest.raises(ValueError, match="the encoding 'utf-9' is unknown"):
+        decode(b"text", "utf-9")
+    with pytest.raises(ValueError, match="line 2 is not in ascii"):
+        decode("a\né".encode(), "ascii")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1", "cp1251"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
+def test_files_of_text_are_read_in_their_encoding(tmp_path: Path, encoding: str, kind: str) -> None:
+    texts = ["Die Straße ist für Fußgänger gesperrt", "Übermäßig schön, aber größer"]
+    if encoding == "cp1251":
+        texts = ["Привет, как дела сегодня", "Очень плохо, просто ужасно"]
+    rows = [f'{{"text": "{text}", "label": "{label}"}}' for text, label in zip(texts, "ab", strict=True)]
+    content = {
+        "csv": "text;label\n" + "".join(f"{text};{label}\n" for text, label in zip(texts, "ab", strict=True)),
+        "jsonl": "\n".join(rows),
+        "json": f"[{', '.join(rows)}]",
+    }[kind]
+    path = tmp_path / f"t.{kind}"
+    path.write_bytes(content.encode(encoding))
+    data = load(DataConfig(train=str(path), test_fraction=0))
+    assert data.train["text"][:] == texts
+    assert "(data.encoding)" in data.remarks[0]
+    named = load(DataConfig(train=str(path), test_fraction=0, encoding=encoding))
+    assert named.train["text"][:] == texts
