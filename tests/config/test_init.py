@@ -57,7 +57,7 @@ def test_an_image_csv_and_a_plan_of_its_config(tmp_path: Path, task: str | None)
     assert (config.task, config.data.image, config.data.label) == ("image-classification", "file", "kind")
     assert "image-classification: image 'file', label 'kind'" in found
     assert config.model.target_modules
-    assert plan(config).rounds == 20
+    assert plan(config).layers == 7
     assert len(prepare(config).train) == 10
 
 
