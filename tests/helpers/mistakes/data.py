@@ -14,7 +14,7 @@ import pyarrow.parquet
 from helpers.mistakes.world import GOOD, QUESTIONS, Mistake, World
 
 CAUSAL: dict[str, Any] = {"task": "causal-lm", "name": "t.jsonl"}
-READING = "reading it said: "
+READING = "cannot be read as "
 
 
 def _load(content: str | bytes | None = None, **options: Any) -> Callable[[World], object]:
@@ -90,7 +90,7 @@ FILES = [
         _load(gzip.compress(GOOD.encode())[:-12], name="t.csv.gz"),
         READING,
     ),
-    Mistake("jsonl", "A line is no JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "said: row 1: "),
+    Mistake("jsonl", "A line is no JSON.", "data.train", _load('{"text": "a"\n', name="t.jsonl"), "jsonl: row 1: "),
     Mistake("jsonl-list", "A line is a list.", "data.train", _load(_lines(["one", "a"]), name="t.jsonl")),
     Mistake("json-object", "A .json file with one object.", "data.train", _load('{"text": 1}', name="t.json")),
     Mistake("json-deep", "Brackets nested too deeply.", "data.train", _load("[" * 99999, name="t.json"), READING),
@@ -110,7 +110,7 @@ FILES = [
         "A parquet file with damaged notes on its types.",
         "data.train",
         _load(_parquet({b"huggingface": b"{"}, text=["a", "b"], label=["x", "y"]), name="t.parquet"),
-        "it said: ",
+        "cannot hold: ",
     ),
     Mistake("columns", "Names for columns that have some.", "data.columns", _load(columns=["text", "label"])),
     Mistake(

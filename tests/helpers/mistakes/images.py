@@ -129,7 +129,7 @@ IMAGES = [
         "A packed idx file that is not packed.",
         "data.train",
         _idx_pair(_idx(2, 3, 4), gzip.compress(_idx(2)), ".gz"),
-        "can be read; ",
+        "read as images: ",
     ),
     Mistake("cifar", "A binary batch that is none of CIFAR's.", "data.train", _files("x.bin", x_dot_bin=b"x" * 1000)),
     Mistake("flat", "Images without folders of classes.", "data.train", _folder("1.png", "2.png")),

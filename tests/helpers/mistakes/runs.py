@@ -228,12 +228,14 @@ DISK = [
     Mistake("picture", "A picture into a folder that is not there.", "--png", _picture),
 ]
 NETWORK = [
-    Mistake("data-offline", "A data set of the hub, without a network.", "data.train", _offline_data, "the hub said: "),
+    Mistake(
+        "data-offline", "A data set of the hub, without a network.", "data.train", _offline_data, "read from the hub: "
+    ),
     Mistake(
         "dataset-offline",
         "data.dataset, without a network.",
         "data.train",
         lambda world: world.load(train=None, dataset="sst2"),
-        "the hub said: ",
+        "read from the hub: ",
     ),
 ]
