@@ -9,7 +9,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -128,25 +127,6 @@ def test_glue_s_metrics(prepared: Prepared) -> None:
     assert task.metrics(torch.eye(2)[[1] * 8], examples, list(range(8)))["matthews"] == 0.0
     assert task.answers(logits)[:3] == ["yes", "yes", "no"]
     assert task.truths(examples, [0, 4]) == ["yes", "no"]
-
-
-@pytest.mark.parametrize("labels", [2, 3, 9])
-def test_metrics_have_the_bits_of_scikit_learn_s(labels: int, prepared: Prepared) -> None:
-    """Of few examples and many, good predictions and bad ones; some labels are never true, some never predicted."""
-    names = tuple(str(number) for number in range(labels))
-    task = SequenceClassification(prepared.task.tokenizer, names, 5)
-    draws = np.random.default_rng(0)
-    for count in range(2, 60):
-        truth = draws.integers(0, labels, count)
-        guess = np.where(draws.random(count) < draws.random(), truth, draws.integers(0, labels, count))
-        if len({*truth, *guess}) < 2:
-            continue  # scikit-learn warns
-        examples = EncodedText({}, truth, np.ones(count, dtype=np.int64))
-        found = task.metrics(torch.eye(labels)[torch.from_numpy(guess)], examples, range(count))
-        assert found["macro_f1"] == f1_score(truth, guess, average="macro", zero_division=0)
-        assert found["matthews"] == matthews_corrcoef(truth, guess)
-        if labels == 2:
-            assert found["f1"] == f1_score(truth, guess, zero_division=0)
 
 
 def test_f1_is_of_two_labels(tiny_folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,15 +78,15 @@ class Labelling(ABC):
         """
         truth = examples.labels[np.asarray(indices, dtype=np.int64)]
         guess = predictions.argmax(1).numpy()
-        by_label, matthews = _agreement(truth, guess, predictions.shape[1])
         scores = {
             "loss": float(F.cross_entropy(predictions.float(), torch.from_numpy(truth))),
             "accuracy": float((guess == truth).mean()),
-            "macro_f1": float(np.mean([value for value in by_label if value is not None])),
-            "matthews": matthews,
+            "macro_f1": float(f1_score(truth, guess, average="macro", zero_division=0)),  # pyright: ignore
+            # for a single label scikit-learn returns 0 with a warning
+            "matthews": float(matthews_corrcoef(truth, guess)) if len({*truth, *guess}) > 1 else 0.0,
         }
         if len(self.labels) == 2:
-            scores["f1"] = by_label[1] or 0.0
+            scores["f1"] = float(f1_score(truth, guess, average="binary", zero_division=0))  # pyright: ignore
         return scores
 
     def answers(self, predictions: Tensor) -> list[str]:
@@ -96,27 +96,3 @@ class Labelling(ABC):
     def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:
         """Return the true label of each example."""
         return [self.labels[index] for index in examples.labels[list(indices)].tolist()]
-
-
-def _agreement(truth: NDArray[np.int64], guess: NDArray[np.int64], labels: int) -> tuple[list[float | None], float]:
-    """Compute F1 and the Matthews correlation from one table of counts.
-
-    They have the bits of scikit-learn's, which spends most of its time on checks of its arguments: every client is
-    measured in every round, often on a few examples.
-
-    Args:
-        truth: True labels as indices, (examples,).
-        guess: Predicted labels as indices, (examples,).
-        labels: Number of labels.
-
-    Returns:
-        F1 of each label, None for one that is neither true nor predicted; the correlation, from Gorodkin (2004).
-    """
-    counts = np.bincount(truth * labels + guess, minlength=labels * labels).reshape(labels, labels).astype(np.float64)
-    true, predicted, hits = counts.sum(1), counts.sum(0), counts.diagonal()
-    seen = true + predicted
-    by_label = [float(2 * hit / sum) if sum else None for hit, sum in zip(hits, seen, strict=True)]
-    examples = len(truth)
-    spread = (examples**2 - predicted @ predicted) * (examples**2 - true @ true)
-    covariance = hits.sum() * examples - true @ predicted
-    return by_label, float(covariance / np.sqrt(spread)) if spread else 0.0
