@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,6 +75,9 @@ class Labelling(ABC):
         With two labels also ``f1``, of the second one, as GLUE measures MRPC. The Matthews correlation is 0 if all
         predictions or all labels are the same, as in scikit-learn.
         """
+        # its import takes a second, which commands that evaluate nothing do without
+        from sklearn.metrics import f1_score, matthews_corrcoef
+
         truth = examples.labels[np.asarray(indices, dtype=np.int64)]
         guess = predictions.argmax(1).numpy()
         scores = {
