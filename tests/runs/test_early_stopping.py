@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener, has_stalled
-from fedspan.runs.setup import Prepared
+from fedspan.runs.checkpoint import Best
 from helpers import tiny
 
 SCORES = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.3, 6: 0.9}
@@ -37,10 +38,10 @@ class Notes(Listener):
 def scored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the rounds of every run the scores above."""
 
-    def score(prepared: Prepared, number: int, validation: Any) -> float:
-        return SCORES[number]
+    def rate(metric: str, number: int, validation: Any) -> Best:
+        return Best(SCORES[number], 0.0, number)
 
-    monkeypatch.setattr(session, "round_score", score)
+    monkeypatch.setattr(session, "rate_round", rate)
 
 
 def values(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -87,3 +88,19 @@ def test_it_needs_validation_parts(tiny_folder: Path) -> None:
     with pytest.raises(FedspanError, match=r"partition\.validation") as refused:
         parse_config({**values(tiny_folder), "partition": partition})
     assert refused.value.field == "federation.early_stopping"
+
+
+def test_rounds_can_be_compared_by_the_validation_loss(tiny_folder: Path, tmp_path: Path) -> None:
+    def run(name: str, **evaluation: Any) -> tuple[int, list[dict[str, float]]]:
+        given = tiny.settings(tiny_folder, federation={"rounds": 8}, training={"lr": 0.3}, evaluation=evaluation)
+        report = fedspan.run(given, tmp_path / name)
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return report.best_round, [json.loads(row)["validation"] for row in rows]
+
+    best, scores = run("loss", best_by="loss")
+    losses = [row["loss"] for row in scores]
+    assert best == losses.index(min(losses)) + 1
+    by_accuracy, same = run("metric")
+    assert same == scores
+    assert max(row["accuracy"] for row in scores) == scores[by_accuracy - 1]["accuracy"]
+    assert by_accuracy != best  # so the two choices are told apart

@@ -155,7 +155,8 @@ class RunView(Listener):
         metric = self._prepared.task.metric
         validation, test = row.get("validation") or {}, row.get("test") or {}
         worst = (row.get("clients") or {}).get("worst")
-        rated = rate_round(metric, row["round"], validation or None)
+        deciding = self._prepared.config.evaluation.deciding(metric)
+        rated = rate_round(deciding, row["round"], validation or None)
         if validation and (self._best is None or rated > self._best):
             self._best = rated
             style = f"bold {style}"

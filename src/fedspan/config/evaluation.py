@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -28,6 +29,11 @@ class EvaluationConfig(Section):
         description="By which the best round is chosen, on the clients' validation parts; left out: accuracy, pearson "
         "or loss, by task. The validation loss decides between equal values, then the later round.",
     )
+    best_by: Literal["metric", "loss"] = Field(
+        default="metric",
+        description="Whether rounds are compared, for the best one and for early stopping, by that metric or by the "
+        "validation loss, which is steadier where the validation parts are small.",
+    )
     diagnostics: int | None = Field(
         default=None,
         ge=1,
@@ -48,6 +54,14 @@ class EvaluationConfig(Section):
         description="A regular expression for what counts of an answer, such as '####\\s*(\\S+)' for GSM8K: its first "
         "group, or the whole match; left out: all of the text. Numbers are compared as numbers.",
     )
+
+    def deciding(self, metric: str) -> str:
+        """Return the metric by which rounds are compared.
+
+        Args:
+            metric: The run's metric.
+        """
+        return "loss" if self.best_by == "loss" else metric
 
     @field_validator("answer_pattern")
     @classmethod

@@ -132,7 +132,8 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
         progress = store(place.clients, result.progress)
         number = progress.state.round
         validation, _ = evaluator.clients(progress)
-        rated = rate_round(variant.task.metric, number, None if validation is None else validation.pooled)
+        metric = variant.config.evaluation.deciding(variant.task.metric)
+        rated = rate_round(metric, number, None if validation is None else validation.pooled)
         best = rated if best is None else max(best, rated)
         checkpoints.save(place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best))
         checkpoints.prune(place)

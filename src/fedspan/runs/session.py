@@ -261,7 +261,8 @@ class _Session:
             scores["clients"] = own.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
             scores["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
-        rated = rate_round(prepared.task.metric, number, None if validation is None else validation.pooled)
+        metric = prepared.config.evaluation.deciding(prepared.task.metric)
+        rated = rate_round(metric, number, None if validation is None else validation.pooled)
         if self.best is None or rated > self.best:
             self.best = rated
             prepared.federation.remember(progress)
