@@ -91,16 +91,18 @@ def test_it_needs_validation_parts(tiny_folder: Path) -> None:
 
 
 def test_rounds_can_be_compared_by_the_validation_loss(tiny_folder: Path, tmp_path: Path) -> None:
-    def run(name: str, **evaluation: Any) -> tuple[int, list[dict[str, float]]]:
+    def run(name: str, **evaluation: Any) -> tuple[int, list[dict[str, Any]]]:
         given = tiny.settings(tiny_folder, federation={"rounds": 8}, training={"lr": 0.3}, evaluation=evaluation)
         report = fedspan.run(given, tmp_path / name)
-        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return report.best_round, [json.loads(row)["validation"] for row in rows]
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return report.best_round, [json.loads(line) for line in lines]
 
-    best, scores = run("loss", best_by="loss")
-    losses = [row["loss"] for row in scores]
-    assert best == losses.index(min(losses)) + 1
-    by_accuracy, same = run("metric")
-    assert same == scores
-    assert max(row["accuracy"] for row in scores) == scores[by_accuracy - 1]["accuracy"]
-    assert by_accuracy != best  # so the two choices are told apart
+    best, rows = run("loss", best_by="loss")
+    assert best == max((-row["validation"]["loss"], row["round"]) for row in rows)[1]
+    by_accuracy, rows = run("metric")
+    assert (
+        by_accuracy == max((row["validation"]["accuracy"], -row["validation"]["loss"], row["round"]) for row in rows)[2]
+    )
+    config = parse_config(tiny.settings(tiny_folder, evaluation={"best_by": "loss"}))
+    assert config.evaluation.deciding("accuracy") == "loss"
+    assert parse_config(tiny.settings(tiny_folder)).evaluation.deciding("accuracy") == "accuracy"
