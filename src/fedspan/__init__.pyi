@@ -5,9 +5,9 @@ from fedspan.config import load_config as load_config
 from fedspan.data.catalogue import list_datasets as list_datasets
 from fedspan.diagnostics.round_diagnosis import Diagnosis as Diagnosis
 from fedspan.errors import FedspanError as FedspanError
-from fedspan.experiments.compare import compare as compare
-from fedspan.experiments.compare import resume_compare as resume_compare
 from fedspan.experiments.comparison import CompareReport as CompareReport
+from fedspan.experiments.comparison import compare as compare
+from fedspan.experiments.comparison import resume_compare as resume_compare
 from fedspan.experiments.run_search import resume_sweep as resume_sweep
 from fedspan.experiments.run_search import sweep as sweep
 from fedspan.experiments.search import SweepReport as SweepReport
@@ -27,9 +27,9 @@ from fedspan.runs.evaluate import evaluate as evaluate
 from fedspan.runs.export import export as export
 from fedspan.runs.harness import harness as harness
 from fedspan.runs.load import predict as predict
-from fedspan.runs.notes import read_notes as read_notes
-from fedspan.runs.results import read_report as read_report
+from fedspan.runs.model_setup import read_notes as read_notes
 from fedspan.runs.session import RunReport as RunReport
+from fedspan.runs.session import read_report as read_report
 from fedspan.runs.train import resume as resume
 from fedspan.runs.train import run as run
 from fedspan.wrappers.describe import list_wrappers as list_wrappers

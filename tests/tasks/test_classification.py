@@ -130,7 +130,7 @@ def test_glue_s_metrics(prepared: Prepared) -> None:
 
 
 def test_f1_is_of_two_labels(tiny_folder: Path) -> None:
-    with pytest.raises(FedspanError, match="macro_f1: there are 4 labels") as caught:
+    with pytest.raises(FedspanError, match="Expected macro_f1, because there are 4 labels") as caught:
         prepare(tiny.config(tiny_folder, evaluation={"metric": "f1"}))
     assert (caught.value.field, caught.value.value) == ("evaluation.metric", "f1")
 

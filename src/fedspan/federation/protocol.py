@@ -229,9 +229,9 @@ class Reply:
 
     def envelope(self) -> Envelope:
         """Encode as an envelope."""
-        facts = {name: getattr(self, name) for name in _ReplyHeader.model_fields if name != "format"}
-        failed = None if self.failed is None else self.failed[:4096]
-        header = _ReplyHeader(**facts | {"scores": self.scores or {}, "failed": failed})
+        facts = {name: getattr(self, name) for name in _ReplyHeader.model_fields if name not in ("format", "scores")}
+        facts["failed"] = None if self.failed is None else self.failed[:4096]
+        header = _ReplyHeader(**facts, scores=self.scores or {})
         return Envelope(header.model_dump_json(), self.body)
 
 
