@@ -28,7 +28,10 @@ from fedspan.data.reading import Read, read_beginning
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 
-__all__ = ["column_names", "has_own_splits", "read_source"]
+__all__ = ["IN_MEMORY", "column_names", "dataset_of_table", "flatten", "has_own_splits", "read_source"]
+
+IN_MEMORY = "python:data"
+"""The value of ``data.train`` and ``data.test`` where the data were passed from Python."""
 
 _DELIMITED = ("csv", "tsv", "txt")
 _PACKABLE = (".csv", ".tsv", ".txt", ".jsonl", ".json")
@@ -61,6 +64,10 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
         raise FedspanError(option, where, problem="this field is required")
     split = config.train_split if part == "train" else config.test_split or "test"
 
+    if where == IN_MEMORY:
+        problem = "the data of this run were passed from Python: pass them again as data=, or name a file"
+        raise FedspanError(option, where, problem=problem)
+
     def read(path: Path, where: str) -> Source:
         return _read_file(path, where, config, field, option, limit)
 
@@ -68,7 +75,7 @@ def read_source(config: DataConfig, part: Literal["train", "test"], field: str, 
         with as_file(corpus_file(where, split, option)) as path:
             source = read(path, where)
     elif _is_hub_id(where):
-        source = Source(_flat(_read_hub(where, config.hub_config, split, option)), f"{where} ({split})")
+        source = Source(flatten(_read_hub(where, config.hub_config, split, option)), f"{where} ({split})")
     elif has_places(where):
         source = read_several(where, option, lambda path: read(path, str(path)))
     elif holds_images(_path(where)):
@@ -200,7 +207,7 @@ def _source(found: Read, kind: str, where: str, option: str) -> Source:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise FedspanError(option, where, problem=f"{where} has two columns named {twice!r}")
-    dataset = _flat(_dataset(found.table, kind, where, option))
+    dataset = flatten(_dataset(found.table, kind, where, option))
     return Source(
         dataset, where, found.header, kept=found.kept, notes=found.notes, skipped=found.skipped, whole=found.whole
     )
@@ -229,7 +236,7 @@ def _read_parquet(path: Path, limit: int | None) -> Read:
         return Read(file.read_row_groups(groups), whole=len(groups) == file.num_row_groups)
 
 
-def _flat(dataset: datasets.Dataset) -> datasets.Dataset:
+def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return a data set with a column for each field of its structs (``meta.label``), at any depth.
 
     Images, which Arrow stores as structs of bytes and path, remain columns; so does a struct with a field whose column
@@ -263,7 +270,7 @@ def _flat(dataset: datasets.Dataset) -> datasets.Dataset:
 def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
     # Only parquet has types that datasets lacks, or contains datasets' own type notes, which may be damaged.
     try:
-        return datasets.Dataset(_without_dictionaries(table))
+        return dataset_of_table(table)
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, pa.ArrowException) as error:
         problem = f"{where} has columns that datasets cannot hold: {_first_line(error)}"
         raise FedspanError(option, where, problem=problem) from error
@@ -285,6 +292,11 @@ def _what_is_there(path: Path) -> str:
         kinds = "csv, tsv, txt, json, jsonl, parquet or Excel file, no images and no folders of text files"
         return f"The folder {folder} holds no {kinds}."
     return nearest(path.name, files)
+
+
+def dataset_of_table(table: pa.Table) -> datasets.Dataset:
+    """Return a table as a data set; dictionaries become plain columns."""
+    return datasets.Dataset(_without_dictionaries(table))
 
 
 def _without_dictionaries(table: pa.Table) -> pa.Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from fedspan.data.invalid_rows import without_invalid
 from fedspan.data.keyed import generator
 from fedspan.data.list_columns import without_lists
 from fedspan.data.names import arrow_column, sort_names
+from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 
 __all__ = ["LoadedData", "load"]
@@ -59,6 +60,7 @@ def load(
     seed: int = 0,
     task: TaskName = "sequence-classification",
     limit: int | None = None,
+    sources: Mapping[str, Source] | None = None,
 ) -> LoadedData:
     """Read, check and label the examples that `config` names.
 
@@ -68,6 +70,7 @@ def load(
         seed: Seed of the draws for ``test_fraction`` and ``max_examples``.
         task: The task that uses the examples.
         limit: Number of bytes that are read at the beginning of each file; None: all.
+        sources: Sources of ``train`` and ``test`` that were passed from Python; None: they are read.
 
     Returns:
         `LoadedData`; the order of the rows is that of the files.
@@ -77,14 +80,15 @@ def load(
             label is unknown; or there are too few labels or examples for the request.
     """
     config = filled(config, field)
-    train = _read(config, task, field, "train", limit)
+    sources = sources or {}
+    train = _read(config, task, field, "train", limit, sources.get("train"))
     labels = _labels(train.checked, config, field)
     known = set(train.checked.names or ())
     data = _index(train, labels, known, config, field, "train")
     parts = [train]
     remarks: list[str] = []
     if config.test is not None or (config.test_split is not None and has_own_splits(config.train or "")):
-        parts.append(_read(config, task, field, "test", limit))
+        parts.append(_read(config, task, field, "test", limit, sources.get("test")))
         test = _index(parts[1], labels, known, config, field, "test")
         if count := shared_with_test(data, test):
             remarks.append(f"duplicates: {count:,} of {len(test):,} test examples also occur in {field}.train")
@@ -118,8 +122,16 @@ class _Part:
     skipped: dict[str, int]
 
 
-def _read(config: DataConfig, task: TaskName, field: str, part: Literal["train", "test"], limit: int | None) -> _Part:
-    source = without_lists(read_source(config, part, field, limit), config, task, field)
+def _read(
+    config: DataConfig,
+    task: TaskName,
+    field: str,
+    part: Literal["train", "test"],
+    limit: int | None,
+    given: Source | None,
+) -> _Part:
+    given = read_source(config, part, field, limit) if given is None else given
+    source = without_lists(given, config, task, field)
     skipped = {"with too many or too few fields": source.skipped}
     if config.invalid == "skip":
         full = without_invalid(source, config, task, field, part)

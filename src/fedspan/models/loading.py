@@ -5,6 +5,7 @@ Names are hub ids, local folders, or ``builtin:`` names (``models.names``).
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     ConvNextImageProcessorPil,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     ViTImageProcessorPil,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "Head",
     "Loaded",
     "Processor",
+    "adopt_loaded",
     "build_from_config",
     "load_pretrained",
     "load_scratch",
@@ -69,6 +72,12 @@ CLASSES: Mapping[Head, Any] = {
     "regression": AutoModelForSequenceClassification,
     "language-model": AutoModelForCausalLM,
     "image-classification": AutoModelForImageClassification,
+}
+_SUFFIXES: Mapping[Head, str] = {
+    "classification": "ForSequenceClassification",
+    "regression": "ForSequenceClassification",
+    "language-model": "ForCausalLM",
+    "image-classification": "ForImageClassification",
 }
 
 
@@ -161,6 +170,47 @@ def load_pretrained(
     elif device is not None:
         model = model.to(device)
     return Loaded(model.eval(), processor, tuple(new))
+
+
+def adopt_loaded(
+    model: Any, processor: Processor | None, head: Head, labels: Sequence[str], device: torch.device | None = None
+) -> Loaded:
+    """Return a copy of a model that was passed from Python, prepared as `load_pretrained` prepares one.
+
+    Args:
+        model: A ``PreTrainedModel`` with the head of the task.
+        processor: Its tokenizer or image processor; None: that of its ``name_or_path``.
+        head: A classifier over ``labels``, a single number, or the model's own language model head.
+        labels: Label names by index.
+        device: Target device; None: the CPU.
+
+    Raises:
+        FedspanError: If it is no such model, its head has another number of outputs, or it has no processor.
+    """
+    kind, suffix = type(model).__name__, _SUFFIXES[head]
+    if not isinstance(model, PreTrainedModel):
+        expected = "a PreTrainedModel of Transformers (of a PEFT model, its base, with model.adapter for the adapter)"
+        raise FedspanError("model", kind, expected)
+    if type(model).__module__.startswith("transformers.") and not kind.endswith(suffix):
+        expected = f"AutoModel{suffix}.from_pretrained(...)"
+        raise FedspanError("model", kind, expected, problem=f"{kind} has not the head that the task needs")
+    outputs = 1 if head == "regression" else None if head == "language-model" else len(labels)
+    if outputs is not None and model.config.num_labels != outputs:
+        problem = f"the head of {kind} has {model.config.num_labels} outputs where {outputs} are needed. "
+        raise FedspanError("model", kind, problem=f"{problem}Load it with num_labels={outputs}.")
+    name = model.name_or_path or kind
+    if processor is None:
+        try:
+            processor = _processor(name, head, None, None)
+        except Exception as error:
+            raise FedspanError("tokenizer", None, f"the model's tokenizer ({_reason(error)})") from error
+    model = copy.deepcopy(model)  # training changes weights, and the caller's model stays as it is
+    prepare_config(model.config, head, labels)
+    _prepare(model, processor, name)
+    if isinstance(processor, PreTrainedTokenizerBase) and len(processor) > model.get_input_embeddings().num_embeddings:
+        problem = f"the tokenizer has {len(processor)} tokens, more than the model has embeddings"
+        raise FedspanError("tokenizer", type(processor).__name__, problem=problem)
+    return Loaded((model if device is None else model.to(device)).eval(), processor, ())
 
 
 def load_scratch(

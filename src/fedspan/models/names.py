@@ -13,6 +13,7 @@ from fedspan.errors import FedspanError, nearest
 __all__ = [
     "ARCHITECTURES",
     "BUILTIN_MODELS",
+    "FROM_PYTHON",
     "MODEL_NAMES",
     "architecture_of",
     "image_model",
@@ -68,8 +69,13 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+FROM_PYTHON = "python:"
+"""Prefix of the name of a model that was passed from Python; behind it is its ``name_or_path``."""
+
+
 def published_name(name: str) -> str:
-    """Return the public name of a model: the hub id of a ``builtin:`` one, else the name itself."""
+    """Return the public name of a model: the hub id of a ``builtin:`` one, else the name without ``python:``."""
+    name = name.removeprefix(FROM_PYTHON)
     key = name.removeprefix("builtin:")
     return BUILTIN_MODELS[key].hub_id if key != name and key in BUILTIN_MODELS else name
 
@@ -82,6 +88,9 @@ def resolve_model(name: str) -> str:
     Raises:
         FedspanError: If the built-in is unknown, its package is missing, or its weights are not the published ones.
     """
+    if name.startswith(FROM_PYTHON):
+        problem = "the model of this run was passed from Python: pass it again as model=, with tokenizer="
+        raise FedspanError("model.name", name, problem=problem)
     prefix, _, key = name.partition(":")
     if prefix != "builtin" or not key:
         return name

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.empty import META, load_empty
 from fedspan.models.export import NOTES, StartingAdapter, read_adapter
-from fedspan.models.loading import Head, Loaded, Processor, load_pretrained, load_scratch, source_of
-from fedspan.models.names import architecture_of, published_name
+from fedspan.models.loading import Head, Loaded, Processor, adopt_loaded, load_pretrained, load_scratch, source_of
+from fedspan.models.names import FROM_PYTHON, architecture_of, published_name
 from fedspan.models.pooling import PooledClassifier, Pooling, find_pooling
 from fedspan.models.quantized import Quantization
 from fedspan.models.targets import find_buffers, find_extras, find_rest, find_targets
@@ -40,6 +40,7 @@ __all__ = [
     "NOTES",
     "PROBLEMS",
     "Facts",
+    "ModelObjects",
     "Problem",
     "RunModel",
     "build_model",
@@ -269,13 +270,29 @@ class RunModel:
     new_modules: tuple[str, ...]
 
 
-def build_model(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> RunModel:
+@dataclass(frozen=True)
+class ModelObjects:
+    """A model and its tokenizer (or image processor) that were passed from Python; None: loaded by name."""
+
+    model: Any = None
+    tokenizer: Any = None
+
+
+def build_model(
+    config: RunConfig, labels: tuple[str, ...], device: torch.device, objects: ModelObjects | None = None
+) -> RunModel:
     """Load the model of a run and find its trainable parts.
+
+    Args:
+        config: Config of the run.
+        labels: Labels of the data.
+        device: Device of the model.
+        objects: Model and tokenizer that were passed from Python; None: they are loaded by name.
 
     Raises:
         FedspanError: If the model, its layers or the adapter do not exist or do not match.
     """
-    loaded = _load(config, labels, device)
+    loaded = _load(config, labels, device, objects or ModelObjects())
     require_packing(config, loaded.model, device)
     adapted, peft_config = _with_targets(config, loaded.model, loaded.new_modules)
     start = _adopt(config, adapted, labels)
@@ -348,7 +365,14 @@ def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[Ad
     return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
 
 
-def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> Loaded:
+def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device, objects: ModelObjects) -> Loaded:
+    if objects.model is not None:
+        return adopt_loaded(objects.model, objects.tokenizer, PROBLEMS[config.task].head, labels, device)
+    loaded = _load_named(config, labels, device)
+    return loaded if objects.tokenizer is None else replace(loaded, processor=objects.tokenizer)
+
+
+def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> Loaded:
     wanted, head = config.model, PROBLEMS[config.task].head
     load = load_scratch
     if not wanted.scratch:
@@ -370,6 +394,8 @@ def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device) -> L
 def pooling_of(config: RunConfig) -> Pooling | None:
     """Return the pooling that a run's classifier uses; None: the one of Transformers' own classifier."""
     wanted = config.model
+    if wanted.name.startswith(FROM_PYTHON):
+        return None
     if config.task not in _POOLED_TASKS or wanted.pooling == "stock" or architecture_of(wanted.name) is not None:
         return None
     known = find_pooling(source_of(wanted.name), wanted.revision)

@@ -20,6 +20,7 @@ from fedspan.core.values import Client
 from fedspan.crypto import require
 from fedspan.data.duplicates import describe_shared
 from fedspan.data.loading import load
+from fedspan.data.objects import DataObjects
 from fedspan.data.partition import Partition, partition
 from fedspan.errors import FedspanError, nearest
 from fedspan.federation.conditions import Conditions
@@ -30,7 +31,7 @@ from fedspan.federation.progress import ClientData
 from fedspan.models.adapted import AdaptedModel
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import aggregation_of, head_start_of
-from fedspan.runs.model_setup import PROBLEMS, Facts, RunModel, build_model, require_size
+from fedspan.runs.model_setup import PROBLEMS, Facts, ModelObjects, RunModel, build_model, require_size
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.task import Examples, RunTask, Task
@@ -248,25 +249,43 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def prepare(config: RunConfig, given: Partition | None = None, key: bytes | None = None) -> Prepared:
+@dataclass(frozen=True)
+class Objects:
+    """Data, model and tokenizer that were passed from Python.
+
+    Args:
+        data: The data; None: read as the config says.
+        model: Model and tokenizer; None: loaded by name.
+    """
+
+    data: DataObjects | None = None
+    model: ModelObjects | None = None
+
+
+def prepare(
+    config: RunConfig, given: Partition | None = None, key: bytes | None = None, objects: Objects | None = None
+) -> Prepared:
     """Build a run.
 
     Args:
         config: Config of the run.
         given: An existing partition (of a resumed run) to use instead of drawing one.
         key: Secret key of the noise, if it has one.
+        objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
 
     Raises:
         FedspanError: If anything in the config does not fit the data or the model.
     """
+    objects = objects or Objects()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
-    data = load(config.data, seed=config.data_seed, task=config.task)
+    sources = None if objects.data is None else objects.data.sources
+    data = load(config.data, seed=config.data_seed, task=config.task, sources=sources)
     parts = given or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
-    built = build_model(config, data.labels, device)
+    built = build_model(config, data.labels, device, objects.model)
     adapted = built.adapted
     require_private_model(config, adapted)
     if config.evaluation.metric == "f1" and len(data.labels) != 2:

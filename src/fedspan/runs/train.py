@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedspan.config import RunConfig, load_config, override, parse_config
+from fedspan.config import RunConfig, override, parse_config, read_values
+from fedspan.data.files import IN_MEMORY
+from fedspan.data.objects import CLIENT, read_objects
 from fedspan.errors import FedspanError
+from fedspan.models.names import FROM_PYTHON
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.remote import flower_simulation
 from fedspan.runs.session import RunReport, is_run, read_config, read_report
+from fedspan.runs.setup import Objects, Prepared, prepare
 from fedspan.transports.flower import require
 
 __all__ = ["resume", "run"]
@@ -23,6 +29,9 @@ def run(
     config: RunConfig | Mapping[str, Any] | str | Path,
     folder: str | Path,
     *,
+    data: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
     listener: Listener | None = None,
@@ -33,6 +42,12 @@ def run(
     Args:
         config: The path of a YAML file, its content as plain values, or a ``RunConfig``.
         folder: Folder of the run; empty, or not existing yet.
+        data: Examples in place of ``data.train``: a ``datasets.Dataset`` or ``DatasetDict``, a pandas or Polars
+            DataFrame, a list of dicts; a dict of these by client (or by ``train`` and ``test``), or a function of a
+            client's number. By client, each is a client of its own, and ``partition`` is left out of the config.
+        model: A Transformers model in place of ``model.name``; it is copied, and the exported adapter names its
+            ``name_or_path``.
+        tokenizer: The tokenizer or image processor; None: that of the model's name.
         overrides: Changes to the config, each ``section.field=value``.
         resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of exactly this config.
         listener: Listener that receives the events of the run (a ``fedspan.Listener``).
@@ -42,13 +57,13 @@ def run(
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
-    config = _config(config, overrides)
+    config, build = _with_objects(_values(config, overrides), data, model, tokenizer)
     if resume and is_run(folder):
         if read_config(folder) != config:
             raise FedspanError("config", str(folder), "the config with which this run began, or another folder")
-        return _go_on(folder, listener, track)
+        return _go_on(folder, listener, track, build)
     with _tracked(listener, track, folder) as told:
-        return session.run(config, folder, listener=told, host=_host(config))
+        return session.run(config, folder, listener=told, host=_host(config), build=build)
 
 
 @contextmanager
@@ -66,36 +81,107 @@ def _tracked(listener: Listener | None, track: Sequence[str], folder: str | Path
         tracked.close()
 
 
-def _config(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
+def _values(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig | dict[str, Any]:
+    """Return a config as plain values with the overrides; a ``RunConfig`` without any as it is."""
     if isinstance(config, RunConfig):
-        return parse_config(override(config.model_dump(mode="json"), overrides)) if overrides else config
-    if isinstance(config, Mapping):
-        return parse_config(override(config, overrides))
-    return load_config(config, overrides)
+        return override(config.model_dump(mode="json"), overrides) if overrides else config
+    return override(config if isinstance(config, Mapping) else read_values(config), overrides)
 
 
-def resume(folder: str | Path, *, listener: Listener | None = None, track: Sequence[str] = ()) -> RunReport:
+def _with_objects(
+    config: RunConfig | dict[str, Any], data: Any, model: Any, tokenizer: Any
+) -> tuple[RunConfig, session.Build]:
+    """Return the config of a run with objects passed from Python, and the function that builds the run.
+
+    Raises:
+        FedspanError: If the config is invalid, or contradicts the objects.
+    """
+    if data is None and model is None and tokenizer is None:
+        return config if isinstance(config, RunConfig) else parse_config(config), prepare
+    values = config.model_dump(mode="json", exclude_unset=True) if isinstance(config, RunConfig) else dict(config)
+    if data is not None:
+        section = {**_section(values, "data"), "train": IN_MEMORY}
+        section.pop("test", None)
+        values["data"] = section
+    if model is not None:
+        values["model"] = _model_section(_section(values, "model"), model)
+    parsed = parse_config(values)
+    if parsed.engine.name == "flower-sim":
+        problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
+        raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
+    build = _build(data, model, tokenizer, parsed.partition.clients)
+    objects: Objects = build.keywords["objects"]
+    if objects.data is not None:
+        if "test" in objects.data.sources:
+            values["data"] = {**values["data"], "test": IN_MEMORY}
+        if objects.data.by_client:
+            values["partition"] = _natural(_section(values, "partition"))
+    return parse_config(values), build
+
+
+def _build(data: Any, model: Any, tokenizer: Any, clients: int) -> partial[Prepared]:
+    given = None if data is None else read_objects(data, clients)
+    return partial(prepare, objects=Objects(given, ModelObjects(model, tokenizer)))
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = values.get(name) or {}
+    return dict(section) if isinstance(section, Mapping) else {"": section}  # reported by the parser
+
+
+def _model_section(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    for option in ("name", "revision", "quantization"):
+        if section.get(option) is not None:
+            problem = f"a model was passed from Python; leave model.{option} out"
+            raise FedspanError(f"model.{option}", section[option], problem=problem)
+    name = getattr(model, "name_or_path", "") or type(model).__name__
+    dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
+    return {**section, "name": f"{FROM_PYTHON}{name}", "dtype": dtype}
+
+
+def _natural(section: Mapping[str, Any]) -> dict[str, Any]:
+    if section.get("partitioner", "natural") != "natural" or section.get("column", CLIENT) != CLIENT:
+        problem = "the data were passed by client, which is their partition; leave partitioner and column out"
+        raise FedspanError("partition.partitioner", section.get("partitioner"), problem=problem)
+    return {**section, "partitioner": "natural", "column": CLIENT}
+
+
+def resume(
+    folder: str | Path,
+    *,
+    data: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
+    listener: Listener | None = None,
+    track: Sequence[str] = (),
+) -> RunReport:
     """Resume a run after its last finished round; for a finished run, only read its report.
 
     On the same machine, with as many threads, the adapter is bit for bit that of a run that was never interrupted.
 
     Args:
         folder: Folder of the run.
+        data: The data, if the run began with data passed from Python.
+        model: The model, if the run began with one passed from Python, with its weights as they were then.
+        tokenizer: The tokenizer, if the run began with one passed from Python.
         listener: Listener that receives the events of the run.
         track: Trackers, as for ``run``.
 
     Raises:
         FedspanError: If there is no run, another process works on it, or its latest checkpoint is damaged.
     """
-    return _go_on(folder, listener, track)
+    if data is None and model is None and tokenizer is None:
+        return _go_on(folder, listener, track, prepare)
+    clients = read_config(folder).partition.clients if is_run(folder) else 0
+    return _go_on(folder, listener, track, _build(data, model, tokenizer, clients))
 
 
-def _go_on(folder: str | Path, listener: Listener | None, track: Sequence[str]) -> RunReport:
+def _go_on(folder: str | Path, listener: Listener | None, track: Sequence[str], build: session.Build) -> RunReport:
     if is_run(folder) and RunFolder(folder).report.is_file():
         return read_report(folder)
     host = _host(read_config(folder)) if is_run(folder) else None
     with _tracked(listener, track, folder) as told:
-        return session.run(None, folder, resume=True, listener=told, host=host)
+        return session.run(None, folder, resume=True, listener=told, host=host, build=build)
 
 
 def _host(config: RunConfig) -> session.Host | None:

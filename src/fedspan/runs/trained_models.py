@@ -12,6 +12,7 @@ from fedspan.federation.progress import Progress
 from fedspan.files import folder_name
 from fedspan.models.export import export_adapter, job_extras, layer_updates
 from fedspan.models.merging import export_merged, needs_merging
+from fedspan.models.names import FROM_PYTHON
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
@@ -66,7 +67,7 @@ def write_model(
         **asdict(prepared.facts),
         "method": prepared.config.method.title,
         "round": round,
-        "base_model": prepared.config.model.name,
+        "base_model": prepared.config.model.name.removeprefix(FROM_PYTHON),
         "kept": prepared.config.model.modules_to_save,
         "client": client,
     }

@@ -1,0 +1,140 @@
+"""Data passed from Python: data sets, tables, lists of records, and one of these for each client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import datasets
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+
+from fedspan.data.assign import numbered
+from fedspan.data.files import dataset_of_table, flatten
+from fedspan.data.json_files import table_of
+from fedspan.data.source import Source
+from fedspan.errors import FedspanError
+
+__all__ = ["CLIENT", "DataObjects", "read_objects"]
+
+CLIENT = "client"
+"""Name of the column that says whose an example is, where the data were passed by client."""
+_TRAIN, _TEST = "train", ("test", "validation")
+
+
+@dataclass(frozen=True)
+class DataObjects:
+    """Data passed from Python.
+
+    Attributes:
+        sources: The sources of the splits, ``train`` and perhaps ``test``.
+        by_client: Whether the training examples were passed by client, in the column ``client``.
+    """
+
+    sources: Mapping[str, Source]
+    by_client: bool
+
+
+def read_objects(data: Any, clients: int) -> DataObjects:
+    """Read data passed from Python.
+
+    Args:
+        data: Training examples: a ``datasets.Dataset``, a table (pandas, Polars, Arrow), a list of dicts, or a dict of
+            columns; a dict of these by client, or a function that returns the examples of client number 0, 1, ...; or a
+            ``DatasetDict`` or dict with any of these as ``train`` and as ``test`` (``validation`` in its place).
+        clients: Number of clients, for a function.
+
+    Raises:
+        FedspanError: If the data are none of these, empty, or the clients' columns differ.
+    """
+    parts: dict[str, Any] = {_TRAIN: data}
+    if isinstance(data, Mapping) and _TRAIN in data and not _is_column(data[_TRAIN]):
+        if unknown := sorted(set(data) - {_TRAIN, *_TEST}):
+            problem = f"{unknown[0]!r} is no part of the data. The parts are train, test and validation."
+            raise FedspanError("data", unknown[0], problem=problem)
+        parts = {_TRAIN: data[_TRAIN]}
+        if (held_out := next((name for name in _TEST if name in data), None)) is not None:
+            parts["test"] = data[held_out]
+    sources: dict[str, Source] = {}
+    by_client = False
+    for part, value in parts.items():
+        dataset, is_split = _read(value, clients, f"data[{part!r}]" if len(parts) > 1 else "data")
+        by_client = by_client or (part == _TRAIN and is_split)
+        sources[part] = Source(flatten(dataset), f"data ({part})")
+    return DataObjects(sources, by_client)
+
+
+def _read(value: Any, clients: int, where: str) -> tuple[datasets.Dataset, bool]:
+    """Return the examples of a split, and whether they were passed by client."""
+    if callable(value) and not isinstance(value, datasets.Dataset):
+        call = cast(Callable[[int], Any], value)
+        return _joined({id: call(number) for number, id in enumerate(numbered(clients))}, where), True
+    if isinstance(value, Mapping) and value and not any(map(_is_column, value.values())):
+        return _joined(cast(Mapping[Any, Any], value), where), True
+    return _dataset(value, where), False
+
+
+def _joined(by_client: Mapping[Any, Any], where: str) -> datasets.Dataset:
+    parts: list[datasets.Dataset] = []
+    for client, value in by_client.items():
+        dataset = _dataset(value, f"{where}[{client!r}]")
+        if CLIENT in dataset.column_names:
+            problem = f"{where}[{client!r}] has a column named {CLIENT!r}, which is needed for the clients' ids"
+            raise FedspanError(where, CLIENT, problem=problem)
+        parts.append(dataset.add_column(CLIENT, [str(client)] * len(dataset)))
+    columns = parts[0].column_names
+    odd = next((client for client, part in zip(by_client, parts, strict=True) if part.column_names != columns), None)
+    if odd is not None:
+        first = next(iter(by_client))
+        raise FedspanError(where, odd, problem=f"the clients {first!r} and {odd!r} have different columns")
+    try:
+        return datasets.concatenate_datasets(parts)
+    except (ValueError, pa.ArrowException) as error:
+        problem = f"the clients' columns have different types: {str(error).splitlines()[0][:300]}"
+        raise FedspanError(where, None, problem=problem) from error
+
+
+def _dataset(value: Any, where: str) -> datasets.Dataset:
+    try:
+        dataset = _converted(value, where)
+    except (TypeError, ValueError, LookupError, OverflowError, AttributeError, pa.ArrowException) as error:
+        problem = f"{where} cannot be read as a table: {str(error).splitlines()[0][:300] if str(error) else error!r}"
+        raise FedspanError("data", None, problem=problem) from error
+    if len(dataset) == 0:
+        raise FedspanError("data", None, problem=f"{where} holds no examples")
+    return dataset
+
+
+def _converted(value: Any, where: str) -> datasets.Dataset:
+    if isinstance(value, datasets.Dataset):
+        return value.with_format(None)
+    if hasattr(value, "__arrow_c_stream__"):  # pandas, Polars, Arrow, DuckDB: none of them is imported
+        table = pa.table(value)
+        index = [name for name in table.column_names if name.startswith("__index_level_")]
+        return dataset_of_table(_with_strings(table.drop_columns(index)))
+    if isinstance(value, Mapping):
+        return datasets.Dataset.from_dict(dict(value))
+    if isinstance(value, Sequence) and all(isinstance(record, Mapping) for record in value):
+        records = cast(Sequence[Mapping[str, Any]], value)
+        if any(isinstance(cell, PIL.Image.Image | np.ndarray) for record in records[:1] for cell in record.values()):
+            return datasets.Dataset.from_list([dict(record) for record in records])
+        return dataset_of_table(table_of(records))
+    expected = "a datasets.Dataset, a pandas DataFrame, a list of dicts, one of these by client, or a function"
+    raise FedspanError("data", type(value).__name__, expected, problem=f"{where} is a {type(value).__name__}")
+
+
+def _with_strings(table: pa.Table) -> pa.Table:
+    """Return a table whose texts have the type that files give them; pandas and Polars have others."""
+    kinds = [pa.string() if pa.types.is_large_string(field.type) else field.type for field in table.schema]
+    return table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True))))
+
+
+def _is_column(value: Any) -> bool:
+    """Check whether a value of a dict is a column of a table, and not a table itself."""
+    if isinstance(value, np.ndarray | pa.Array | pa.ChunkedArray):
+        return True
+    if hasattr(value, "to_list") and not isinstance(value, datasets.Dataset):  # a Series of pandas or Polars
+        return not hasattr(value, "columns")
+    return isinstance(value, list | tuple) and not all(isinstance(item, Mapping) for item in value)
