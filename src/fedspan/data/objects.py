@@ -127,8 +127,11 @@ def _converted(value: Any, where: str) -> datasets.Dataset:
 
 def _with_strings(table: pa.Table) -> pa.Table:
     """Return a table whose texts have the type that files give them; pandas and Polars have others."""
-    kinds = [pa.string() if pa.types.is_large_string(field.type) else field.type for field in table.schema]
-    return table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True))))
+    plain = [field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in table.schema]
+    texts = [pa.string() if pa.types.is_large_string(kind) else kind for kind in plain]
+    for kinds in (plain, texts):
+        table = table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True))))
+    return table
 
 
 def _is_column(value: Any) -> bool:
