@@ -48,7 +48,13 @@ def main() -> None:
                 values: dict[str, Any] = {
                     "model": {"name": args.model, "pooling": pooling, "head_init": kind, "max_length": 64},
                     "data": data,
-                    "partition": {"partitioner": "dirichlet", "alpha": 0.3, "clients": 10},
+                    "partition": {
+                        "partitioner": "dirichlet",
+                        "alpha": 0.3,
+                        "clients": 10,
+                        "validation": 0.0,
+                        "test": 0.0,
+                    },
                 }
                 prepared = prepare(parse_config(values))
                 progress = begin(prepared.federation, prepared.head)

@@ -132,9 +132,7 @@ def test_the_start_is_a_row_of_metrics_and_can_be_the_best(tiny_folder: Path, tm
         model={"head_init": "lda"},
         partition={"partitioner": "natural", "column": "site", "validation": 0.3},
         training={"lr": 1e-12},
-        baselines=None,
     )
-    values.pop("baselines")
     report = fedspan.run({**values, "baselines": ["local", "centralised"]}, tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1, 2, 3]
