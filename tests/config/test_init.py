@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence
@@ -158,3 +159,35 @@ def test_large_files_of_other_kinds_are_read_at_their_beginning(
     monkeypatch.setattr("fedspan.config.init._BYTES", 20_000)
     _, found = config_of(path)
     assert "were read; a run reads and checks all" in found
+
+
+def test_names_with_more_in_them_and_columns_that_are_no_labels(tmp_path: Path) -> None:
+    columns = {
+        "Patient": [f"p{number // 6}" for number in range(60)],
+        "Review text": TEXTS,
+        "Stars (0-10)": [number / 7 for number in range(60)],
+    }
+    config, _ = config_of(table(tmp_path / "t.csv", columns))
+    assert (config.task, config.data.label) == ("regression", "Stars (0-10)")
+    rows = [
+        {"p": {"body": text, "meta": {"tag": ["ab"[at % 2]], "site": f"s{at % 4}"}}} for at, text in enumerate(TEXTS)
+    ]
+    path = tmp_path / "t.json"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-16")
+    config, _ = config_of(path)
+    assert (config.data.text, config.data.label, config.partition.column) == ("p.body", "p.meta.tag", "p.meta.site")
+
+
+def test_other_columns_that_may_be_labels_are_named(tmp_path: Path) -> None:
+    columns = {"note": TEXTS, "colour": ["red", "blue"] * 30, "size": ["s", "m", "l"] * 20}
+    config, found = config_of(table(tmp_path / "t.csv", columns))
+    assert config.data.label == "colour"
+    assert "other columns that may be labels: size (--label)" in found
+
+
+def test_incomplete_rows_are_skipped_in_the_config(tmp_path: Path) -> None:
+    columns = {"note": TEXTS, "label": ["a", "b", "a", ""] * 15}
+    config, found = config_of(table(tmp_path / "t.csv", columns))
+    assert config.data.invalid == "skip"
+    assert "rows left out (data.invalid: skip): 15 without a text, a label or an answer" in found
+    assert "45 examples" in found

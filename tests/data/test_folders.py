@@ -53,3 +53,14 @@ def test_a_file_that_is_no_text(tmp_path: Path, refused: Refused) -> None:
     (root / "a" / "1.txt").write_bytes(b"\xff")
     config = DataConfig(train=str(root), encoding="utf-8")
     refused("data.train", str(root), ["a/1.txt: line 1 is not in utf-8"], load, config)
+
+
+def test_short_files_that_are_not_unicode_are_in_one_encoding(tmp_path: Path) -> None:
+    """Each alone is too short to tell cp1252 from cp1250 or Mac Roman."""
+    root = saved(tmp_path, *(f"{'ab'[number % 2]}/{number}.txt" for number in range(60)))
+    texts = [f"Das Paket {number} ist {word}, é" for number, word in enumerate(["großartig", "schön", "gut"] * 20)]
+    for number, text in enumerate(texts):
+        (root / "ab"[number % 2] / f"{number}.txt").write_bytes(text.encode("latin-1"))
+    data = load(DataConfig(train=str(root), test_fraction=0))
+    assert sorted(data.train["text"]) == sorted(texts)
+    assert data.remarks == (f"{root}: detected encoding cp1252 in 60 of 60 files (data.encoding)",)

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, cast
 
 import datasets
+import pyarrow as pa
 import yaml
 
 from fedspan.config import RunConfig, parse_config
@@ -33,17 +34,8 @@ __all__ = ["Start", "start"]
 
 _TASKS = ("sequence-classification", "regression", "causal-lm", "image-classification")
 _LABELS = (
-    "label",
-    "labels",
-    "intent",
-    "category",
-    "class",
-    "sentiment",
-    "target",
-    "topic",
-    "diagnosis",
-    "kind",
-    "type",
+    *("label", "labels", "intent", "category", "class", "sentiment", "target", "topic", "diagnosis", "kind", "type"),
+    *("tag", "kategorie", "klasse", "bewertung", "catégorie", "classe", "categoría", "clase", "etiqueta"),
 )
 _SCORES = ("score", "rating", "stars", "value", "target", "label", "similarity", "grade", "points", "price")
 _IMAGES = ("image", "img", "picture", "photo", "path", "file", "filename", "file_name", "image_path", "filepath")
@@ -52,8 +44,11 @@ _PROMPTS = ("instruction", "question", "prompt", "query", "input")
 _PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "sentence"), ("question", "context"))
 _PLACES = (
     *("client", "site", "hospital", "clinic", "bank", "branch", "user", "user_id", "client_id", "speaker", "author"),
-    *("domain", "source", "center", "centre", "institution", "region", "department"),
+    *("domain", "source", "center", "centre", "institution", "region", "department", "store", "shop", "filiale"),
+    *("standort", "klinik", "agence", "sucursal"),
 )
+_OTHERS = ("id", "nr", "no", "index", "patient", "patient_id", "customer", "customer_id", "thread", "date", "time")
+"""Names of columns that are no labels, though they may have few values."""
 _MODELS: Mapping[TaskName, tuple[str, str]] = {
     "sequence-classification": ("builtin:all-minilm-l6-v2", "[query, value]"),
     "regression": ("builtin:all-minilm-l6-v2", "[query, value]"),
@@ -137,9 +132,15 @@ def start(
     rows = _read(str(data), "DATA")
     facts = _facts(rows, str(data), cast("TaskName | None", task), given)
     section = {"train": str(data), **({} if test is None else {"test": str(test)}), **facts.data}
-    content = _written(facts, section, clients, model or _MODELS[facts.task][0], _targets(facts.task, model), method)
+    targets = _targets(facts.task, model)
+    name = model or _MODELS[facts.task][0]
+    content = _written(facts, section, clients, name, targets, method)
     config = parse_config(yaml.safe_load(content))
-    loaded = load(config.data, seed=config.data_seed, task=config.task, limit=_BYTES)
+    sample = config.data.model_copy(update={"invalid": "skip"})
+    loaded = load(sample, seed=config.data_seed, task=config.task, limit=_BYTES)
+    if loaded.dropped:
+        content = _written(facts, {**section, "invalid": "skip"}, clients, name, targets, method)
+        config = parse_config(yaml.safe_load(content))
     found = [*facts.found, *_counted(loaded, rows, str(data), test)]
     if loaded.labels:
         shown = ", ".join(loaded.labels[:6]) + (", ..." if len(loaded.labels) > 6 else "")
@@ -228,7 +229,11 @@ def _image_column(rows: Source, head: datasets.Dataset, named: str | None) -> st
 
 
 def _first(head: datasets.Dataset, names: Sequence[str], fits: Any = lambda name: True) -> str | None:
-    known = {column.lower(): column for column in head.column_names}
+    """Find the first of the names among the columns (``Label``, ``meta.label`` and ``Label (1-5)`` are ``label``)."""
+    known: dict[str, str] = {}
+    for column in head.column_names:
+        for name in (column.lower(), column.lower().rpartition(".")[2], column.lower().partition(" ")[0]):
+            known.setdefault(name, column)
     return next((known[name] for name in names if name in known and fits(known[name])), None)
 
 
@@ -279,16 +284,39 @@ def _labelled(
         task = "regression" if _numbers(head, label) == "float" and values > 20 else "sequence-classification"
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
     shown = " and ".join(map(repr, pair)) if pair else repr(text)
-    return _Facts(task, fields, by, (f"{task}: text {shown}, label {label!r}", *told))
+    found = [f"{task}: text {shown}, label {label!r}", *told]
+    if given["label"] is None and (more := [name for name in _candidates(head, rest) if name not in fields.values()]):
+        found.append(f"other columns that may be labels: {', '.join(more[:4])} (--label)")
+    return _Facts(task, fields, by, tuple(found))
 
 
 def _label(head: datasets.Dataset, columns: Sequence[str]) -> str | None:
-    """Find the column of labels: by its name, else the one with the fewest values."""
+    """Find the column of labels: by its name, else one of scores, else the one with the fewest values."""
     if (named := _first(head, _LABELS, lambda name: name in columns)) is not None:
         return named
-    few = {name: len(set(names_of(head, name))) for name in columns if _length(head, name) or _numbers(head, name)}
-    fitting = {name: count for name, count in few.items() if 2 <= count <= min(_MOST_LABELS, len(head) / 3)}
-    return min(fitting, key=lambda name: fitting[name]) if fitting else None
+    scores = _first(head, _SCORES, lambda name: name in columns and _numbers(head, name) is not None)
+    if scores is not None:
+        return scores
+    fitting = _candidates(head, columns)
+    return min(reversed(fitting), key=lambda name: fitting[name]) if fitting else None
+
+
+def _candidates(head: datasets.Dataset, columns: Sequence[str]) -> dict[str, int]:
+    """Return the columns that may be labels, with their numbers of values."""
+    others = {_first(head, [name]) for name in (*_OTHERS, *_PLACES)}
+    counts = {
+        name: len(set(names_of(head, name)) - {None})
+        for name in columns
+        if name not in others and (_length(head, name) or _numbers(head, name) or _is_list_of_one(head, name))
+    }
+    return {name: count for name, count in counts.items() if 2 <= count <= min(_MOST_LABELS, len(head) / 3)}
+
+
+def _is_list_of_one(head: datasets.Dataset, column: str) -> bool:
+    values = arrow_column(head, column)
+    if not pa.types.is_list(values.type) or pa.types.is_nested(values.type.value_type):
+        return False
+    return all(value is not None and len(value) == 1 for value in values.to_pylist())
 
 
 def _score(head: datasets.Dataset, columns: Sequence[str]) -> str | None:

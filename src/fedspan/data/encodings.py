@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Mapping
 
 from charset_normalizer import from_bytes
 
-__all__ = ["decode", "to_utf8"]
+__all__ = ["decode", "decode_all", "to_utf8"]
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -52,6 +53,39 @@ def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -
     except UnicodeError as error:
         raise ValueError(_misplaced(error, name, content)) from None
     return text.removeprefix("\ufeff"), name
+
+
+def decode_all(contents: Mapping[str, bytes], encoding: str | None = None) -> list[tuple[str, str]]:
+    """Decode files that belong together; those that are not Unicode are in one encoding.
+
+    Args:
+        contents: The files' bytes by name.
+        encoding: The encoding; None: detected.
+
+    Raises:
+        ValueError: As `decode`; the message begins with the name of the file.
+    """
+    shared = encoding
+    if encoding is None and (older := [content for content in contents.values() if not _is_unicode(content)]):
+        shared = _older(b"\n".join(older))
+    decoded: list[tuple[str, str]] = []
+    for name, content in contents.items():
+        named = shared if encoding is not None or not _is_unicode(content) else None
+        try:
+            decoded.append(decode(content, named))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return decoded
+
+
+def _is_unicode(content: bytes) -> bool:
+    if any(content.startswith(mark) for mark, _ in _MARKS) or _unmarked_utf16(content[:4096]) is not None:
+        return True
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return _is_damaged_utf8(content)  # which `decode` reports
+    return True
 
 
 def to_utf8(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[bytes, str]:

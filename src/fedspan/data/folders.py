@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
-from fedspan.data.encodings import decode
+from fedspan.data.encodings import decode_all
 from fedspan.data.reading import Read
 
 __all__ = ["TEXTS", "classes_of", "holds_texts", "is_visible", "read_texts", "texts_table"]
@@ -80,16 +81,9 @@ def texts_table(files: Mapping[tuple[str, ...], bytes], name: str, encoding: str
     """
     files = {parts: content for parts, content in files.items() if is_visible(parts)}
     classes = classes_of(list(files), name, TEXTS)
-    texts: list[str] = []
-    other: dict[str, int] = {}
-    for parts, content in files.items():
-        try:
-            text, found = decode(content, encoding)
-        except ValueError as error:
-            raise ValueError(f"{'/'.join(parts)}: {error}") from None
-        if encoding is None and found != "utf-8":
-            other[found] = other.get(found, 0) + 1
-        texts.append(text)
+    decoded = decode_all({"/".join(parts): content for parts, content in files.items()}, encoding)
+    texts = [text for text, _ in decoded]
+    other = Counter(found for _, found in decoded if encoding is None and found != "utf-8")
     notes = [
         f"detected encoding {found} in {count} of {len(texts)} files (data.encoding)" for found, count in other.items()
     ]
