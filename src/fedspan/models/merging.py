@@ -85,7 +85,7 @@ def export_merged(
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = merged_weights(adapted, job, base)
-    length = int(str(notes["max_length"]))
+    length = int(str(notes["max_length"])) if isinstance(adapted.model, PooledClassifier) else 0
     save_model(folder, adapted.model, processor, str(notes["base_model"]), revision, weights, max_length=length)
     (folder / NOTES).write_text(json.dumps(notes, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -98,7 +98,7 @@ def save_model(
     revision: str | None,
     weights: Mapping[str, Tensor] | None = None,
     *,
-    max_length: int = 512,
+    max_length: int,
 ) -> None:
     """Write a model and its processor with ``save_pretrained``.
 
