@@ -25,8 +25,8 @@ Write = Callable[..., Path]
         ("model.target_modules=[quary]", "`model.target_modules`: ", "Did you mean 'query'"),
         ("model.name=nowhere/nothing", "`model.name`: ", "a local folder with a model"),
         ("partition.clients=500", "`partition.clients`: ", "108"),
-        ("data.label=lable", "`data.label`: ", "a column of"),
-        ("data.train=missing.csv", "`data.train`: ", "a file"),
+        ("data.label=lable", "`data.label`: no column named 'lable'", "Did you mean 'label'?"),
+        ("data.train=missing.csv", "`data.train`: ", "there is no file 'missing.csv'"),
         ("training.lr=1e6", "`training.lr`: ", "a lower learning rate"),
         ("training.lr=inf", "`training.lr`: ", "a number above 0, or auto"),
         ("training.learning_rate=1", "`training.learning_rate`: ", "no such field. Did you mean"),
@@ -174,14 +174,14 @@ def test_files_that_cannot_be_measured_on(refused: Refused, finished: Path, tmp_
     path = tmp_path / "new.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([["message", "intent"], ["word1 admin1", "admin"], ["word2", "gossip"]])
-    assert refused("evaluate", finished, "--data", path).startswith(
-        "`text`: 'text' is not accepted. Expected a column of "
-    )
+    assert refused("evaluate", finished, "--data", path).startswith("`text`: no column named 'text' in ")
     assert refused("evaluate", finished, "--data", path, "--text", "message").startswith(
-        "`label`: 'label' is not accepted. Expected a column of "
+        "`label`: no column named 'label' in "
     )
     said = refused("evaluate", finished, "--data", path, "--text", "message", "--label", "intent")
-    assert [part for part in ("`data`: ", "gossip", f"row 3 of {path}", "the model knows") if part not in said] == []
+    assert [
+        part for part in ("`data`: ", "gossip", f"row 3 of {path}", "not in the model's labels") if part not in said
+    ] == []
     assert refused("evaluate", finished, "--data", tmp_path / "no.csv").startswith("`data`: ")
 
 

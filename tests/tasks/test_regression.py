@@ -134,11 +134,11 @@ def test_what_is_no_regression_is_refused(tiny_folder: Path, tmp_path: Path) -> 
         FedspanError, match=r"^`partition.bins`: 4 is not accepted\. Expected left out: these examples have labels"
     ):
         prepare(parse_config(labelled))
-    with pytest.raises(FedspanError, match=r"a column of numbers; row 2 of .* has 'site0'") as caught:
+    with pytest.raises(FedspanError, match=r"row 2 of .* has 'site0' in column '.*', which is no number") as caught:
         prepare(parse_config({**values, "data": {**values["data"], "label": "site"}}))
     assert caught.value.field == "data.label"
     with pytest.raises(FedspanError, match="these examples have no classes"):
         prepare(parse_config({**values, "data": {**values["data"], "labels": ["1", "2"]}}))
     (tmp_path / "pairs.tsv").write_text("one\tother\tscore\tsite\na\tb\tnan\tx\n")
-    with pytest.raises(FedspanError, match=r"a number in column 'score' of every row; row 2 of .* has none"):
+    with pytest.raises(FedspanError, match=r"row 2 of .* has no number in column 'score'"):
         prepare(parse_config({**values, "data": {**values["data"], "train": str(tmp_path / "pairs.tsv")}}))
