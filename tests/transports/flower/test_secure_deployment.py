@@ -19,7 +19,6 @@ from stage import Deployment
 from test_deployment import finish, rounds, submitted, wait_for_round
 
 import fedspan
-from fedspan.errors import FedspanError
 from helpers.sites import SITES, local_values, run_values, site_files
 
 pytestmark = pytest.mark.slow
@@ -63,16 +62,6 @@ def test_flower_s_simulation_gives_the_plain_adapter(
     assert sent["evaluate"] == 3 * 3  # after each round, and of the best round's model; what comes back is a header
     assert sent.total() == sent["train"] + sent["evaluate"]
     assert not any("failures" in row for row in rounds(found["secure"]))
-
-
-def test_one_process_that_sees_all_is_refused(files: dict[str, Path], tiny_folder: Path, tmp_path: Path) -> None:
-    values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation=SECURE)
-    with pytest.raises(
-        FedspanError,
-        match=r"`federation\.secure`: 'loop' is not accepted\. Expected left out, or engine\.name: flower-sim",
-    ):
-        fedspan.run(local_values(values, files["all"], {"name": "loop"}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_deployment_gives_the_plain_adapter_and_a_node_that_is_killed_costs_no_round(
