@@ -79,13 +79,17 @@ def test_settings_carry_every_field_of_the_config() -> None:
     privacy = {"mechanism": "dp-sgd", "clip": 0.5, "noise": 2.0, "epsilon": 3.0, "delta": 1e-6, "accountant": "prv"}
     federation = {**VALID["federation"], "trim": 0.2, "max_norm": 3.0}
     config = parse_config({**VALID, "training": training, "privacy": privacy, "federation": federation})
-    assert set(training) == set(type(config.training).model_fields)
+    alone = {"logit_adjustment"}  # dp-sgd refuses it
+    assert set(training) | alone == set(type(config.training).model_fields)
     optimizer = OptimizerSpec(name="sgd", lr=0.3, momentum=0.8, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.02)
     private = Privacy("dp-sgd", 0.5, 2.0, 3.0, 1e-6, "prv", 6, key_of_seed(3))
-    expected = TrainingSettings(optimizer, "cosine", 2, 0.1, 9, 5, 3, 4, 7, 0.5, True, 0.1, False, private)
+    expected = TrainingSettings(optimizer, "cosine", 2, 0.1, 9, 5, 3, 4, 7, 0.5, True, 0.1, False, privacy=private)
     default = TrainingSettings(OptimizerSpec())
     assert config.training_settings() == expected
-    assert all(getattr(expected, name) != getattr(default, name) for name in TrainingSettings.__dataclass_fields__)
+    fields = set(TrainingSettings.__dataclass_fields__)
+    assert {name for name in fields if getattr(expected, name) != getattr(default, name)} == fields - alone
+    adjusted = parse_config({**VALID, "training": {"logit_adjustment": 0.5}}).training_settings()
+    assert (adjusted.logit_adjustment, default.logit_adjustment) == (0.5, 0.0)
     assert config.round_settings() == RoundSettings(6, 2, 3, "mean", 0.2, 3.0, private)
     secret = config.round_settings(bytes(32)).privacy
     assert secret == replace(private, key=bytes(32), secret=True) == config.training_settings(bytes(32)).privacy

@@ -188,7 +188,9 @@ def test_what_is_cut_is_said_or_refused(decoders: Path) -> None:
     assert all(ids[0] == 2 for ids in examples.ids)  # <s> stays
     assert examples.answers == tuple(ROWS["answer"])  # whole, to compare generated ones with
     assert made().remarks(encoded(made())) == ()
-    with pytest.raises(FedspanError, match=r"example 4 has one of 6 tokens, or data.long_answers: cut") as caught:
+    with pytest.raises(
+        FedspanError, match=r"the answer of example 4 has 6 tokens, and 5 is the limit\. .*data\.long_answers: cut"
+    ) as caught:
         encoded(CausalLM(tokenizer, 5, refuse_long=True))
     assert (caught.value.field, caught.value.value) == ("model.max_length", 5)
 
@@ -209,7 +211,7 @@ def test_a_chat_template_that_does_not_fit_is_refused() -> None:
     cases = {
         None: "has no chat template",
         "{{ raise_exception('no system') }}": "no system",
-        "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}": "rewrites a prompt",
+        "{% for m in messages %}{{ loop.length }}{{ m['content'] }}{% endfor %}": "changes a prompt once",
     }
     for template, words in cases.items():
         task = made(chat=True)

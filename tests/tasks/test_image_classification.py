@@ -134,7 +134,7 @@ def test_processors_that_do_more_are_refused() -> None:
     with pytest.raises(FedspanError, match="only resizes, rescales and normalises") as caught:
         task.encode(dataset([noise(4, 5, 3)]))
     assert (caught.value.field, caught.value.value) == ("model.name", "EfficientNetImageProcessorPil")
-    with pytest.raises(FedspanError, match="does no more"):
+    with pytest.raises(FedspanError, match="only resizes, rescales and normalises"):
         ImageClassification(SimpleNamespace(), LABELS)
 
 

@@ -60,5 +60,5 @@ def test_chunks_of_prompts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     assert parts.cut_prompts > 0
     strict = CausalLM(tiny_decoders.tokenizer(pads=True), 6, refuse_long=True)
-    with pytest.raises(FedspanError, match="example 5 has one"):
+    with pytest.raises(FedspanError, match="the answer of example 5 has 6 tokens"):
         strict.encode(datasets.Dataset.from_dict({"text": texts, "answer": ["c0 " * at for at in range(1, 8)]}))
