@@ -50,7 +50,10 @@ def test_run_shows_every_round_and_closes_with_the_comparison(finished: Path) ->
     assert "kB down" in screen
     for row in report["examples"]:
         assert row["text"].split()[0] in screen
-    assert max(len(line) for line in screen.splitlines() if "from_pretrained" not in line and "/" not in line) <= 80
+    lines = screen.splitlines()
+    warnings = [f"warning: {warning}" for warning in report["warnings"]]
+    assert [line for line in lines if line.startswith("warning: ")] == warnings  # each on one line, however long
+    assert max(len(line) for line in lines if "/" not in line and line not in warnings) <= 80
 
 
 def test_the_snippet_that_it_closes_with_loads_the_adapter(finished: Path, personal: Path) -> None:

@@ -186,13 +186,16 @@ def test_killed_it_goes_on(config: Path, call: Call, compared: tuple[Path, str],
             ["compare", "--methods", "fedit", "--resume", "OUT"],
             "`--methods`: it cannot be combined with --resume",
         ),
-        (["compare", "--resume", "OUT"], "no compare.yaml in it"),
+        (["compare", "--resume", "OUT"], "made' holds no compare.yaml. Give a config"),
         (["sweep", "CONFIG", "--out", "OUT"], "`--over`: no value is given. Expected at least one field"),
         (
             ["sweep", "CONFIG", "--out", "OUT", "--over", "method.r"],
             "`--over`: 'method.r' is not accepted. Expected section.field=value",
         ),
-        (["sweep", "CONFIG", "--out", "OUT", "--over", "seed=1", "--over", "seed=2"], "seed once, with all its values"),
+        (
+            ["sweep", "CONFIG", "--out", "OUT", "--over", "seed=1", "--over", "seed=2"],
+            "`--over`: seed is given twice. Give it once, with all its values.",
+        ),
         (["sweep", "CONFIG", "--out", "OUT", "--over", "training.lr=1e-3..1"], "or --trials N"),
         (
             ["sweep", "--trials", "3", "--resume", "OUT"],

@@ -150,7 +150,7 @@ def test_a_table_is_stopped_gone_on_with_and_judged(preset: Path, tmp_path: Path
     assert "It is tiny." in page
     again = reproduce.reproduce("tiny-table1", folder, data=preset)
     assert [each.mean for each in again.scores] == [each["mean"] for each in report["scores"]]
-    with pytest.raises(FedspanError, match="it was begun with scale 'small'; choose another"):
+    with pytest.raises(FedspanError, match=r"was begun with scale 'small'\. Choose another folder\."):
         reproduce.reproduce("tiny-table1", folder, data=preset, scale="full")
 
 

@@ -12,7 +12,7 @@ from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation.progress import Progress
 from fedspan.files import DamagedFileError
-from fedspan.runs.checkpoint import Checkpoint, latest, load, prune, resume, save
+from fedspan.runs.checkpoint import Best, Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
 from helpers.plain_data import plain
 
@@ -43,7 +43,7 @@ def played(progress: Progress, *cohort: str) -> Progress:
     return Progress(ServerState(round), memories, held, optimizers)
 
 
-def committed(run: RunFolder, progress: Progress, best: tuple[int, float] | None = None) -> Progress:
+def committed(run: RunFolder, progress: Progress, best: Best | None = None) -> Progress:
     after = store(run.clients, progress)
     save(run, Checkpoint(after.state, after.memories, after.held, after.optimizers, best))
     prune(run)
@@ -101,15 +101,15 @@ def test_a_memory_of_nothing_needs_no_file(run: RunFolder) -> None:
 
 
 def test_old_versions_go_when_no_checkpoint_needs_them(run: RunFolder) -> None:
-    progress = committed(run, played(START, "a", "b"), (1, 0.5))
+    progress = committed(run, played(START, "a", "b"), Best(0.5, 0.0, 1))
     for cohort in ("a", "a", "c"):
-        progress = committed(run, played(progress, cohort), (1, 0.5))
+        progress = committed(run, played(progress, cohort), Best(0.5, 0.0, 1))
     # Rounds 1 (the best), 3 and 4 are kept; the second version of a was needed by round 2 alone.
     assert files(run) == named(run, ("a", 1), ("b", 1), ("a", 3), ("c", 4))
-    progress = committed(run, played(progress, "b"), (5, 0.6))
+    progress = committed(run, played(progress, "b"), Best(0.6, 0.0, 5))
     assert files(run) == named(run, ("b", 1), ("a", 3), ("c", 4), ("b", 5))
     assert plain(dict(load(run.best).memories)) == plain(dict(progress.memories))
-    progress = committed(run, played(progress, "b"), (5, 0.6))
+    progress = committed(run, played(progress, "b"), Best(0.6, 0.0, 5))
     assert files(run) == named(run, ("a", 3), ("c", 4), ("b", 5), ("b", 6))
     assert sorted(folder.name for folder in run.clients.iterdir()) == [f"round-0000{n}" for n in (3, 4, 5, 6)]
 
@@ -167,7 +167,8 @@ def test_a_damaged_file_of_the_last_round_is_named_with_the_way_on(run: RunFolde
     with pytest.raises(FedspanError) as caught:
         latest(run)
     assert str(caught.value).startswith(f"`{path}`: ")
-    assert "round 1 is intact: delete " in str(caught.value)
+    way_on = f"Round 1 is intact. Delete {run.checkpoints / 'round-00002'} to go on from there."
+    assert str(caught.value).endswith(way_on)
 
 
 def test_an_older_file_is_checked_when_it_is_read(run: RunFolder) -> None:

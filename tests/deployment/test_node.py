@@ -86,7 +86,7 @@ def test_limits_and_labels_are_the_node_s_to_keep(
 
 def test_another_version_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     told = introduced(NodeService(node(tiny_folder, tmp_path)), values(tiny_folder), version="0.0.1")
-    assert "version: '0.0.1'" in (told.refused or "")
+    assert "`version`: '0.0.1' is not accepted. Expected fedspan" in (told.refused or "")
 
 
 def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_message_larger_than_the_node_takes_is_refused(tiny_folder: Path, tmp_
     run.federation.run_round(run.federation.begin())
     order = replace(decode_order(transport.sent[0]), serial=2**52, body=bytes(2**20 + 1))
     answer: Reply = decode_reply(service.answer(order.envelope()))
-    assert "at most 1048576 bytes" in (answer.failed or "")
+    assert "1048577 bytes are more than this node's limit of 1048576" in (answer.failed or "")
 
 
 def test_an_envelope_of_no_kind_is_none(tiny_folder: Path, tmp_path: Path) -> None:

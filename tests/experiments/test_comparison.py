@@ -338,7 +338,7 @@ def test_mistakes_are_named_before_anything_is_played(
 
 
 def test_settings_that_were_changed_and_folders_of_others(tmp_path: Path) -> None:
-    with pytest.raises(FedspanError, match=r"no compare\.yaml in it"):
+    with pytest.raises(FedspanError, match=r"holds no compare\.yaml\. Give a config"):
         fedspan.resume_compare(tmp_path)
     for text in ("[", "- 1", yaml.safe_dump({"methods": 1})):
         (tmp_path / "compare.yaml").write_text(text)

@@ -247,8 +247,14 @@ def test_values_are_yaml() -> None:
         ),
         ({"over": {"method.r": "4,8,4"}}, "`--over`: 'method.r=4,8,4' has the value 4 twice"),
         ({"over": {"method..r": "4"}}, "`--over`: 'method..r=4' is not accepted. Expected section.field=value"),
-        ({"over": {"method.r": "8..4"}, "trials": 2}, "'method.r=8..4'; a range from the smaller to the larger"),
-        ({"over": {"training.lr": "0.0..0.1"}, "trials": 2}, "'training.lr=0.0..0.1'; a range above 0"),
+        (
+            {"over": {"method.r": "8..4"}, "trials": 2},
+            "'method.r=8..4' is not accepted. Expected a range from the smaller to the larger",
+        ),
+        (
+            {"over": {"training.lr": "0.0..0.1"}, "trials": 2},
+            "'training.lr=0.0..0.1' is not accepted. Expected a range above 0",
+        ),
         (
             {"over": {"training.lr": "1e-4..0.1"}},
             "`--over`: 'training.lr=0.0001..0.1' is not accepted. Expected a list of values, or --trials",

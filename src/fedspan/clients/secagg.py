@@ -143,7 +143,9 @@ class SecureClient:
             raise FedspanError("message.session", number, "the session that this client began last")
         if session.phase != after:
             raise FedspanError(
-                "message.session", session.phase, problem=f"the phases must come in order, each once: {after}"
+                "message.session",
+                session.phase,
+                problem=f"phases must come in order, each once. This one follows {after!r}, not {session.phase!r}",
             )
         return session
 
@@ -267,8 +269,9 @@ class SecureClient:
 
     def _require_company(self, present: int, threshold: int) -> None:
         if present < max(threshold, self.least):
-            expected = f"at least {self.least} of them in a sum here, and {threshold} to open it"
-            raise FedspanError("limits.secure_clients", present, expected)
+            expected = f"at least {self.least} of them, and at least {threshold} to unmask the sum"
+            problem = f"a sum of {present} clients is too small"
+            raise FedspanError("limits.secure_clients", present, expected, problem=problem)
 
 
 def _keys_of(session: Session) -> Keys:
