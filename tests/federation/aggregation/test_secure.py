@@ -312,7 +312,8 @@ def test_a_client_may_ask_for_more_company(built: Prepared, tmp_path: Path) -> N
     """Three left of four are not enough for clients who want four: they give nothing away, and the run stops."""
     lose = secure_rounds.gone_at("train", "south")
     federation, stage = secure_rounds.secured(built, tmp_path, lose=lose, least=4, retries=0)
-    with pytest.raises(FedspanError, match=r"`limits\.secure_clients`: a sum of 3 clients is too small\. Expected at least 4 of them"):
+    too_small = r"`limits\.secure_clients`: a sum of 3 clients is too small\. Expected at least 4 of them"
+    with pytest.raises(FedspanError, match=too_small):
         federation.run_round(federation.begin())
     given = [
         UnmaskReply.model_validate_json(back.header).shares for asked, back in stage.came if asked.task == "unmask"
