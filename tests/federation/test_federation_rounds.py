@@ -294,7 +294,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (OSError("a patient's", "name"), "OSError"),
         (ssl.SSLCertVerificationError(1, "a patient's name"), "SSLCertVerificationError"),
         (socket.gaierror(-2, "a patient's name"), "gaierror"),
-        (FedspanError("serial", 3, "more than 3"), "`serial`: 3 is not accepted. Expected more than 3"),
+        (FedspanError("serial", 3, "more than 3"), "`serial`: 3 is not accepted. Expected more than 3."),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

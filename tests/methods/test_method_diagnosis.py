@@ -229,7 +229,7 @@ def test_no_run_and_a_deployments_run(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    with pytest.raises(FedspanError, match="data elsewhere"):
+    with pytest.raises(FedspanError, match="the data of this run's clients are on other machines"):
         fedspan.diagnose(copy)
 
 

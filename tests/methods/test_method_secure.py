@@ -15,6 +15,7 @@ pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not ins
 pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
 
 from fedspan.config import parse_config
+from fedspan.config.federation import SecureConfig
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import SecureSettings
 from fedspan.methods.registry import METHODS
@@ -100,19 +101,20 @@ def test_a_round_without_one_client_is_that_of_the_others(
 
 @pytest.mark.parametrize("key", STACKS)
 def test_methods_that_see_single_replies_are_refused_with_the_reason(key: str) -> None:
-    with pytest.raises(FedspanError, match="computes something else of single replies") as refused:
+    with pytest.raises(FedspanError, match="needs single replies, because it does not compute their mean") as refused:
         parse_config({"data": {"train": "x.csv"}, "method": {"name": key}, "federation": {"secure": {}}})
-    assert (refused.value.field, refused.value.value) == ("federation.secure", key)
+    assert (refused.value.field, refused.value.value) == ("federation.secure", SecureConfig())
 
 
 def test_what_has_no_secure_sum_is_refused_with_the_reason() -> None:
     def given(**changes: Any) -> dict[str, Any]:
         return {"data": {"train": "x.csv"}, "federation": {"secure": {}}, **changes}
 
+    single = "federa needs single replies, because it does not compute their mean"
     for values, why in (
         (given(method={"name": "local-only"}), "sends nothing"),
         (given(federation={"secure": {}, "reduction": "median"}), "compares single replies"),
-        (given(method={"name": "federa", "aggregation": "product_svd"}), "computes something else"),
+        (given(method={"name": "federa", "aggregation": "product_svd"}), single),
     ):
         with pytest.raises(FedspanError, match=why):
             parse_config(values)

@@ -118,7 +118,7 @@ def test_base_updates_never_touch_a_narrow_weight(kind: str, tiny_folder: Path) 
     assert all(torch.equal(value, stored[name]) for name, value in model.state_dict().items())
     adapted.set_base(BaseUpdate())
     assert distance(logits(model), expected) > 0.3
-    with pytest.raises(FedspanError, match="float32: this method scales the base"):
+    with pytest.raises(FedspanError, match="float32, because this method scales the base"):
         adapted.set_base(BaseUpdate().add(Increment(1, {}, decay=0.9)))
 
 

@@ -57,7 +57,7 @@ def test_rounds_are_those_of_blocks_that_are_not_compiled(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"engine": {"name": "loop", "compile": True}}, "only batched compiles"),
+        ({"engine": {"name": "loop", "compile": True}}, "loop does not compile, only batched does"),
         ({"engine": {"name": "batched", "compile": True}, "training": {"lora_dropout": 0.1}}, "training.lora_dropout"),
     ],
 )

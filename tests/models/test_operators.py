@@ -296,13 +296,19 @@ class Standardised(nn.Conv2d):
 
 UNFIT: Mapping[str, tuple[nn.Module, str]] = {
     "groups": (nn.Conv2d(4, 6, 3, groups=2), "a convolution in 2 groups"),
-    "dilated": (nn.Conv2d(2, 3, (1, 3), dilation=(1, 2)), "is a dilated convolution; PEFT's LoRA would not dilate"),
+    "dilated": (
+        nn.Conv2d(2, 3, (1, 3), dilation=(1, 2)),
+        "is a dilated convolution, for which PEFT cannot express an adapter",
+    ),
     "padding": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), "pads with reflect"),
     "standardised": (Standardised(2, 3, 3), "is a Standardised, which does more than convolve"),
     "max_norm": (nn.Embedding(5, 3, max_norm=1.0), "scales what it looks up"),
     "frequency": (nn.Embedding(5, 3, scale_grad_by_freq=True), "scales what it looks up"),
     "subclass": (Scaled(5, 3), "scales what it looks up"),
-    "other": (nn.Conv3d(2, 3, 1), "is a Conv3d; target nn.Linear, Conv1D, nn.Conv2d or nn.Embedding"),
+    "other": (
+        nn.Conv3d(2, 3, 1),
+        "is a Conv3d, which cannot be a target. Targets are nn.Linear, Conv1D, nn.Conv2d and nn.Embedding",
+    ),
 }
 
 

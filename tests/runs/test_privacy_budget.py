@@ -240,7 +240,7 @@ def test_a_damaged_book_is_no_clean_slate(tmp_path: Path) -> None:
         ({"federation": {"weights": "examples"}}, "federation.weights", "uniform with privacy.mechanism: central"),
         ({"federation": {"reduction": "median"}}, "federation.reduction", "mean with privacy.mechanism: central"),
         ({"method": {"name": "flora"}}, "privacy.mechanism", "combines replies one by one"),
-        ({"method": {"name": "local-only"}}, "privacy.mechanism", "none of it is transmitted"),
+        ({"method": {"name": "local-only"}}, "privacy.mechanism", "it transmits nothing"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], field: str, words: str, tiny_folder: Path) -> None:

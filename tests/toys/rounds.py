@@ -187,14 +187,21 @@ class Federation:
         return self.problem.task.metrics(predictions, self.problem.examples, indices.tolist())["loss"]
 
     def declared(self, client: str, round: int) -> tuple[int, int]:
-        """Elements down and up that the method's functions give on shapes for a client over all target layers."""
+        """Elements down and up that a plan counts for a client over all target layers.
+
+        The method's own estimate, of 4 bytes an element, or else what its functions give on shapes.
+        """
+        rank = self.parties[client].client.rank
         cohort, bare = [party.client.rank for party in self.parties.values()], bare_method(self.method)
         down = up = 0
         for layer in bare.spec.layers:
+            if (estimate := self.method.estimate_traffic(layer, rank, round)) is not None:
+                down, up = down + estimate.down // 4, up + estimate.up // 4
+                continue
             single = replace(bare, spec=Spec((layer,), clients=bare.spec.clients))
             inference = ShapeInference(with_bare_method(self.method, single), cohort)
             *_, last = (inference.run_round(cohort) for _ in range(round + 1))
-            exchange = last[self.parties[client].client.rank]
+            exchange = last[rank]
             down, up = down + _elements(exchange.down), up + _elements(exchange.up)
         return down, up
 

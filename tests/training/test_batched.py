@@ -345,5 +345,5 @@ def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
     assert isinstance(prepared.engine, BatchedEngine)
     assert prepared.engine.stacking == StackingPlan(7, 3)
     place.write_text('{"at_once": "many"}')
-    with pytest.raises(FedspanError, match=r"engine.json'; .*two numbers, at_once and workers"):
+    with pytest.raises(FedspanError, match=r"engine.json' .* Expected a file with two numbers, at_once and workers"):
         load_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)

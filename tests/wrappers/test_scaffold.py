@@ -275,7 +275,7 @@ def test_refused_where_a_variate_has_no_meaning() -> None:
 
 def test_a_federation_of_unknown_size_is_refused() -> None:
     problem = Problem(clients=2)
-    with pytest.raises(FedspanError, match="how many clients"):
+    with pytest.raises(FedspanError, match="scaffold needs the number of clients"):
         Federation(Double(inner=Scaffold(inner=FedIT(spec=problem.adapted().spec))), problem, sgd(LR))
 
 

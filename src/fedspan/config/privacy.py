@@ -79,7 +79,7 @@ class PrivacyConfig(Section):
             FedspanError: If they can't, with the reason.
         """
         reasons = {
-            "none of it is transmitted": claims.sends == "nothing",
+            "it transmits nothing": claims.sends == "nothing",
             "what a client chooses to send tells of its data": claims.budgets and self.mechanism != "dp-sgd",
             "its server combines replies one by one": claims.reduction != "sum" and self.mechanism == "central",
             "noise would spoil what it sends beside tensors that all clients start from": claims.sends != "values"

@@ -246,7 +246,7 @@ def unfit(module: nn.Module) -> str | None:
         if module.padding_mode != "zeros":
             return f"pads with {module.padding_mode}, and only convolutions that pad with zeros can be targets"
         if max(module.dilation) > 1:  # huggingface/peft issue 3697
-            return "is a dilated convolution, of which PEFT can express no adapter"
+            return "is a dilated convolution, for which PEFT cannot express an adapter"
         if type(module).forward is not nn.Conv2d.forward:
             return f"is a {type(module).__name__}, which does more than convolve. Only plain nn.Conv2d can be a target"
     elif isinstance(module, nn.Embedding):

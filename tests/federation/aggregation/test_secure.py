@@ -295,7 +295,7 @@ def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Pre
             method, built.engine, built.federation.clients, built.federation.examples, built.federation.settings
         )), tmp_path
     )  # fmt: skip
-    with pytest.raises(FedspanError, match=r"`federation\.secure`: .*do not sum.*model\.extras"):
+    with pytest.raises(FedspanError, match=r"`federation\.secure`: .*stacked have no sum.*model\.extras"):
         federation.run_round(federation.begin())
     assert not stage.asked
 
@@ -303,7 +303,7 @@ def test_replies_that_do_not_sum_stop_the_run_before_anything_is_sent(built: Pre
 def test_two_clients_are_too_few_to_hide_among(prepared: Prepared, tiny_folder: Path, tmp_path: Path) -> None:
     made = tiny.variant(prepared, tiny.config(tiny_folder, federation={"clients_per_round": 2}))
     federation, stage = secure_rounds.secured(made, tmp_path)
-    with pytest.raises(FedspanError, match="at least 3 clients in a round"):
+    with pytest.raises(FedspanError, match="at least 3 clients a round"):
         federation.run_round(federation.begin())
     assert not stage.asked
 

@@ -158,8 +158,8 @@ class SecureAggregation:
             contributed = origin_of(method, sent, fresh, self.context.state.round)
         except ValueError as error:
             problem = (
-                f"not all tensors of a reply can be summed: {error} (for counts of norms, set model.extras "
-                "local or frozen)"
+                f"not all tensors of a reply can be summed: {error}. If they are batch counts of normalization layers, "
+                "set model.extras to local or frozen"
             )
             raise FedspanError("federation.secure", None, problem=problem) from error
         return initial_values(contributed, method.start(sent, fresh, {}, self.context.state.round).tensors)

@@ -139,8 +139,8 @@ def make_node_key(path: Path) -> Path:
         FedspanError: If a key already exists.
     """
     public = path.with_name(f"{path.name}.pub")
-    if path.exists() or public.exists():
-        raise FedspanError("key", str(path), "the path of a new file")
+    if found := next((str(file) for file in (path, public) if file.exists()), None):
+        raise FedspanError("key", found, "the path of a new file", problem=f"{found!r} already exists")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     key = ec.generate_private_key(ec.SECP384R1())
     _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)
