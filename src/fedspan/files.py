@@ -53,10 +53,12 @@ def disk_errors(folder: Path, cure: str = "") -> Generator[None, None, None]:
         yield
     except OSError as error:
         full = error.errno in _FULL
-        why = "the disk is full" if full else f"{error.strerror or error} ({error.filename or 'on writing'})"
+        where = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
+        why = "the disk is full" if full else f"{error.strerror or error}{where}"
         remedy = "free some space" if full else "put that right"
         cure = cure or f"the last finished round is intact: {remedy}, then go on with --resume"
-        raise FedspanError("run folder", str(folder), problem=f"{why}. {cure[0].upper()}{cure[1:]}") from error
+        problem = f"{str(folder)!r} cannot be used: {why}. {cure[0].upper()}{cure[1:]}"
+        raise FedspanError("run folder", str(folder), problem=problem) from error
 
 
 def temporary(path: Path) -> Path:

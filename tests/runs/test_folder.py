@@ -114,7 +114,7 @@ def test_a_lock_holder_on_another_machine(tmp_path: Path) -> None:
 def test_a_failed_creation_gives_the_lock_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refusing(errno.ENOSPC))
-        with pytest.raises(FedspanError, match="the disk is full; Choose another folder"):
+        with pytest.raises(FedspanError, match=r"the disk is full\. Choose another folder"):
             RunFolder.create(tmp_path, CONFIG)
     RunFolder.create(tmp_path, CONFIG).close()
 
@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         run.write_json(run.report, {"score": 1})
         with monkeypatch.context() as patch:
             patch.setattr(os, step, refusing(errno.ENOSPC))
-            with pytest.raises(FedspanError, match="the disk is full; The last finished round is intact") as caught:
+            with pytest.raises(FedspanError, match=r"the disk is full\. The last finished round is intact") as caught:
                 run.write_json(run.report, {"score": 2})
         assert str(tmp_path) in str(caught.value)
         assert run.read_json(run.report) == {"score": 1}

@@ -168,7 +168,7 @@ def test_disk_refuses_at_every_change(tmp_path: Path, monkeypatch: pytest.Monkey
                 except FedspanError as error:
                     said = str(error)
             if said:
-                assert f"run folder: '{path}'" in said
+                assert said.startswith(f"`run folder`: '{path}' cannot be used: ")
                 assert "The last finished round is intact" in said
                 assert ("the disk is full" in said) == (code == errno.ENOSPC)
             assert assert_sound(path) >= 2

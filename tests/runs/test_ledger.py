@@ -144,7 +144,7 @@ def test_a_full_disk_adds_no_line_twice(tmp_path: Path, monkeypatch: pytest.Monk
 
         with monkeypatch.context() as patch:
             patch.setattr(os, step, half)
-            with pytest.raises(FedspanError, match="the disk is full; The last finished round is intact"):
+            with pytest.raises(FedspanError, match=r"the disk is full\. The last finished round is intact"):
                 lines.commit()
         assert list(read_lines(path)) == [{"round": 1}]
         lines.commit()

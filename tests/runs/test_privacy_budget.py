@@ -224,10 +224,10 @@ def test_a_damaged_book_is_no_clean_slate(tmp_path: Path) -> None:
     book.pay(charges, None)
     book.pay((), 1e-9)
     (tmp_path / "privacy.json").write_text("{")
-    with pytest.raises(FedspanError, match="spent so far"):
+    with pytest.raises(FedspanError, match=r"the privacy budget of this node cannot be read"):
         book.pay(charges, None)
     (tmp_path / "privacy.json").write_text('{"": [1, 2]}')
-    with pytest.raises(FedspanError, match="spent so far"):
+    with pytest.raises(FedspanError, match=r"the privacy budget of this node cannot be read"):
         book.pay(charges, 100.0)
 
 
@@ -237,8 +237,16 @@ def test_a_damaged_book_is_no_clean_slate(tmp_path: Path) -> None:
         ({"privacy": {"mechanism": "central"}}, "privacy", "noise, or an epsilon"),
         ({"privacy": {"mechanism": "noise", "noise": 1}}, "privacy.mechanism", "central"),
         ({"privacy": {"mechanism": "local", "noise": 1, "delta": 1}}, "privacy.delta", "less than 1"),
-        ({"federation": {"weights": "examples"}}, "federation.weights", "uniform with privacy.mechanism: central"),
-        ({"federation": {"reduction": "median"}}, "federation.reduction", "mean with privacy.mechanism: central"),
+        (
+            {"federation": {"weights": "examples"}},
+            "federation.weights",
+            "with privacy.mechanism: central. Set it to uniform",
+        ),
+        (
+            {"federation": {"reduction": "median"}},
+            "federation.reduction",
+            "with privacy.mechanism: central. Set it to mean",
+        ),
         ({"method": {"name": "flora"}}, "privacy.mechanism", "combines replies one by one"),
         ({"method": {"name": "local-only"}}, "privacy.mechanism", "it transmits nothing"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -41,8 +42,8 @@ def content(folder: Path) -> dict[str, object]:
             found[name] = [{key: value for key, value in row.items() if key not in _TIMED} for row in rows]
         elif path.name == "report.json":
             found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key not in _TIMED}
-        elif path.name == CARD:  # it ends with the command
-            found[name] = path.read_text().partition("## Command")[0]
+        elif path.name == CARD:  # it ends with the command, or the call in Python
+            found[name] = re.split(r"^## (?:Command|Python)$", path.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
         else:
             found[name] = path.read_bytes()
     return found
