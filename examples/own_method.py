@@ -76,7 +76,6 @@ def main() -> None:
             "name": args.model,
             "target_modules": ["query", "value"],
             "layers_to_transform": args.layer,
-            "modules_to_save": ["pooler"],
         },
         "data": {"train": "builtin:patient-messages", **({"max_examples": 120} if args.smoke else {})},
         "partition": {"partitioner": "dirichlet", "alpha": 0.3, "clients": 10},

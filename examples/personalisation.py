@@ -47,7 +47,6 @@ def main() -> None:
             "name": args.model,
             "target_modules": ["query", "value"],
             "layers_to_transform": args.layer,
-            "modules_to_save": ["pooler"],
         },
         # No common test set: each client is measured on a part of its own texts.
         "data": {

@@ -50,6 +50,8 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
             "target_modules": ["query", "value"],
             # One layer alone: what lies below it never changes, and is computed once for every text.
             "layers_to_transform": args.layer,
+            # Transformers' own classifier, so that PEFT alone loads the result; it trains its pooler like the head.
+            "pooling": "stock",
             "modules_to_save": ["pooler"],
         },
         "data": {**data, "max_examples": 120 if args.smoke else args.examples},
