@@ -39,12 +39,13 @@ _FULL = {errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENO
 
 
 @contextmanager
-def disk_errors(folder: Path, cure: str = "") -> Generator[None, None, None]:
+def disk_errors(folder: Path, cure: str = "", field: str = "run folder") -> Generator[None, None, None]:
     """Turn what the file system refuses inside the block into an error that says where the run stands.
 
     Args:
         folder: the run's folder, to be named.
         cure: what to do about it; by default, put it right and resume.
+        field: the field that the error names.
 
     Raises:
         FedspanError: for any ``OSError``; a full disk is called that.
@@ -58,7 +59,7 @@ def disk_errors(folder: Path, cure: str = "") -> Generator[None, None, None]:
         remedy = "free some space" if full else "put that right"
         cure = cure or f"the last finished round is intact: {remedy}, then go on with --resume"
         problem = f"{str(folder)!r} cannot be used: {why}. {cure[0].upper()}{cure[1:]}"
-        raise FedspanError("run folder", str(folder), problem=problem) from error
+        raise FedspanError(field, str(folder), problem=problem) from error
 
 
 def temporary(path: Path) -> Path:

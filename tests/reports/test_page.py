@@ -173,7 +173,7 @@ def test_mistakes(series: Path, tiny_folder: Path, tmp_path: Path, refused: Call
         fedspan.report([series, other], tmp_path / "page.html")
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(FedspanError, match="choose another file"):
+    with pytest.raises(FedspanError, match=r"`out`: '.*file' cannot be used: File exists\. Choose another file\."):
         fedspan.report(series, blocked / "page.html", data=False)
 
 

@@ -147,7 +147,7 @@ def start(
         seen = "" if loaded.whole else " in the rows that were read"
         found.append(f"{len(loaded.labels)} labels{seen}: {shown}")
     found += loaded.remarks
-    with disk_errors(path.parent, "choose another file"):
+    with disk_errors(path.parent, "choose another file", "--out"):
         write_atomic(path, content.encode())
     return Start(path, config, tuple(found))
 

@@ -68,7 +68,7 @@ def report(
     )
     title = f"{groups[0].label}" if len(groups) == 1 else f"{len(found)} runs of {len(groups)} configurations"
     text = page(groups, beside, title, fedspan.__version__)
-    with disk_errors(path.parent, "choose another file"):
+    with disk_errors(path.parent, "choose another file", "out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     return path
