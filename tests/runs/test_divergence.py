@@ -61,3 +61,12 @@ def test_a_diverged_run_is_reported_in_the_api_and_on_the_last_screen(tiny_folde
     out = io.StringIO()
     show_report(Console(file=out, width=80), replace(report, warnings=()), tmp_path / "run")
     assert "warning" not in out.getvalue()
+
+
+def test_hidden_and_lost_numbers_are_no_sign() -> None:
+    """Losses are null where clients keep them to themselves, and scores where they are not finite."""
+    rows = [
+        {"round": one, "cohort": ["a"], "loss": None, "validation": {"loss": None, "accuracy": 0.5}} for one in (1, 2)
+    ]
+    assert find_divergence(rows, "accuracy", 0.1) == ()
+    assert find_divergence(rows, "loss", 0.1) == ()

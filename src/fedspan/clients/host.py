@@ -309,6 +309,10 @@ class Host:
         kind, bound, message = open_order(self._message(order))
         if not self.limits.allowed:
             raise FedspanError("limits.head_statistics", kind, problem="no statistics of examples leave this node")
+        announced = self.limits.announced
+        if order.round != 0 or (announced is not None and kind not in announced):
+            problem = f"the run's config announced no statistics of this kind before round {order.round + 1}"
+            raise FedspanError("model.head_init", kind, problem=problem)
         if self.engine.settings.privacy is not None:
             problem = "statistics of features are not privatized"
             raise FedspanError("training.privacy", kind, "model.head_init: random", problem=problem)

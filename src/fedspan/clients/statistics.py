@@ -30,10 +30,12 @@ class StatisticsLimits:
     Args:
         allowed: Whether statistics leave this client at all.
         class_examples: Examples that a class needs here to be counted; examples of smaller classes are left out.
+        announced: Kinds of start that the run's config announced to the owner; None: any.
     """
 
     allowed: bool = True
     class_examples: int = 1
+    announced: tuple[HeadKind, ...] | None = None
 
 
 def open_order(message: Message) -> tuple[HeadKind, float, Message]:

@@ -95,6 +95,17 @@ class HeadStatistics:
         products = None if self.products is None else self.products * bound**2
         return HeadStatistics(self.shares, self.sums * bound, self.square * bound**2, products, self.targets)
 
+    def normalized(self) -> HeadStatistics:
+        """Return the averages over the counted examples alone, where clients left out examples of small classes."""
+        counted = self.shares.sum()
+        return HeadStatistics(
+            self.shares / counted,
+            self.sums / counted,
+            self.square / counted,
+            None if self.products is None else self.products / counted,
+            None if self.targets is None else self.targets / counted,
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the statistics as named float64 tensors, with the upper triangle of the products."""
         named = {"shares": self.shares, "sums": self.sums, "square": self.square.reshape(1)}

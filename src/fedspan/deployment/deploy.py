@@ -108,12 +108,12 @@ def submit(
     def host(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
         run = _name(place)
         with attach(link, prepared.config.federation.message_mib << 20) as grid:
-            admitted = admissions(link)
             signer = None
             if link.authority is not None:
-                signer = ServerSigner(link.folder, {node: one.key.encode() for node, one in admitted.items()})
-            names = {node: one.name for node, one in admitted.items() if one.name}
-            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), names, signer)
+                signer = ServerSigner(
+                    link.folder, lambda: {node: one.key.encode() for node, one in admissions(link).items()}
+                )
+            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), link, signer)
             from fedspan.transports.flower.transport import GridTransport
 
             with disk_errors(link.folder):
@@ -148,7 +148,7 @@ def _met(
     run: str,
     wait: float,
     listener: Listener,
-    names: Mapping[int, str],
+    link: ServerLink,
     signer: Signer | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Invite nodes until as many have joined as there are clients.
@@ -159,6 +159,7 @@ def _met(
     Raises:
         FedspanError: If too few nodes join in time; it names the nodes that refused.
     """
+    from fedspan.transports.flower.server import admissions
     from fedspan.transports.flower.transport import invite
 
     config = prepared.config
@@ -170,7 +171,8 @@ def _met(
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
     for node, back in invite(grid, envelope, wait, signer):
-        told, why = _introduced(back, base, nodes, names.get(node))
+        admitted = admissions(link).get(node)  # a node may be admitted while others are waited for
+        told, why = _introduced(back, base, nodes, (admitted and admitted.name) or None)
         if told is not None and why is None:
             nodes[told.id], examples[told.id] = node, told.examples
         else:

@@ -157,6 +157,7 @@ class NodeService:
             log.info("round %d: own adapter written to %s", round, place / "adapter")
 
         secure = secure_client(config, self.node.id, place / "kept", self.node.limits.secure_clients)
+        announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
             method,
             prepared.engine,
@@ -166,7 +167,7 @@ class NodeService:
             config.evaluation.batch_size,
             export,
             None if secure is None else {self.node.id: secure},
-            limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples),
+            limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
         )
         return host, base_digest(prepared.model)
 

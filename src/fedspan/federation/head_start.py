@@ -183,7 +183,8 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     statistics = HeadStatistics.of(reduced.mean).rescaled(head.bound)
     if not float(statistics.shares.sum()) > 0:
         raise FedspanError("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
-    tensors = {**state.tensors, **head_tensors(head, statistics, examples)}
+    counted = max(1, int(examples * float(statistics.shares.sum()) + 0.5))
+    tensors = {**state.tensors, **head_tensors(head, statistics.normalized(), counted)}
     return replace(progress, state=replace(state, tensors=tensors))
 
 

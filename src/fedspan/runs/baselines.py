@@ -15,11 +15,11 @@ from fedspan.core.method import RegisteredMethod
 from fedspan.core.values import Client
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
-from fedspan.federation.progress import ClientData
+from fedspan.federation.progress import ClientData, Progress
 from fedspan.files import disk_errors, remove
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_round
-from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.checkpoint import Best, Checkpoint
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import baseline_head, begin, begin_locally
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
@@ -125,19 +125,27 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     listener.baseline_started(name, federation.settings.rounds)
     kept = checkpoints.resume(place) if folder.is_dir() else None
     progress, best = (_BEGINNINGS[name](federation, variant.head), None) if kept is None else (kept.progress, kept.best)
+    metric = variant.config.evaluation.deciding(variant.task.metric)
+
+    def rate_and_save(progress: Progress, best: Best | None) -> Best:
+        """Rate the model after an epoch, or before the first one, and save it."""
+        validation, _ = evaluator.clients(progress)
+        rated = rate_round(metric, progress.state.round, None if validation is None else validation.pooled)
+        best = rated if best is None else max(best, rated)
+        checkpoints.save(place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best))
+        checkpoints.prune(place)
+        return best
+
+    if kept is None and variant.head is not None:  # as in the federation, the start may be the best
+        progress = store(place.clients, progress)
+        best = rate_and_save(progress, best)
     while progress.state.round < federation.settings.rounds:
         if has_stalled(variant.config, progress.state.round, best and best.round):
             break
         result = federation.run_round(progress)
         progress = store(place.clients, result.progress)
-        number = progress.state.round
-        validation, _ = evaluator.clients(progress)
-        metric = variant.config.evaluation.deciding(variant.task.metric)
-        rated = rate_round(metric, number, None if validation is None else validation.pooled)
-        best = rated if best is None else max(best, rated)
-        checkpoints.save(place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best))
-        checkpoints.prune(place)
-        listener.baseline_round(name, number, result.loss)
+        best = rate_and_save(progress, best)
+        listener.baseline_round(name, progress.state.round, result.loss)
     if best is not None and best.round != progress.state.round:
         progress = checkpoints.load(place.best).progress
     scores, by_client = final_scores(variant, progress)

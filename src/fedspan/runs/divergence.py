@@ -27,7 +27,9 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
     rounds = list(rows)
     advice = f"Lower training.lr (now {lr:g}) or set training.max_grad_norm."
     found: list[str] = []
-    losses = [(int(row["round"]), float(row["loss"])) for row in rounds if row.get("cohort")]
+    # no loss: the clients keep theirs to themselves, under local privacy
+    trained = [row for row in rounds if row.get("cohort") and row.get("loss") is not None]
+    losses = [(int(row["round"]), float(row["loss"])) for row in trained]
     if losses:
         (first, before), (last, after) = losses[0], losses[-1]
         if not math.isfinite(after) or after > _RISE * max(before, 0.0) > 0:
@@ -35,7 +37,7 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
                 f"Training diverged: the training loss rose from {before:.4g} in round {first} to {after:.4g} in round "
                 f"{last}. {advice}"
             )
-    scored = [(int(row["round"]), row["validation"]) for row in rounds if row.get("validation")]
+    scored = [(int(row["round"]), _finite(row["validation"])) for row in rounds if row.get("validation")]
     if scored:
         (first, before), (last, after) = scored[0], scored[-1]
         if rank_of(metric, after) < rank_of(metric, before) and not rank_of("loss", after) >= rank_of("loss", before):
@@ -45,6 +47,11 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
                 f"and is {told[1]} after round {last}. {advice}"
             )
     return tuple(found)
+
+
+def _finite(scores: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the scores that have a value; JSON has none for numbers that are not finite."""
+    return {name: value for name, value in scores.items() if value is not None}
 
 
 def _shown(metric: str, scores: Mapping[str, float]) -> str:

@@ -353,7 +353,7 @@ class _Session:
             failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
             learning_rate=read_range_test(place.learning_rate),
             warnings=find_divergence(
-                read_lines(place.metrics), prepared.task.metric, prepared.engine.settings.optimizer.lr
+                read_lines(place.metrics), prepared.task.metric, prepared.federation.training.optimizer.lr
             ),
             start={key: start[key] for key in ("head_init", "validation", "clients", "test") if key in start},
         )

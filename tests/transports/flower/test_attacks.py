@@ -88,7 +88,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         hostile = HostileNode(link.address, link.authority, load_node_key(folder / "hostile.key")[0])
         hostile.activate()
         assert hostile.node == nodes["hostile"]
-        signer = ServerSigner(link.folder, {id: one.key.encode() for id, one in admissions(link).items()})
+        signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in admissions(link).items()})
         with attach(link, 2**24) as grid:
             transport = GridTransport(grid, nodes, signer=signer)
             until = time.monotonic() + 120

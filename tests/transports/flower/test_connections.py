@@ -27,13 +27,23 @@ def test_addresses_have_few_connections_without_an_accepted_request() -> None:
     assert made.add(other, Connection())
     assert not made.add(third, Connection())
     assert made.add(("192.0.2.2", 1), Connection())
-    assert not made.add(("192.0.2.3", 1), Connection())
     made.accept(one, b"node", 5)
     assert not made.is_pending(one)
     assert made.add(third, Connection())
     made.remove(other)
     made.remove(third)
     assert made.add(other, Connection())
+
+
+def test_the_oldest_connection_of_the_fullest_address_makes_room_for_another_address() -> None:
+    made = connections.Connections(connections.ConnectionLimits(per_address=2, total=3))
+    full = [Connection(), Connection()]
+    for port, connection in enumerate(full):
+        assert made.add(("192.0.2.1", port), connection)
+    assert made.add(("192.0.2.2", 1), Connection())
+    assert made.add(("192.0.2.3", 1), Connection())
+    assert [one.aborted for one in full] == [True, False]
+    assert not made.is_pending(("192.0.2.1", 0))
 
 
 def test_a_node_s_oldest_connection_is_closed_for_a_new_one() -> None:

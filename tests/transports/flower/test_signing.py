@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     keys.make_authority(folder / "server", [])
     public = keys.make_node_key(folder / "node.key")
     private, _ = keys.load_node_key(folder / "node.key")
-    server = signing.ServerSigner(folder / "server", {7: public.read_bytes()})
+    server = signing.ServerSigner(folder / "server", lambda: {7: public.read_bytes()})
     return folder, server, signing.NodeSigner(private, folder / "server" / keys.AUTHORITY)
 
 
@@ -114,4 +114,4 @@ def test_a_server_without_its_order_key_does_not_start(content: bytes | None, tm
     if content is not None:
         (tmp_path / keys.ORDER_KEY).write_bytes(content)
     with pytest.raises(FedspanError, match="order key"):
-        signing.ServerSigner(tmp_path, {})
+        signing.ServerSigner(tmp_path, dict)

@@ -510,7 +510,7 @@ def run_superlink(middleware: Sequence[Middleware], protocol: type[asyncio.Proto
     command = import_module("flwr.superlink.cli.flower_superlink")  # its package has a function of the same name
     original = extensions.get_middleware
     extensions.get_middleware = lambda: (*middleware, *original())
-    run = partial(uvicorn.run, http=protocol)
+    run = partial(uvicorn.run, http=protocol, ws="none")  # an upgrade would leave the protocol, and its bounds
     command.__dict__["uvicorn"] = SimpleNamespace(run=run)
     command.flower_superlink()
 

@@ -58,7 +58,7 @@ class Connections:
     def __init__(self, limits: ConnectionLimits | None = None) -> None:
         self.limits = limits or ConnectionLimits()
         self._open: dict[Address, Closable] = {}
-        self._pending: set[Address] = set()
+        self._pending: dict[Address, None] = {}
         self._by_host: Counter[str] = Counter()
         self._by_sender: defaultdict[bytes, OrderedDict[Address, None]] = defaultdict(OrderedDict)
         self._sender: dict[Address, bytes] = {}
@@ -69,10 +69,15 @@ class Connections:
         Returns:
             Whether it may stay; if not, it is not registered.
         """
-        if self._by_host[client[0]] >= self.limits.per_address or len(self._pending) >= self.limits.total:
+        if self._by_host[client[0]] >= self.limits.per_address:
             return False
+        if len(self._pending) >= self.limits.total:  # the oldest of the fullest address, not the newest of another
+            host = max(self._by_host, key=self._by_host.__getitem__)
+            oldest = next(one for one in self._pending if one[0] == host)
+            self._open[oldest].abort()
+            self.remove(oldest)
         self._open[client] = connection
-        self._pending.add(client)
+        self._pending[client] = None
         self._by_host[client[0]] += 1
         return True
 
@@ -112,7 +117,7 @@ class Connections:
 
     def _forget_pending(self, client: Address) -> None:
         if client in self._pending:
-            self._pending.remove(client)
+            del self._pending[client]
             self._by_host[client[0]] -= 1
             if not self._by_host[client[0]]:
                 del self._by_host[client[0]]
@@ -173,3 +178,4 @@ class BoundedProtocol(H11Protocol):
         assert self._address is not None
         if self.bounds.is_pending(self._address):
             self.abort()
+            self.bounds.remove(self._address)

@@ -63,6 +63,9 @@ BODY_BYTES = {
 _KEYLESS = {"register-node": _SMALL, "unregister-node": _SMALL}
 """Further paths of a server without keys, at which nodes register themselves."""
 
+_PROMPT = "activate-node", "send-node-heartbeat"
+"""Paths whose requests wait for no other ones: a node that is cut off in an upload comes back at once."""
+
 _KNOWN_SECONDS = 5.0
 """Seconds for which an admitted key need not be looked up again; a revoked key is refused after that time."""
 
@@ -82,8 +85,8 @@ class DoorLimits:
         waiting: Requests of a node that may wait; further ones are refused.
         rate: Requests of a node per second in the long run; faster ones are delayed.
         burst: Requests of a node that are not delayed after a pause.
-        body_seconds: Time limit for a body, in seconds, beside one second for each ``slowest`` bytes.
-        slowest: Slowest transmission of a body, in bytes per second.
+        body_seconds: Time limit for the next part of a body, in seconds.
+        slowest: Slowest transmission of a body, in bytes per second, after the first ``body_seconds``.
     """
 
     reply_bytes: int = 1 << 31
@@ -174,6 +177,7 @@ class Door:
             raise Refused(403, "not a path for nodes")
         length = _declared_length(headers, most)
         if not keyed:  # a trial on one machine: nobody can tell its nodes apart
+            self.connections.accept(scope.get("client"), b"keyless", None)
             body = await _read(receive, length, self.limits)
             if path == "push-messages":
                 self._require_reply(body, None)
@@ -186,7 +190,8 @@ class Door:
         await self._require_admitted(scope, sender, key)
         self.connections.accept(scope.get("client"), key, length + 2 * OBJECT_BYTES)
         async with AsyncExitStack() as stack:
-            await self._wait(sender, stack)
+            if path not in _PROMPT:
+                await self._wait(sender, stack)
             body = await _read(receive, length, self.limits)
             self._require_allowed(path, body, sender)
             await self.app(scope, _replay(body, receive), send)
@@ -268,7 +273,8 @@ async def _read(receive: Receive, length: int, limits: DoorLimits) -> bytes:
     try:
         async with asyncio.timeout(limits.body_seconds + length / limits.slowest):
             while True:
-                message = await receive()
+                async with asyncio.timeout(limits.body_seconds):
+                    message = await receive()
                 if message["type"] != "http.request":
                     raise Refused(400, "the connection was closed")
                 parts.append(message.get("body", b""))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -92,13 +92,14 @@ class ServerSigner:
 
     Args:
         folder: The server's folder.
-        nodes: Public keys of the admitted nodes in OpenSSH's format, by Flower's node id.
+        nodes: Returns the public keys of the admitted nodes in OpenSSH's format, by Flower's node id. It is called
+            again for a node that was not admitted before.
 
     Raises:
         FedspanError: If the folder has no order key.
     """
 
-    def __init__(self, folder: Path, nodes: Mapping[int, bytes]) -> None:
+    def __init__(self, folder: Path, nodes: Callable[[], Mapping[int, bytes]]) -> None:
         path = folder / ORDER_KEY
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
@@ -106,7 +107,7 @@ class ServerSigner:
             raise FedspanError("server", str(path), f"the server's order key ({error})") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise FedspanError("server", str(path), "an elliptic-curve key, as fedspan server writes it")
-        self._key, self._nodes = key, dict(nodes)
+        self._key, self._load, self._nodes = key, nodes, dict(nodes())
 
     def seal(self, envelope: Envelope, node: int, reply_to: bytes = b"") -> Sealed:
         """``Signer.seal``."""
@@ -115,6 +116,8 @@ class ServerSigner:
 
     def open(self, sealed: Sealed, node: int, reply_to: bytes = b"") -> Envelope:
         """``Signer.open``."""
+        if node not in self._nodes:
+            self._nodes = dict(self._load())
         if node not in self._nodes:
             raise ValueError("its node was not admitted with fedspan admit, so its reply can't be verified")
         key = load_ssh_public_key(self._nodes[node])

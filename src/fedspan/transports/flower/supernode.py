@@ -111,7 +111,7 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
                 finally:
                     until = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > until and error.response.status_code in (401, 403):
                 expected = "a SuperLink that knows this node's key (fedspan admit KEY.pub, on the server)"
                 raise FedspanError("server", link.address, expected) from error
             why = "it does not know this node's key, or has not yet noticed that its last connection ended"

@@ -22,6 +22,7 @@ from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
 from fedspan.transports.flower.adapter import (
     PIECE_BYTES,
     ObjectPullError,
+    ObjectPushError,
     ObjectUnavailableError,
     ReplyHead,
     RunNotRunningException,
@@ -89,7 +90,21 @@ class GridTransport(Transport):
             salt = new_salt()
             for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
                 lifetime = max(until - time.monotonic(), 0) + 60
-                if sent := _send(self.grid, self.signer, orders[id], id, self.nodes[id], "train", lifetime, salt):
+                try:
+                    sent = _send(self.grid, self.signer, orders[id], id, self.nodes[id], "train", lifetime, salt)
+                except ObjectPushError:  # its node deleted the message while it was sent
+                    del unsent[id]
+                    salt = new_salt()  # no object of the next message may have a name that this node knows
+                    yield id, "its node confirmed an order that it had not received"
+                    continue
+                except httpx.HTTPStatusError as error:
+                    if error.response.status_code < 500:
+                        raise
+                    salt = (
+                        new_salt()
+                    )  # somebody announced the body's name with other children: sent again under another
+                    continue
+                if sent:
                     waiting.update(sent)
                     del unsent[id]
             if time.monotonic() >= absent:
@@ -205,7 +220,11 @@ def invite(
         for node in sorted(set(grid.get_node_ids()) - invited):
             left = max(1.0, until - time.monotonic())
             invited.add(node)
-            waiting.update(_send(grid, signer, envelope, node, node, "query", left + 60, salt))
+            try:
+                waiting.update(_send(grid, signer, envelope, node, node, "query", left + 60, salt))
+            except ObjectPushError:
+                salt = new_salt()
+                yield node, "it confirmed an invitation that it had not received"
         yield from _receive(grid, signer, waiting)
         time.sleep(_POLL[1] / 2)
 
@@ -243,7 +262,7 @@ class LimitedGrid(TaskGrid):
         for one in self._partial.values():
             if one.head.reply_to not in wanted:
                 self.confirm(one.head)
-        for head in self.list_replies(sorted(wanted)):
+        for head in self.list_replies(sorted(wanted - partial.keys())):
             partial.setdefault(head.reply_to, _Partial(head))
         messages: list[Message] = []
         for reply_to, one in list(partial.items()):
