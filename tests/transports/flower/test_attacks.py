@@ -247,6 +247,19 @@ def test_half_sent_requests_are_few_and_closed_soon(scene: Scene) -> None:
     scene.require_work()
 
 
+def test_refused_upgrades_take_no_place_for_good(scene: Scene) -> None:
+    from fedspan.transports.flower.connections import ConnectionLimits
+
+    request = b"GET /v1/fleet/pull-messages HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    request += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    for _ in range(ConnectionLimits().per_address + 8):
+        with connect(scene.address, scene.authority) as line:
+            line.sendall(request)
+            line.settimeout(30)
+            assert b" 40" in line.recv(100)[:20]
+    scene.require_work()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 def test_another_user_of_the_machine_commands_nothing(scene: Scene) -> None:
     code = """
