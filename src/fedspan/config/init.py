@@ -196,18 +196,18 @@ def _facts(rows: Source, where: str, task: TaskName | None, given: Mapping[str, 
             raise FedspanError(f"--{option}", column, problem=no_column(column, dataset.column_names))
     head = dataset.select(range(min(len(dataset), _SAMPLE)))
     by = given["by"] or (places_of(where)[0] if has_places(where) else _clients(head, given))
-    told = () if by is None else (f"clients: the column {by}",)
+    client_notes = () if by is None else (f"clients: the column {by}",)
     images = _image_column(rows, head, given["text"])
     read = {"header": False} if headerless(dataset.column_names) in rows.notes else {}
     if task == "image-classification" or (task is None and images is not None):
         if images is None:
             raise FedspanError("--text", given["text"], f"the column of images: {', '.join(dataset.column_names)}")
-        facts = _labelled(head, "image-classification", {**given, "text": images}, by, told)
+        facts = _labelled(head, "image-classification", {**given, "text": images}, by, client_notes)
     elif task in (None, "causal-lm") and (language := _language(head, task, given)) is not None:
         shown = ", ".join(map(str, language.values()))
-        facts = _Facts("causal-lm", language, by, (f"prompts and answers: {shown}", *told))
+        facts = _Facts("causal-lm", language, by, (f"prompts and answers: {shown}", *client_notes))
     else:
-        facts = _labelled(head, task, given, by, told)
+        facts = _labelled(head, task, given, by, client_notes)
     return replace(facts, data={**read, **facts.data})
 
 
@@ -263,7 +263,7 @@ def _labelled(
     task: TaskName | None,
     given: Mapping[str, str | None],
     by: str | None,
-    told: tuple[str, ...],
+    client_notes: tuple[str, ...],
 ) -> _Facts:
     rest = [name for name in head.column_names if name not in (by, given["text"])]
     label = given["label"] or (_score(head, rest) if task == "regression" else _label(head, rest))
@@ -272,7 +272,9 @@ def _labelled(
         raise FedspanError("--label", None, f"the column of {what}: {', '.join(head.column_names)}")
     if task == "image-classification":
         text = given["text"]
-        return _Facts(task, {"image": text, "label": label}, by, (f"{task}: image {text!r}, label {label!r}", *told))
+        return _Facts(
+            task, {"image": text, "label": label}, by, (f"{task}: image {text!r}, label {label!r}", *client_notes)
+        )
     rest = [name for name in rest if name != label]
     pair = next((each for each in _PAIRS if set(each) <= set(rest)), None) if given["text"] is None else None
     texts = {name: length for name in rest if (length := _length(head, name))}
@@ -284,7 +286,7 @@ def _labelled(
         task = "regression" if _numbers(head, label) == "float" and values > 20 else "sequence-classification"
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
     shown = " and ".join(map(repr, pair)) if pair else repr(text)
-    found = [f"{task}: text {shown}, label {label!r}", *told]
+    found = [f"{task}: text {shown}, label {label!r}", *client_notes]
     if given["label"] is None and (more := [name for name in _candidates(head, rest) if name not in fields.values()]):
         found.append(f"other columns that may be labels: {', '.join(more[:4])} (--label)")
     return _Facts(task, fields, by, tuple(found))

@@ -41,10 +41,10 @@ def find_divergence(rows: Iterable[Mapping[str, Any]], metric: str, lr: float) -
     if scored:
         (first, before), (last, after) = scored[0], scored[-1]
         if rank_of(metric, after) < rank_of(metric, before) and not rank_of("loss", after) >= rank_of("loss", before):
-            told = [_shown(metric, one) for one in (before, after)]
+            texts = [_shown(metric, one) for one in (before, after)]
             found.append(
-                f"Training made the model worse: validation {METRICS[metric].title} was {told[0]} after round {first} "
-                f"and is {told[1]} after round {last}. {advice}"
+                f"Training made the model worse: validation {METRICS[metric].title} was {texts[0]} after round {first} "
+                f"and is {texts[1]} after round {last}. {advice}"
             )
     return tuple(found)
 
