@@ -61,7 +61,7 @@ def measure(rounds: int) -> tuple[list[float], int]:
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         with Deployment(folder / "deployment") as deployment:
             for id in NODES:
-                deployment.join(id, deployment.node_file(id, data[id]))
+                deployment.join(id, deployment.node_file(id, data[id], test=0.1))
             deployment.submit(folder / "config.yaml", folder / "run")
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     marks = [line["seconds"] for line in lines]

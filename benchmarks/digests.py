@@ -313,7 +313,8 @@ def _join(deployment: Any, folder: Path, case: str = "") -> None:
         columns = {"label": "target"} if case == "regression" else {}
         if case == "image-classification":
             train = folder / "inputs" / "images"
-        deployment.join(site, deployment.node_file(site, train, columns))
+        split = {"validation": 0.1, "test": 0.1, "split_seed": 3}  # that of _base
+        deployment.join(site, deployment.node_file(site, train, columns, **split))
 
 
 def _deployed(deployment: Any, folder: Path, values: Mapping[str, Any], out: Path) -> dict[str, Any]:

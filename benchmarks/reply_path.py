@@ -143,7 +143,8 @@ def run(kind: str, folder: Path) -> None:
     config.write_text(yaml.safe_dump(values))
     with Deployment(folder / "deployed") as deployment:
         for site in digests.SITES:
-            deployment.join(site, deployment.node_file(site, folder / "inputs" / f"{site}.csv"))
+            train = folder / "inputs" / f"{site}.csv"
+            deployment.join(site, deployment.node_file(site, train, validation=0.1, test=0.1))
         deployment.submit(config, folder / "run")
 
 

@@ -121,7 +121,10 @@ class Deployment:
             "data": {"train": str(data), **(columns or {})},
             "device": "cpu",
             "threads": 1,
+            "validation": 0.0,
+            "test": 0.0,
             **changes,
+            "limits": {"models": ["*"], "evaluation_examples": 1, **changes.get("limits", {})},  # the data are small
         }
         path = self.folder / f"{id}.yaml"
         path.write_text(yaml.safe_dump(values))

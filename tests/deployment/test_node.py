@@ -66,7 +66,7 @@ def test_an_order_of_a_run_to_which_it_was_not_invited_is_refused(tiny_folder: P
             "`limits.methods`: this node does not allow 'fedit'. It allows rolora",
         ),
         ({"models": ["roberta-base"]}, {}, "limits.models"),
-        ({"rounds": 2}, {}, "`limits.rounds`: the run has 3 rounds, and this node allows at most 2"),
+        ({"rounds": 2}, {}, "`limits.rounds`: the run's federation.rounds is 3, and this node allows at most 2"),
         ({}, {"method": {"name": "no such"}}, "method.name"),
         ({}, {"data": {"labels": ["admin", "billing"]}}, "data.train; see"),
         ({}, {"unknown": 1}, "unknown"),

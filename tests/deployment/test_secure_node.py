@@ -38,6 +38,7 @@ def values(tiny_folder: Path, **federation: Any) -> dict[str, Any]:
 
 def node(id: str, tiny_folder: Path, folder: Path, **limits: Any) -> NodeConfig:
     given = {"id": id, "server": "localhost:1", "data": {"train": str(tiny_folder / "corpus.csv")}}
+    limits = {"models": [f"{tiny_folder}/*"], "evaluation_examples": 1, **limits}
     return NodeConfig.model_validate({"folder": str(folder / id), "limits": limits, **given})
 
 

@@ -29,8 +29,10 @@ def values(tiny_folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def node(tiny_folder: Path, folder: Path, **changes: Any) -> NodeConfig:
+    """A node's config, whose limits allow the tiny model and few examples."""
     given = {"id": CLIENT, "server": "localhost:1", "data": {"train": str(tiny_folder / "corpus.csv")}, **changes}
-    return NodeConfig.model_validate({"folder": str(folder), **given})
+    limits = {"models": [f"{tiny_folder}/*"], "evaluation_examples": 1, **given.pop("limits", {})}
+    return NodeConfig.model_validate({"folder": str(folder), "limits": limits, **given})
 
 
 def invitation(config: dict[str, Any], **changes: Any) -> Invitation:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import pydantic
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedspan.config.reading import read_values
 from fedspan.config.section import Section
@@ -26,9 +26,47 @@ class NodeLimits(Section):
         default=None, description="Methods that it may name; left out: all."
     )
     models: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None, description="Base models that it may name (model.name); left out: all."
+        default=None,
+        description="Base models that it may name (model.name), besides those under models, as patterns: roberta-base, "
+        "google/*, or name@revision where a run names a revision. Nothing else is loaded or looked up on the hub. Left "
+        "out: the builtin: models.",
     )
-    rounds: int | None = Field(default=None, ge=1, description="Rounds of a run, at most.")
+    from_scratch: bool = Field(
+        default=False,
+        description="Allow model.pretrained: false, where all weights come from the server. builtin:resnet-8, -10 and "
+        "-18 are always so.",
+    )
+    rounds: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rounds of a run, at most, and of all runs of this server on this data together; "
+        "an order that is repeated unchanged counts once. Left out: no limit.",
+    )
+    runs: int = Field(default=1000, ge=1, description="Runs of this server that this node joins with this data.")
+    evaluations: int = Field(
+        default=2000,
+        ge=0,
+        description="Evaluations, exports and head statistics that all runs of this server may ask for on this data.",
+    )
+    evaluation_examples: int = Field(
+        default=10,
+        ge=1,
+        description="Examples that a validation or test part needs for its metrics to be sent. Metrics of n examples "
+        "are rounded to multiples of half this number over n, so that no small group shows. 1: sent as measured.",
+    )
+    train_examples: int = Field(
+        default=10, ge=1, description="Training examples that this node must have to take part in a run."
+    )
+    steps: int = Field(
+        default=20_000,
+        ge=1,
+        description="Forward and backward passes of an order: local_steps, or local_epochs over this node's batches, "
+        "times gradient_accumulation_steps.",
+    )
+    batch: int = Field(default=1024, ge=1, description="Examples of one pass in training (batch_size) and evaluation.")
+    tokens: int = Field(default=8192, ge=2, description="Tokens of an example (model.max_length).")
+    image_size: int = Field(default=1024, ge=8, description="Rows and columns of an image (model.image_size).")
+    rank: int = Field(default=512, ge=1, description="Rank of an adapter (method.r, federation.ranks).")
     round_seconds: float = Field(
         default=3600.0,
         gt=0,
@@ -40,8 +78,8 @@ class NodeLimits(Section):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Epsilon that all runs together may spend of this node's data; runs without privacy.mechanism "
-        "local or dp-sgd are refused then. Left out: no end.",
+        description="Epsilon that all runs of this server together may spend of this data; runs without "
+        "privacy.mechanism local or dp-sgd are refused then. Left out: no limit.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Of epsilon.")
     secure_only: bool = Field(
@@ -84,17 +122,18 @@ class NodeConfig(Section):
     key: str | None = Field(default=None, min_length=1, description="File with its private key.")
     folder: str = Field(default="fedspan-node", min_length=1, description="Where it keeps what it must remember.")
     data: dict[str, Any] = Field(
-        description="Its data, as in a run's config: train, test, text, label, ... What belongs to the problem and not "
-        "to the place (labels, prompt) comes from the server."
+        description="Its data, as in a run's config: train, test, text, label, group, ... Only what belongs to the "
+        "problem (labels, chat, system, packing, long_answers, and a prompt if the run has one) comes from the server."
     )
-    validation: float | None = Field(
-        default=None, ge=0, lt=1, description="Share of its examples for validation; left out: the server's."
-    )
-    test: float | None = Field(
-        default=None, ge=0, lt=1, description="Share of its examples for its own test; left out: the server's."
+    validation: float = Field(default=0.1, ge=0, lt=1, description="Share of its examples for validation.")
+    test: float = Field(default=0.1, ge=0, lt=1, description="Share of its examples for its own test.")
+    split_seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of this split, which is the same in all runs whatever their seed."
     )
     models: dict[str, str] = Field(
-        default_factory=dict, description="Folders here of models that a server may name: {name: folder}."
+        default_factory=dict,
+        description="Folders here of models and adapters that a server may name (model.name, model.adapter): {name: "
+        "folder}.",
     )
     device: str | None = Field(default=None, description="auto, cpu, cuda, cuda:1, mps; left out: auto.")
     threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads of torch.")
@@ -106,6 +145,18 @@ class NodeConfig(Section):
         "costs some milliseconds.",
     )
     limits: NodeLimits = Field(default_factory=NodeLimits)
+
+    @model_validator(mode="after")
+    def _rest_to_train(self) -> Self:
+        if self.validation + self.test >= 1:
+            raise ValueError(f"validation + test below 1, not {self.validation + self.test:g}: the rest trains")
+        return self
+
+    @property
+    def budget_marker(self) -> Path:
+        """The file that proves that the node's budget exists, outside its folder: beside the key, if there is one."""
+        folder = Path(self.folder)
+        return folder.with_name(f"{folder.name}.budget") if self.key is None else Path(f"{self.key}.budget")
 
 
 def load_node(path: str | Path) -> NodeConfig:

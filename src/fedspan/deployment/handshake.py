@@ -26,8 +26,10 @@ __all__ = ["NOWHERE", "Introduction", "Invitation", "base_digest", "node_values"
 NOWHERE = "nodes"
 """Value of ``data.train`` on a server: the nodes have the examples."""
 
-_OWN = ("dataset", "train", "test", "text", "text_pair", "image", "label", "answer", "messages", "prompt")
-"""Fields of ``data`` that only a node can know: the location of its examples and their columns."""
+_SHARED = ("labels", "chat", "system", "packing", "long_answers", "prompt")
+"""Fields of ``data`` that belong to the problem. All others select examples or say where they are: a node's own."""
+_ENGINE = ("name", "padding_free", "prefix_cache")
+"""Fields of ``engine`` that a node takes from the server; all others are about the machine."""
 
 
 class Invitation(HeaderPart):
@@ -128,26 +130,31 @@ def server_config(values: Mapping[str, Any]) -> RunConfig:
 def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's config for a node: the server's config, with all of the node's own data as one client.
 
+    The server decides neither which of the node's examples are used nor how they are split.
+
     Args:
         config: The server's config.
-        own: The node's ``data`` section and its fractions for validation and test.
+        own: The node's ``data`` section, its shares for validation and test, and the seed of that split.
     """
     theirs, mine = dict(config.get("data") or {}), dict(own.get("data") or {})
-    merged = {name: value for name, value in theirs.items() if name not in _OWN or (name == "prompt" and value)}
-    merged.update(mine)
-    parts = {name: own[name] for name in ("validation", "test") if own.get(name) is not None}
-    given = dict(config.get("partition") or {})
-    shares = {name: given[name] for name in ("validation", "test") if name in given}
-    division = {"partitioner": "iid", "clients": 1, **shares, **parts}
-    merged.setdefault("test_fraction", 0.0)
-    left = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
-    rounds = dict(left.pop("federation", None) or {})
-    # These concern other clients; each order contains what a node needs to know of them.
-    for name in ("clients_per_round", "over_select", "ranks", "min_replies"):
+    shared = {name: theirs[name] for name in _SHARED if theirs.get(name) is not None}
+    split = {"validation": own["validation"], "test": own["test"], "seed": own["split_seed"]}
+    given = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
+    rounds = dict(given.pop("federation", None) or {})
+    # These concern the server and other clients; each order contains what a node needs to know of them.
+    for name in ("clients_per_round", "over_select", "ranks", "min_replies", "early_stopping"):
         rounds.pop(name, None)
-    engine = {key: value for key, value in dict(left.pop("engine", None) or {}).items() if key != "prefix_folder"}
-    machine = {name: own[name] for name in ("device", "threads") if own.get(name) is not None}
-    return {**left, **machine, "federation": rounds, "engine": engine, "data": merged, "partition": division}
+    engine = dict(given.pop("engine", None) or {})
+    evaluation = dict(given.pop("evaluation", None) or {})
+    return {
+        **given,
+        **{name: own[name] for name in ("device", "threads") if own.get(name) is not None},
+        "federation": rounds,
+        "engine": {name: engine[name] for name in _ENGINE if name in engine},
+        "evaluation": {name: evaluation[name] for name in ("batch_size", "metric") if name in evaluation},
+        "data": {"test_fraction": 0.0, **shared, **mine},
+        "partition": {"partitioner": "iid", "clients": 1, **split},
+    }
 
 
 def base_digest(built: RunModel) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedspan import __version__
@@ -18,11 +18,14 @@ from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.deployment.handshake import Introduction, Invitation, base_digest, node_values
+from fedspan.deployment.limits import OrderTerms, config_ranks, require_config, require_workload
+from fedspan.deployment.usage import UsageBook
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Envelope, Order, read_header
+from fedspan.federation.evaluation import coarsen
+from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import disk_errors, read_bytes, write_atomic
-from fedspan.runs.privacy_budget import Book, has_key, load_noise_key, new_key, store_noise_key
+from fedspan.runs.privacy_budget import has_key, load_noise_key, new_key, store_noise_key
 from fedspan.runs.remote import method_for, secure_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
@@ -32,6 +35,21 @@ __all__ = ["NodeService", "last_serial", "load_invitation"]
 _INVITATION, _SERIAL = "invitation.json", "serial"
 
 log = logging.getLogger("fedspan.node")
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A run that this node takes part in, with its model loaded.
+
+    Args:
+        host: Carries out its orders.
+        base: Digest of the frozen model.
+        terms: What every order must agree with.
+    """
+
+    host: Host
+    base: str
+    terms: OrderTerms
 
 
 class NodeService:
@@ -47,13 +65,13 @@ class NodeService:
     def __init__(self, node: NodeConfig) -> None:
         self.node = node
         self.folder = Path(node.folder)
-        self._book = Book(self.folder, node.limits.delta)
-        self._loaded: tuple[str, Host, str] | None = None
+        self._usage = UsageBook(node)
+        self._loaded: tuple[str, _Joined] | None = None
 
     def load(self, envelope: Envelope) -> None:
         """Load the model of the run that an envelope belongs to, if possible; if not, ``answer`` reports the reason."""
         with suppress(Exception):
-            self._host(decode_request(envelope).run)
+            self._run(decode_request(envelope).run)
 
     def answer(self, envelope: Envelope) -> Envelope:
         """Execute the order in an envelope, or report why not.
@@ -69,9 +87,11 @@ class NodeService:
             if len(envelope.body) > self.node.limits.message_bytes:
                 self._require_small("message", envelope.body)
             self._require_new(asked)
-            host = self._host(asked.run)
-            self._book.pay(host.charges(asked), self.node.limits.epsilon)
-            answer = host.reply(asked)
+            run = self._run(asked.run)
+            if isinstance(asked, Order):
+                run.terms.require(asked)
+                self._usage.record_order(asked, run.host.charges(asked))
+            answer = self._coarsened(run.host.reply(asked), asked)
             self._require_small("reply", answer.body)
             log.info("round %d: %s done", asked.round + 1, asked.task)
         except Exception as error:
@@ -83,7 +103,8 @@ class NodeService:
         own = Introduction(id=self.node.id, version=__version__)
         try:
             self._require_allowed(invitation)
-            host, base = self._build(invitation)
+            joined = self._build(invitation)
+            self._usage.record_run(invitation.run)
         except Exception as error:  # on any error the server learns that this node does not participate
             log.exception("the invitation to %s is refused", invitation.run)
             return own.model_copy(update={"refused": describe_error(error)[:4096]})
@@ -91,9 +112,18 @@ class NodeService:
         with disk_errors(self.folder, "free some space on the node"):
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(place / _INVITATION, invitation.model_dump_json().encode())
-        self._loaded = (invitation.run, host, base)
-        log.info("joined %s with %d examples", invitation.run, host.clients[self.node.id].client.examples)
-        return own.model_copy(update={"examples": host.clients[self.node.id].client.examples, "base": base})
+        self._loaded = (invitation.run, joined)
+        examples = joined.terms.client.examples
+        log.info("joined %s with %d examples", invitation.run, examples)
+        return own.model_copy(update={"examples": examples, "base": joined.base})
+
+    def _coarsened(self, reply: Envelope, asked: Order | Phase) -> Envelope:
+        """Return a reply whose metrics, if it has any, are those that may leave this node."""
+        if asked.task != "evaluate":
+            return reply
+        decoded, least = decode_reply(reply), self.node.limits.evaluation_examples
+        scores = {part: coarsen(values, least) for part, values in (decoded.scores or {}).items()}
+        return replace(decoded, scores={part: values for part, values in scores.items() if values}).envelope()
 
     def _require_small(self, what: str, body: bytes) -> None:
         most = self.node.limits.message_bytes
@@ -101,56 +131,35 @@ class NodeService:
             raise FedspanError(what, len(body), problem=f"{len(body)} bytes are more than this node's limit of {most}")
 
     def _require_allowed(self, invitation: Invitation) -> None:
-        if invitation.version != __version__:
-            raise FedspanError("version", invitation.version, f"fedspan {__version__}, the version of this node")
-        limits, config = self.node.limits, parse_config(self._values(invitation))
-        for field, value, allowed in (
-            ("limits.methods", config.method.name, limits.methods),
-            ("limits.models", invitation.values().get("model", {}).get("name", config.model.name), limits.models),
-        ):
-            if allowed is not None and value not in allowed:
-                problem = f"this node does not allow {value!r}. It allows {', '.join(allowed) or 'none'}"
-                raise FedspanError(field, value, problem=problem)
-        privacy = config.privacy
-        if privacy is not None and privacy.randomness != "secret":
-            raise FedspanError(
-                "federation", privacy.randomness, problem="this node requires privacy.randomness: secret"
-            )
-        if limits.epsilon is not None and (privacy is None or privacy.mechanism == "central"):
-            found = "no privacy" if privacy is None else privacy.mechanism
-            problem = f"this node requires privacy.mechanism local or dp-sgd, and the run has {found}"
-            raise FedspanError("limits.epsilon", found, problem=problem)
-        if limits.rounds is not None and config.federation.rounds > limits.rounds:
-            raise FedspanError(
-                "limits.rounds",
-                config.federation.rounds,
-                problem=f"the run has {config.federation.rounds} rounds, and this node allows at most {limits.rounds}",
-            )
-        if limits.secure_only and config.federation.secure is None:
-            raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
+        config = parse_config(self._values(invitation))
+        require_config(self.node, invitation, config)
+        self._usage.require_run(invitation.run, config.federation.rounds)
 
     def _values(self, invitation: Invitation) -> dict[str, object]:
-        own = self.node.model_dump(include={"data", "validation", "test", "device", "threads"})
+        own = self.node.model_dump(include={"data", "validation", "test", "split_seed", "device", "threads"})
         values = node_values(invitation.values(), own)
         model = dict(values.get("model") or {})
-        if model.get("name") in self.node.models:
-            model["name"] = self.node.models[model["name"]]
+        for field in ("name", "adapter"):
+            if model.get(field) in self.node.models:
+                model[field] = self.node.models[model[field]]
         return {**values, "model": model}
 
-    def _build(self, invitation: Invitation) -> tuple[Host, str]:
+    def _build(self, invitation: Invitation) -> _Joined:
         if self._loaded is not None and self._loaded[0] == invitation.run:
             kept = self._of(invitation.run) / _INVITATION
             if kept.is_file() and kept.read_bytes() == invitation.model_dump_json().encode():
-                return self._loaded[1], self._loaded[2]
+                return self._loaded[1]
         self._loaded = None  # two models may not fit into memory
         config = parse_config(self._values(invitation))
         place = self._of(invitation.run)
         prepared = prepare(config, key=self._key(place, config))
         (member,) = prepared.federation.clients.values()
         member = replace(member, client=replace(member.client, id=self.node.id))
+        require_workload(config, member.client.examples, self.node.limits)
         keeper = DiskClientStore(place / "kept")
         theirs = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
-        method = config.wrapped(method_for(theirs, prepared.engine.adapted.spec))
+        plain = method_for(theirs, prepared.engine.adapted.spec)
+        method = config.wrapped(plain)
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
             write_model(prepared, job, base, place / "adapter", round, self.node.id)
@@ -169,7 +178,8 @@ class NodeService:
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
         )
-        return host, base_digest(prepared.model)
+        ranks = config_ranks(theirs, plain, self.node.id)
+        return _Joined(host, base_digest(prepared.model), OrderTerms(theirs, plain, member.client, ranks))
 
     def _key(self, place: Path, config: RunConfig) -> bytes | None:
         """Return the secret key of this node's noise in a run; it is created at the start of the run."""
@@ -182,15 +192,14 @@ class NodeService:
             store_noise_key(place, key)
         return load_noise_key(place, config)
 
-    def _host(self, run: str) -> Host:
+    def _run(self, run: str) -> _Joined:
         if self._loaded is None or self._loaded[0] != run:
             place = self._of(run) / _INVITATION
             if not place.is_file():
                 raise FedspanError("run", run, "a run to which this node was invited")
             invitation = load_invitation(place)
             self._require_allowed(invitation)
-            host, base = self._build(invitation)
-            self._loaded = (run, host, base)
+            self._loaded = (run, self._build(invitation))
         return self._loaded[1]
 
     def _require_new(self, order: Order | Phase) -> None:

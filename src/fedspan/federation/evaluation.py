@@ -21,7 +21,7 @@ from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPa
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
-__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "summarised"]
+__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "summarised"]
 
 Metrics = Mapping[str, float]
 
@@ -58,6 +58,25 @@ def summarised(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
         worst = min(measured, key=lambda id: rank_of(metric, measured[id]))
         summary["worst"] = {"client": worst, metric: measured[worst][metric]}
     return summary
+
+
+def coarsen(scores: Metrics, examples: int) -> dict[str, float]:
+    """Round metrics so that no group of fewer than half of ``examples`` shows in one of them.
+
+    Args:
+        scores: Metrics of one part, with their number of ``examples``.
+        examples: Examples that a part needs; 1: metrics are returned as they are.
+
+    Returns:
+        The metrics; empty if the part has too few examples.
+    """
+    count = scores.get("examples", 0.0)
+    if count < examples:
+        return {}
+    if examples == 1:
+        return dict(scores)
+    step = examples / (2 * count)
+    return {name: value if name == "examples" else step * round(value / step) for name, value in scores.items()}
 
 
 def _drawn(federation: Federation, count: int | None) -> tuple[str, ...]:

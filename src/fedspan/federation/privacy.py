@@ -195,7 +195,7 @@ def private_mean(
 
 def _noisy(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:
     """Add noise to every entry of a change."""
-    if privacy.secret:  # a repeated order yields either the same reply or one with different noise
-        label = (*label, digest_of(change))
     std = noise * privacy.clip
+    if privacy.secret:  # a repeated order yields either the same reply or one with different noise
+        label = (*label, digest_of(change), repr(std))
     return {name: value + std * gaussian(privacy.key, value.shape, *label, name) for name, value in change.items()}

@@ -249,6 +249,10 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
             run does not target or shapes of another model.
     """
     path = Path(os.path.expanduser(folder))
+    if not os.path.isdir(path):  # PEFT would look the name up on the hub
+        raise FedspanError(
+            "model.adapter", folder, f"a folder with adapter_config.json and {_WEIGHTS} (no such folder)"
+        )
     try:
         config = PeftConfig.from_pretrained(str(path))
         tensors = safetensors.torch.load_file(str(path / _WEIGHTS))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedspan.config import RunConfig
 from fedspan.core.noise import KEY_BYTES
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
+from fedspan.files import disk_errors, fsync_folder, read_bytes, write_all
 from fedspan.training.accounting import Charge, PrivacySpend, require_opacus
 
-__all__ = ["Book", "Budget", "has_key", "load_noise_key", "new_key", "store_noise_key"]
+__all__ = ["Budget", "has_key", "load_noise_key", "new_key", "store_noise_key"]
 
-_KEY, _BOOK = "noise.key", "privacy.json"
+_KEY = "noise.key"
 
 
 def is_secret(config: RunConfig) -> bool:
@@ -128,42 +127,3 @@ class Budget:
     def dump(self) -> str:
         """Serialize the spent budget as text, for a checkpoint."""
         return json.dumps({} if self._spend is None else self._spend.dump())
-
-
-class Book:
-    """The privacy budget that all runs together have spent on a data owner's node, stored on its own disk.
-
-    Args:
-        folder: Folder of the node.
-        delta: Delta of the guarantee.
-    """
-
-    def __init__(self, folder: Path, delta: float) -> None:
-        self.path, self.delta = folder / _BOOK, delta
-
-    def pay(self, charges: tuple[Charge, ...], most: float | None) -> None:
-        """Record the cost of an order before the order is carried out.
-
-        Args:
-            charges: Charges of the order.
-            most: The total epsilon that may be spent; None: no limit.
-
-        Raises:
-            FedspanError: If the remaining budget is too small, or the book cannot be read or written.
-        """
-        if not charges:
-            return
-        spend = PrivacySpend(self.delta, "rdp")
-        if self.path.is_file():
-            try:
-                spend.restore(from_json(read_bytes(self.path)))  # pyright: ignore[reportArgumentType]
-            except ValueError as error:
-                raise FedspanError(
-                    str(self.path), str(error), problem=f"the privacy budget of this node cannot be read ({error})"
-                ) from error
-        own = tuple(replace(one, payer="") for one in charges)
-        if most is not None and (cost := spend.worst(own)) > most:
-            raise FedspanError("limits.epsilon", most, f"at least {cost:.4g}, with this order")
-        spend.charge(own)
-        with disk_errors(self.path.parent, "free some space on the node"):
-            write_atomic(self.path, to_json(spend.dump()).encode())

@@ -78,15 +78,15 @@ def release_of(privacy: Privacy, settings: TrainingSettings, jobs: Sequence[Job]
 def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignment) -> Iterator[np.ndarray]:
     """Yield the samples of a job, drawing each example independently; a sample may be empty.
 
-    With a secret key they depend on the job's tensors as well, as its noise does: a server that repeats an order with
-    another model does not learn two sums over one sample, for which the accountant does not allow.
+    With a secret key they depend on the job's tensors and the rate as well, as its noise does on its scale: a server
+    that repeats an order with another model does not learn two sums over one sample, which no accountant allows.
     """
     count = len(work.indices)
     label = ("poisson", work.round, work.client, work.job.phase)
+    rate = expected_batch(settings, count) / max(1, count)
     if privacy.secret:
-        label = (*label, digest_of(work.job.tensors))
+        label = (*label, digest_of(work.job.tensors), repr(rate))
     for step in range(private_steps(settings, work.job, count)):
-        rate = expected_batch(settings, count) / count
         yield work.indices[poisson_sample(privacy.key, rate, count, *label, step).numpy()]
 
 

@@ -30,7 +30,10 @@ class _Keyed(DPOptimizer):
     def add_noise(self) -> None:
         """``DPOptimizer.add_noise``."""
         sums: dict[str, Tensor] = dict(zip(self.names, (_summed(p) for p in self.params), strict=True))
-        label = (*self.label, digest_of(sums)) if self.secret else self.label
+        if self.secret:  # the same noise at two scales would cancel
+            label = (*self.label, digest_of(sums), repr(self.noise_multiplier * self.max_grad_norm))
+        else:
+            label = self.label
         for (name, total), p in zip(sums.items(), self.params, strict=True):
             noise = gaussian(self.key, p.shape, *label, name) * (self.noise_multiplier * self.max_grad_norm)
             p.grad = (total + noise.to(total)).view_as(p)

@@ -1,0 +1,238 @@
+"""What a node checks against its operator's limits: a run's config when it joins, and every order afterwards.
+
+A config is agreed on once. Whatever an order repeats of it (learning rate, weight, rank, number of the round) is
+compared with what the node computes from that config and from its own examples, so no order can differ from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fedspan import __version__
+from fedspan.config import RunConfig
+from fedspan.config.federation import DrawnRanks, FractionRanks
+from fedspan.config.node import NodeConfig, NodeLimits
+from fedspan.core.method import RegisteredMethod
+from fedspan.core.values import Client
+from fedspan.deployment.handshake import Invitation
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Order
+from fedspan.models.names import architecture_of
+from fedspan.runs.setup import client_scaling
+
+__all__ = ["OrderTerms", "config_ranks", "require_config", "require_workload"]
+
+_LARGEST_OPTION = 1_000_000
+"""Largest whole number that an option of a method or a wrapper may have: they count rounds, ranks or segments."""
+_SAME = 1e-9
+"""Relative difference up to which two computations of a number agree: a cosine may differ between machines."""
+
+
+def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) -> None:
+    """Check the config of an invitation against a node's limits, before anything is loaded.
+
+    Args:
+        node: The node's config.
+        invitation: The invitation.
+        config: The invitation's config with the node's data.
+
+    Raises:
+        FedspanError: If a limit forbids the run.
+    """
+    if invitation.version != __version__:
+        raise FedspanError("version", invitation.version, f"fedspan {__version__}, the version of this node")
+    limits, method = node.limits, config.method.name
+    if limits.methods is not None and method not in limits.methods:
+        raise _forbidden("limits.methods", method, limits.methods)
+    _require_model(node, invitation, config)
+    for field, value, most in _sizes(config, invitation, limits):
+        if value > most:
+            problem = f"the run's {field} is {value}, and this node allows at most {most}"
+            raise FedspanError(_LIMIT_OF.get(field, "limits"), value, problem=problem)
+    privacy = config.privacy
+    if privacy is not None and privacy.randomness != "secret":
+        raise FedspanError("federation", privacy.randomness, problem="this node requires privacy.randomness: secret")
+    if limits.epsilon is not None and (privacy is None or privacy.mechanism == "central"):
+        found = "no privacy" if privacy is None else privacy.mechanism
+        problem = f"this node requires privacy.mechanism local or dp-sgd, and the run has {found}"
+        raise FedspanError("limits.epsilon", found, problem=problem)
+    if limits.secure_only and config.federation.secure is None:
+        raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
+
+
+def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) -> None:
+    """Check that the run's model, and the adapter that it starts from, are allowed.
+
+    Raises:
+        FedspanError: If they are not.
+    """
+    limits, asked = node.limits, dict(invitation.values().get("model") or {})
+    name, revision, adapter = asked.get("name", config.model.name), config.model.revision, asked.get("adapter")
+    patterns = ["builtin:*"] if limits.models is None else limits.models
+    full = name if revision is None else f"{name}@{revision}"
+    if name not in node.models and not any(fnmatchcase(full, pattern) for pattern in patterns):
+        raise _forbidden("limits.models", full, [*patterns, *node.models])
+    if adapter is not None and adapter not in node.models:
+        raise _forbidden("limits.models", adapter, list(node.models), "the adapter ")
+    if not config.model.pretrained and architecture_of(name) is None and not limits.from_scratch:
+        problem = "this node does not train models from scratch, whose weights all come from the server"
+        raise FedspanError("limits.from_scratch", False, problem=problem)
+
+
+def _forbidden(field: str, value: object, allowed: list[str], what: str = "") -> FedspanError:
+    allows = ", ".join(allowed) or "none"
+    return FedspanError(field, value, problem=f"this node does not allow {what}{value!r}. It allows {allows}")
+
+
+_LIMIT_OF: Mapping[str, str] = {
+    "federation.rounds": "limits.rounds",
+    "training.batch_size": "limits.batch",
+    "evaluation.batch_size": "limits.batch",
+    "training.local_steps": "limits.steps",
+    "method.steps": "limits.steps",
+    "model.max_length": "limits.tokens",
+    "model.image_size": "limits.image_size",
+    "method.r": "limits.rank",
+    "federation.ranks": "limits.rank",
+}
+
+
+def _sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Iterator[tuple[str, int, float]]:
+    """Yield the fields of a config that decide how much work or memory a run takes, with their limits."""
+    training, rounds = config.training, math.inf if limits.rounds is None else limits.rounds
+    yield "federation.rounds", config.federation.rounds, rounds
+    yield "training.batch_size", training.batch_size, limits.batch
+    yield "evaluation.batch_size", config.evaluation.batch_size, limits.batch
+    yield "training.local_steps", (training.local_steps or 1) * training.gradient_accumulation_steps, limits.steps
+    yield "model.max_length", config.model.max_length, limits.tokens
+    yield "model.image_size", config.model.image_size or 0, limits.image_size
+    yield "method.r", _rank_option(config), limits.rank
+    ranks = (invitation.values().get("federation") or {}).get("ranks")
+    yield "federation.ranks", max(_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
+    options = [config.method.options, *(one.options for one in config.method.wrappers)]
+    for name, value in ((name, value) for one in options for name, value in one.items()):
+        if name != "r" and isinstance(value, int):
+            yield f"method.{name}", value, limits.steps if name == "steps" else _LARGEST_OPTION
+
+
+def _rank_option(config: RunConfig) -> int:
+    value = config.method.options.get("r", 1)
+    return value if isinstance(value, int) else 1
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Yield all whole numbers in plain values; ranks may stand in lists, or as keys of an object as text."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from (int(key),) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else ()
+            if key != "seed":
+                yield from _whole_numbers(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _whole_numbers(inner)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
+
+
+def require_workload(config: RunConfig, examples: int, limits: NodeLimits) -> None:
+    """Check the work of one order on this node's examples, which only the node knows.
+
+    Args:
+        config: Config of the run on this node.
+        examples: Number of its training examples.
+        limits: The node's limits.
+
+    Raises:
+        FedspanError: If there are too few examples, or they take too many passes.
+    """
+    if examples < limits.train_examples:
+        problem = "this node has fewer training examples than it needs to take part"
+        raise FedspanError("limits.train_examples", limits.train_examples, problem=problem)
+    training = config.training
+    if training.local_steps is None:
+        passes = training.local_epochs * math.ceil(examples / training.batch_size)
+        if passes > limits.steps:
+            problem = f"training.local_epochs: {training.local_epochs} takes more passes than this node allows"
+            raise FedspanError("limits.steps", limits.steps, problem=f"{problem} ({limits.steps})")
+
+
+def config_ranks(config: RunConfig, method: RegisteredMethod, id: str) -> frozenset[int]:
+    """Return the ranks that a config can give to a client.
+
+    Args:
+        config: The server's config.
+        method: The run's method.
+        id: Id of the client.
+    """
+    match config.federation.ranks:
+        case None:
+            return frozenset({method.r})
+        case dict() as by_client:
+            return frozenset({by_client.get(id, method.r)})
+        case DrawnRanks() | FractionRanks() as drawn:
+            return frozenset(drawn.of)
+        case turns:
+            return frozenset(turns or (method.r,))
+
+
+@dataclass(frozen=True)
+class OrderTerms:
+    """What every order of a run must agree with.
+
+    Args:
+        config: The server's config, with the node's data.
+        method: The run's method without wrappers.
+        client: The node's client, with its true number of examples.
+        ranks: The ranks that the config can give to the client.
+    """
+
+    config: RunConfig
+    method: RegisteredMethod
+    client: Client
+    ranks: frozenset[int]
+
+    def require(self, order: Order) -> None:
+        """Check an order.
+
+        Raises:
+            FedspanError: If it differs from what the node computes itself.
+        """
+        rounds = self.config.federation.rounds
+        last = {"train": rounds - 1, "statistics": 0}.get(order.task, rounds)
+        if order.round > last:
+            problem = f"an order for round {order.round + 1} of a run with {rounds} rounds"
+            raise FedspanError("limits.rounds", order.round + 1, problem=problem)
+        if order.task in ("train", "statistics"):
+            self.require_rate(order.lr, order.round)
+        if order.client is not None:
+            self._require_client(order.client, order.task)
+
+    def require_rate(self, lr: float, round: int) -> None:
+        """Check that a learning rate is that of the schedule.
+
+        Raises:
+            FedspanError: If it is not.
+        """
+        _require_same("lr", lr, self.config.training_settings().lr(round, self.config.federation.rounds))
+
+    def weight(self, task: str) -> float:
+        """Return the client's weight in an average."""
+        uniform = self.config.federation.weights == "uniform" and task != "statistics"
+        return 1.0 if uniform else float(self.client.examples)
+
+    def _require_client(self, client: Client, task: str) -> None:
+        _require_same("client.examples", client.examples, self.client.examples)
+        _require_same("client.weight", client.weight, self.weight(task))
+        if client.rank not in self.ranks:
+            raise FedspanError("message.client.rank", client.rank, f"a rank of the run's config: {sorted(self.ranks)}")
+        _require_same("client.scaling", client.scaling, client_scaling(self.config, self.method, client.rank))
+
+
+def _require_same(name: str, found: float, known: float) -> None:
+    if not math.isclose(found, known, rel_tol=_SAME):
+        problem = f"the order has {name} {found!r}, and by the run's config and this node's data it is {known!r}"
+        raise FedspanError(f"message.{name}", found, problem=problem)

@@ -1,0 +1,164 @@
+"""Orders and configs of a hostile server, replayed against a node: what exceeds its limits is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedspan.config.node import NodeConfig
+from fedspan.deployment.handshake import node_values
+from fedspan.deployment.node import NodeService
+from fedspan.errors import FedspanError
+from fedspan.federation.evaluation import coarsen
+from fedspan.federation.protocol import Order, decode_order, decode_reply
+from fedspan.models.export import read_adapter
+from helpers.node_service import CLIENT, Direct, introduced, node, served, values
+
+
+@pytest.fixture
+def asked(tiny_folder: Path, tmp_path: Path) -> tuple[Direct, Order]:
+    """A node that has trained a round of three, and the order that it carried out."""
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)))
+    assert not run.federation.run_round(run.federation.begin()).failures
+    return transport, decode_order(transport.sent[-1])
+
+
+def refusal(transport: Direct, order: Order) -> str:
+    """Why the node refuses an order."""
+    answer = decode_reply(transport.service.answer(replace(order, serial=order.serial + 10**6).envelope()))
+    assert not answer.body
+    return answer.failed or ""
+
+
+def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, Order]) -> None:
+    """Round 50 of three, another learning rate, another weight: all that the node can compute itself."""
+    transport, order = asked
+    assert order.client is not None
+    client = order.client
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"round": 49}, "`limits.rounds`: an order for round 50 of a run with 3 rounds"),
+        ({"round": 3}, "an order for round 4 of a run with 3 rounds"),
+        ({"task": "evaluate", "round": 4}, "an order for round 5 of a run with 3 rounds"),
+        ({"task": "statistics", "round": 1}, "an order for round 2"),
+        ({"lr": 0.0}, "the order has lr 0.0, and by the run's config and this node's data it is 0.02"),
+        ({"lr": 0.021}, "the order has lr"),
+        ({"client": replace(client, weight=0.0)}, "the order has client.weight 0.0"),
+        ({"client": replace(client, examples=10**6)}, "the order has client.examples"),
+        ({"client": replace(client, rank=10**6)}, "Expected a rank of the run's config: [2]"),
+        ({"client": replace(client, scaling=0.0)}, "the order has client.scaling 0.0"),
+    ]
+    for number, (change, why) in enumerate(changes):
+        said = refusal(transport, replace(order, serial=order.serial + number * 10**6, **change))
+        assert why in said, (change, said)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"training": {"local_steps": 10**12}}, "`limits.steps`: the run's training.local_steps is 1000000000000"),
+        ({"training": {"local_steps": 100, "gradient_accumulation_steps": 10**6}}, "limits.steps"),
+        ({"training": {"local_steps": None, "local_epochs": 10**9}}, "limits.steps"),
+        ({"training": {"batch_size": 10**9}}, "`limits.batch`: the run's training.batch_size is 1000000000"),
+        ({"evaluation": {"batch_size": 10**9}}, "limits.batch"),
+        ({"model": {"max_length": 10**9}}, "limits.tokens"),
+        ({"method": {"r": 10**6}}, "limits.rank"),
+        ({"federation": {"ranks": {CLIENT: 10**6}}}, "limits.rank"),
+        ({"federation": {"ranks": {"assign": "fractions", "of": {"1000000": 1.0}}}}, "limits.rank"),
+        ({"federation": {"rounds": 50}}, "`limits.rounds`: the run's federation.rounds is 50, and this node allows at"),
+        ({"method": {"name": "fedgalore", "period": 10**12, "steps": 4}}, "method.period is 1000000000000"),
+        ({"method": {"name": "fedgalore", "steps": 10**6}}, "limits.steps"),
+        ({"model": {"pretrained": False}}, "`limits.from_scratch`: this node does not train models from scratch"),
+        ({"model": {"adapter": "somebody/adapter"}}, "this node does not allow the adapter 'somebody/adapter'"),
+        ({"model": {"name": "somebody/model"}}, "this node does not allow 'somebody/model'"),
+        ({"model": {"revision": "abc"}}, "@abc'. It allows"),
+    ],
+)
+def test_what_a_run_may_cost_is_bounded(
+    config: dict[str, Any], why: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = values(tiny_folder)
+    for section, own in config.items():
+        given[section] = {**given.get(section, {}), **own}
+
+    def reached(*_: object, **__: object) -> None:
+        raise AssertionError("the network, or a model")
+
+    if "local_epochs" not in config.get("training", {}):  # for which the node counts its examples
+        monkeypatch.setattr("fedspan.deployment.node.prepare", reached)
+    models = [str(tiny_folder / "bert")]
+    told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"rounds": 40, "models": models})), given)
+    assert why in (told.refused or ""), told.refused
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_of_the_hub_are_named_by_the_operator(tiny_folder: Path, tmp_path: Path) -> None:
+    """Without a list, only the models that come with fedspan; and an adapter is a folder, never an id."""
+    told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"models": None})), values(tiny_folder))
+    assert "It allows builtin:*" in (told.refused or "")
+    own = node(tiny_folder, tmp_path, limits={"models": []}, models={"house-bert": str(tiny_folder / "bert")})
+    assert introduced(NodeService(own), values(tiny_folder, model={"name": "house-bert"})).refused is None
+    with pytest.raises(FedspanError, match=r"adapter_model\.safetensors \(no such folder\)"):
+        read_adapter("somebody/adapter", {})
+
+
+def test_the_node_selects_and_splits_its_examples(tiny_folder: Path, tmp_path: Path) -> None:
+    """A server that could choose them would single out people: two examples, one label, another split every run."""
+    given = values(tiny_folder)
+    given["federation"]["early_stopping"] = 2  # needs the server's partition.validation alone
+    hostile = {
+        **given,
+        "seed": 99,
+        "data": {**given["data"], "max_examples": 2, "keep_only": True, "test_fraction": 0.9, "group": "text"},
+        "partition": {
+            "clients": 1,
+            "validation": 0.9,
+            "test": 0.05,
+            "seed": 7,
+            "partitioner": "natural",
+            "column": "a",
+        },
+        "engine": {"compile": True, "prefix_memory": 1e9, "name": "loop"},
+    }
+    own = node(tiny_folder, tmp_path, split_seed=5).model_dump()
+    made = node_values(hostile, own)
+    assert made["partition"] == {"partitioner": "iid", "clients": 1, "validation": 0.1, "test": 0.1, "seed": 5}
+    assert made["engine"] == {"name": "loop"}
+    assert made["data"] == {"test_fraction": 0.0, "labels": given["data"]["labels"], **own["data"]}
+    honest = introduced(NodeService(node(tiny_folder, tmp_path / "a")), given)
+    assert introduced(NodeService(node(tiny_folder, tmp_path / "b")), hostile).examples == honest.examples == 96
+
+
+def test_a_node_with_few_examples_stays_away(tiny_folder: Path, tmp_path: Path) -> None:
+    told = introduced(NodeService(node(tiny_folder, tmp_path, limits={"train_examples": 97})), values(tiny_folder))
+    assert "`limits.train_examples`: this node has fewer training examples" in (told.refused or "")
+    assert "96" not in (told.refused or "").replace("97", "")
+
+
+def test_metrics_tell_no_exact_counts(tiny_folder: Path, tmp_path: Path) -> None:
+    """A model that gives all examples one label would measure how many have it."""
+    counted = {count: coarsen({"accuracy": count / 50, "examples": 50.0}, 10)["accuracy"] for count in range(51)}
+    assert sorted(set(counted.values())) == pytest.approx([step / 10 for step in range(11)])
+    assert all(abs(value - count / 50) <= 0.05 + 1e-9 for count, value in counted.items())
+    assert coarsen({"accuracy": 1.0, "examples": 9.0}, 10) == {}
+    assert coarsen({"accuracy": 0.123, "examples": 9.0}, 1) == {"accuracy": 0.123, "examples": 9.0}
+    run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, limits={"evaluation_examples": 12})))
+    validation, test = run.evaluator.clients(run.federation.begin())
+    assert test is not None
+    assert test.by_client[CLIENT]["accuracy"] * 2 == int(test.by_client[CLIENT]["accuracy"] * 2)
+    assert test.by_client[CLIENT]["loss"] * 2 == int(test.by_client[CLIENT]["loss"] * 2)
+    assert validation is not None
+    service = NodeService(node(tiny_folder, tmp_path / "more", limits={"evaluation_examples": 13}))
+    run, _ = served(tiny_folder, service)
+    assert run.evaluator.clients(run.federation.begin()) == (None, None)
+
+
+def test_shares_of_a_node_leave_something_to_train(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="validation \\+ test below 1"):
+        node(tiny_folder, tmp_path, validation=0.5, test=0.5)
+    made = NodeConfig.model_validate({"id": "a", "server": "h:1", "data": {}, "key": "/keys/node.key"})
+    assert made.budget_marker == Path("/keys/node.key.budget")
+    assert json.loads(made.model_dump_json())["validation"] == 0.1
