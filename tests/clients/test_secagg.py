@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,15 @@ pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed
 from fedspan.clients.secagg import DiskSessionStore, MemorySessionStore, SecureClient, SessionStore
 from fedspan.core.values import Client, Contribution
 from fedspan.crypto.graph import neighbourhoods, threshold_of
-from fedspan.crypto.masks import Ring
+from fedspan.crypto.identity import Identity, fingerprint_of, load_identity
+from fedspan.crypto.keys import Keys
+from fedspan.crypto.masks import Ring, add_mask
+from fedspan.crypto.shares import combine
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Masking, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
+    Agreement,
     KeysOrder,
     KeysReply,
     PublicKeys,
@@ -40,6 +46,7 @@ from fedspan.federation.secagg.session import Masked, unmask
 from fedspan.federation.validation import change_of, clip_change
 
 IDS = ("a", "b", "c", "d")
+ZEROS = hashlib.sha256(b"zeros").hexdigest()
 START = {"layer/A": torch.arange(6.0).view(2, 3), "layer/B": torch.ones(4)}
 
 
@@ -66,10 +73,26 @@ class Sums:
         self.neighbours = options.get("neighbours")
         self.keys: dict[str, PublicKeys] = {}
         self.sealed: dict[str, Mapping[str, bytes]] = {}
+        self.told: dict[str, Agreement] = {}
         self.around: dict[str, tuple[str, ...]] = {}
 
-    def client(self, id: str, least: int = 2) -> SecureClient:
-        return SecureClient(id, self.vault, least)
+    def client(self, id: str, least: int = 2, **owner: Any) -> SecureClient:
+        return SecureClient(id, self.vault, least, **owner)
+
+    def agreement(self, **changes: Any) -> Agreement:
+        given: dict[str, Any] = {
+            "config": "",
+            "task": "train",
+            "round": 0,
+            "lr": 0.1,
+            "model": hashlib.sha256(b"").hexdigest(),
+            "clients": len(self.keys),
+            "clip": self.clip,
+            "bits": self.bits,
+            "top": max(self.weights[id] for id in self.keys),
+            "layout": layout_of(initial_values(self.start, self.start)),
+        }
+        return Agreement(**{**given, **changes})
 
     def common(self, id: str) -> dict[str, Any]:
         return {"run": "run", "serial": 1, "round": 0, "attempt": 0, "to": id, "session": self.session}
@@ -84,8 +107,12 @@ class Sums:
 
     def shares_order(self, id: str, **changes: Any) -> SharesOrder:
         peers = {peer: self.keys[peer] for peer in self.around[id]}
-        given = {"threshold": self.threshold(id), "peers": peers, **changes}
+        given = {"threshold": self.threshold(id), "peers": peers, "agreement": self.agreed(id), **changes}
         return SharesOrder(**self.common(id), **given)
+
+    def agreed(self, id: str) -> Agreement:
+        """What a client is told to agree to."""
+        return self.told.get(id, self.agreement())
 
     def threshold(self, id: str) -> int:
         return threshold_of(len(self.around[id]), 2 / 3)
@@ -100,18 +127,10 @@ class Sums:
         return tuple(peer for peer in self.around[id] if peer in self.sealed)
 
     def order(self, id: str, **changes: Any) -> tuple[Order, Masking]:
-        given: dict[str, Any] = {
-            "session": self.session,
-            "peers": self.present(id),
-            "clients": len(self.sealed),
-            "clip": self.clip,
-            "bits": self.bits,
-            "top": max(self.weights[id] for id in self.sealed),
-            "layout": layout_of(initial_values(self.start, self.start)),
-        }
-        masking = Masking(**{**given, **changes})
+        masking = Masking(session=self.session, peers=changes.pop("peers", self.present(id)))
         client = Client(id, 2, 1.0, 1, self.weights[id], None)
-        return Order("train", 0, 0, 0.1, id, client, b"", run="run", secure=masking), masking
+        order = Order("train", 0, 0, self.agreed(id).lr, id, client, b"", run="run", secure=masking)
+        return replace(order, **changes), masking
 
     def vector(self, id: str, values: Mapping[str, Tensor], **changes: Any) -> np.ndarray[Any, Any]:
         order, masking = self.order(id, **changes)
@@ -134,15 +153,16 @@ class Sums:
 
     def mean(self, vectors: Mapping[str, np.ndarray[Any, Any]], opening: Any) -> tuple[dict[str, Tensor], float]:
         """The mean of the changes, and what an entry may be off by."""
-        ring = Ring(self.bits, self.clip, len(self.sealed))
+        ring = Ring(self.bits, self.clip, len(self.keys))
         total = np.zeros(sum(value.numel() for value in self.start.values()), ring.dtype)
         for vector in vectors.values():
             total += vector.view(ring.dtype)
         given = {id: self.opened(id, set(vectors)) for id in opening}
         present = {id: self.present(id) for id in self.sealed}
         needed = {id: self.threshold(id) for id in self.around}
-        unmask(total, Masked(context_of("run", self.session), present, needed, self.keys, set(vectors)), given)
-        top = max(self.weights[id] for id in self.sealed)
+        transcript = self.agreement().transcript(context_of("run", self.session))
+        unmask(total, Masked(transcript, present, needed, self.keys, set(vectors)), given)
+        top = self.agreement().top
         share = sum(self.weights[id] / top for id in vectors)
         return unflatten(ring.decode(total) / share, self.start), ring.error(len(vectors)) / share
 
@@ -273,7 +293,8 @@ def test_a_vector_is_masked_with_enough_of_those_who_got_shares_or_not_at_all() 
         client.require,
         *made.order("a", peers=("a", "b")),
     )
-    require_refused("at least this client's weight", client.require, *made.order("a", top=0.5))
+    heavy = Client("a", 2, 1.0, 1, 1.5, None)
+    require_refused("at least this client's weight", client.require, *made.order("a", client=heavy))
     client.require(*made.order("a"))
     client.require(*made.order("a"))  # asking is no phase
 
@@ -304,15 +325,17 @@ def test_nobody_is_told_both_shares_of_a_client() -> None:
 
 
 def test_whose_shares_were_not_what_they_should_be_is_passed_over() -> None:
-    """One neighbour sealed noise, another for somebody else: three of four shares are still there."""
+    """One neighbour sealed for somebody else; if a second one sealed noise, too few are left."""
     made = sums()
     made.give_keys(*IDS)
     made.give_shares(*IDS)
     vectors = {id: made.vector(id, START) for id in IDS}
-    sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "b": bytes(40), "c": made.sealed["c"]["d"]}
+    sealed = {**{peer: made.sealed[peer]["a"] for peer in IDS}, "c": made.sealed["c"]["d"]}
+    too_few = made.unmask_order("a", IDS, sealed={**sealed, "b": bytes(40)})
+    require_refused("the shares of only 2 of 4 clients open here", made.client("a").answer, too_few)
     answer = made.client("a").answer(made.unmask_order("a", IDS, sealed=sealed))
     assert isinstance(answer, UnmaskReply)
-    assert set(answer.shares) == {"a", "d"}
+    assert set(answer.shares) == {"a", "b", "d"}
     assert set(vectors) == set(IDS)
 
 
@@ -343,3 +366,93 @@ def test_a_session_is_on_the_disk_before_its_answer_and_only_its_owner_may_read_
         path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(FedspanError, match="damaged"):
         DiskSessionStore(tmp_path).load("a")
+
+
+def test_an_order_is_the_one_that_was_agreed_on() -> None:
+    """Whatever decides what a vector is: model, learning rate, round, kind."""
+    made = sums()
+    made.give_keys(*IDS)
+    made.give_shares(*IDS)
+    client = made.client("a")
+    for changes, name in (({"body": b"x"}, "model"), ({"lr": 0.0}, "lr"), ({"round": 1}, "round")):
+        require_refused(f"the order has another {name} than all clients", client.require, *made.order("a", **changes))
+    require_refused("another task", client.require, *made.order("a", task="statistics"))
+    early = sums_of_keys()
+    require_refused(
+        "the order's, 0", early.client("a").answer, early.shares_order("a", agreement=early.agreement(round=1))
+    )
+
+
+def sums_of_keys() -> Sums:
+    made = sums()
+    made.give_keys(*IDS)
+    return made
+
+
+@pytest.mark.parametrize(
+    "lie", [{"lr": 0.0}, {"top": 1e300}, {"clients": 2**20}, {"clip": 1e-9}, {"model": ZEROS}, {"config": "other"}]
+)
+def test_a_victim_among_clients_that_were_told_otherwise_stays_hidden(lie: dict[str, Any]) -> None:
+    """Their contributions vanish, so the sum would be the victim's vector: instead it is noise, and nobody unmasks."""
+    made = sums_of_keys()
+    made.told = {id: made.agreement(**lie) for id in IDS[1:]}
+    bodies = dict.fromkeys(IDS[1:], b"zeros") if "model" in lie else {}
+    made.give_shares(*IDS)
+    values = {"a": {name: value + 1.0 for name, value in START.items()}}
+    vectors = {id: made.vector(id, values.get(id, START), body=bodies.get(id, b"")) for id in IDS}
+    refused = made.client("a")
+    require_refused("the others agreed to something else", refused.answer, made.unmask_order("a", IDS))
+    given = {id: made.opened(id, set(IDS)) for id in IDS[1:]}
+    assert all("a" not in shares for shares in given.values())
+    # Even with the victim's own mask, which nobody gave away, its masks with the others would remain.
+    ring = Ring(made.bits, made.clip, len(IDS))
+    total = np.zeros(10, ring.dtype)
+    for vector in vectors.values():
+        total += vector.view(ring.dtype)
+    session = made.vault.load("a")
+    assert session is not None
+    add_mask(total, Keys.of(session.secret, context_of("run", 1)).own, -1)
+    for id in IDS[1:]:
+        add_mask(total, combine([shares[id] for shares in given.values()], made.threshold(id)), -1)
+    assert float(np.abs(ring.decode(total) - 1.0).max()) > 1.0
+
+
+def test_only_clients_that_the_owner_knows_share_a_sum(tmp_path: Path) -> None:
+    """The server invents clients, puts its own keys in a client's place, and uses signatures of another session."""
+    owners = {id: identity(tmp_path / id) for id in (*IDS, "server")}
+    known = {id: fingerprint_of(owners[id].public) for id in IDS}
+    made = sums()
+    for id in IDS:
+        answer = made.client(id, identity=owners[id]).answer(KeysOrder(**made.common(id)))
+        assert isinstance(answer, KeysReply)
+        assert answer.keys is not None
+        made.keys[id] = answer.keys
+    made.around = {id: IDS for id in IDS}
+    client = made.client("a", identity=owners["a"], known=known)
+    other = sums(session=2)
+    later = other.client("b", identity=owners["b"]).answer(KeysOrder(**other.common("b")))
+    invented = other.client("b", identity=owners["server"]).answer(KeysOrder(**{**other.common("b"), "session": 3}))
+    assert isinstance(later, KeysReply)
+    assert isinstance(invented, KeysReply)
+    assert later.keys is not None
+    assert invented.keys is not None
+    lies: list[tuple[dict[str, PublicKeys], str]] = [
+        ({**made.keys, "e": invented.keys}, "'e' cannot share a sum with this node: it is not in this node's file"),
+        ({**made.keys, "b": invented.keys}, "its key has another fingerprint"),
+        ({**made.keys, "b": later.keys}, "the signature is not valid"),
+        ({**made.keys, "b": made.keys["b"].model_copy(update={"identity": ""})}, "not a public key"),
+        ({**made.keys, "b": made.keys["b"].model_copy(update={"signature": b""})}, "the signature is not valid"),
+    ]
+    for peers, why in lies:
+        require_refused(why, client.answer, made.shares_order("a", peers=peers, threshold=len(peers)))
+    assert isinstance(client.answer(made.shares_order("a")), SharesReply)
+
+
+def identity(path: Path) -> Identity:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    form = serialization.PrivateFormat.OpenSSH
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    return load_identity(path)

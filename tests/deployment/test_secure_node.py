@@ -69,15 +69,16 @@ def served(
     def make(id: str) -> NodeService:
         return NodeService(node(id, tiny_folder, folder, **limits))
 
-    invitation = Invitation(run="run", version=__version__, config=json.dumps(given)).envelope()
-    told = {id: read_header(Introduction, make(id).answer(invitation)) for id in CLINICS}
+    invitation = Invitation(run="run", version=__version__, config=json.dumps(given))
+    told = {id: read_header(Introduction, make(id).answer(invitation.envelope())) for id in CLINICS}
     assert [one.refused for one in told.values()] == [None] * 3
     clients = server_clients(
         prepared.config, prepared.engine.adapted.spec, {id: one.examples for id, one in told.items()}
     )
     transport = Direct(make, lost)
     rules = prepared.config.federation.reply_rules()
-    return connect(prepared, transport, rules, clients=clients, run="run"), transport
+    agreed = invitation.digest
+    return connect(prepared, transport, rules, clients=clients, run="run", agreed=agreed), transport
 
 
 def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, tmp_path: Path) -> None:

@@ -92,9 +92,12 @@ def join(
 
     require()
     if new_key is not None:
+        from fedspan.crypto.identity import fingerprint_of
         from fedspan.transports.flower.keys import make_node_key
 
-        typer.echo(f"send this file, and only this, to the server's operator: {make_node_key(new_key)}")
+        public = make_node_key(new_key)
+        typer.echo(f"send this file, and only this, to the server's operator: {public}")
+        typer.echo(f"its fingerprint, for `peers` in other nodes' files: {fingerprint_of(public.read_text())}")
         return
     if node is None:
         raise FedspanError("NODE", None, "a node's YAML file, or --new-key FILE")

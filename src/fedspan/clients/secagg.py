@@ -8,6 +8,9 @@ process can continue. Phases only advance, each once a session, and session numb
 or out of order gets no second reply. For each neighbour, a client reveals either the share of its own mask or that of
 its key, never both.
 
+The seeds s_ij and the sealed shares depend on the transcript of what the client agreed to (``Agreement``): with a
+client that agreed to anything else, neither masks cancel nor shares open.
+
 The session store of secure aggregation on a client's disk: one file a client, readable by its owner only.
 
 ``<folder>/<digest of the client's id>/session.json``, next to the client's stored state, is replaced as a whole.
@@ -16,7 +19,8 @@ The session store of secure aggregation on a client's disk: one file a client, r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,6 +30,7 @@ from pydantic import Field, ValidationError
 
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message
+from fedspan.crypto.identity import Identity, fingerprint_of, verify
 from fedspan.crypto.keys import Keys, new_secret, open_sealed, pair_seed, seal
 from fedspan.crypto.masks import Integers, Ring, add_mask
 from fedspan.crypto.shares import SHARE, split
@@ -33,6 +38,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Count, Masking, Name, Order
 from fedspan.federation.secagg.messages import (
     MASKED,
+    Agreement,
     BinaryPart,
     KeysOrder,
     KeysReply,
@@ -63,6 +69,7 @@ class Session(BinaryPart):
         phase: The last phase that was answered.
         secret: The secret that the keys are derived from; empty once the session has ended.
         peers: Keys of its neighbourhood, as received when it made shares.
+        agreement: What it agreed to then.
         threshold: Number of their shares that reconstruct a secret.
         present: The clients that it masked with.
     """
@@ -72,6 +79,7 @@ class Session(BinaryPart):
     phase: Literal["keys", "shares", "masked", "unmasked"]
     secret: bytes
     peers: dict[Name, PublicKeys] = Field(default_factory=dict)
+    agreement: Agreement | None = None
     threshold: Count = 0
     present: tuple[Name, ...] = ()
 
@@ -114,10 +122,23 @@ class SecureClient:
         id: Id of the client.
         vault: The store of its session.
         least: Smallest number of clients of its neighbourhood, itself included, that must be present in a sum.
+        identity: Lasting key that signs the keys of its sessions; None: they are not signed.
+        known: Fingerprints of the lasting keys of the clients with which it shares a sum; None: it trusts the server
+            with their keys.
+        check: Raises ``FedspanError`` for an agreement that differs from the run's config; None: all are accepted.
     """
 
-    def __init__(self, id: str, vault: SessionStore, least: int = 2) -> None:
+    def __init__(
+        self,
+        id: str,
+        vault: SessionStore,
+        least: int = 2,
+        identity: Identity | None = None,
+        known: Mapping[str, str] | None = None,
+        check: Callable[[Agreement], None] | None = None,
+    ) -> None:
         self.id, self.vault, self.least = id, vault, least
+        self.identity, self.known, self.check = identity, known, check
 
     def answer(self, order: Phase) -> PhaseReply:
         """Carry out a phase.
@@ -157,12 +178,41 @@ class SecureClient:
             )
         session = Session(run=order.run, number=order.session, phase="keys", secret=new_secret())
         self.vault.store(self.id, session)
-        return KeysReply(id=self.id, session=order.session, keys=_public(_keys_of(session)))
+        return KeysReply(id=self.id, session=order.session, keys=self._signed_keys(session))
+
+    def _signed_keys(self, session: Session) -> PublicKeys:
+        keys = _public(_keys_of(session))
+        if self.identity is None:
+            return keys
+        keys = keys.model_copy(update={"identity": self.identity.public})
+        statement = keys.statement(context_of(session.run, session.number), self.id)
+        return keys.model_copy(update={"signature": self.identity.sign(statement)})
+
+    def _require_known(self, peers: Mapping[str, PublicKeys], context: str) -> None:
+        """Check that the keys of the neighbourhood are signed by the clients that this client's owner knows.
+
+        Raises:
+            FedspanError: If a client is unknown, or its keys are not its own.
+        """
+        for id, keys in peers.items() if self.known is not None else ():
+            if id == self.id:
+                continue
+            assert self.known is not None
+            try:
+                if id not in self.known:
+                    raise ValueError("it is not in this node's file")
+                if fingerprint_of(keys.identity) != self.known[id]:
+                    raise ValueError("its key has another fingerprint than in this node's file")
+                verify(keys.identity, keys.signature, keys.statement(context, id))
+            except ValueError as error:
+                problem = f"{id!r} cannot share a sum with this node: {error}"
+                raise FedspanError("federation.secure", id, problem=problem) from error
 
     def _shares(self, order: SharesOrder) -> SharesReply:
         session = self._session(order.run, order.session, "keys")
         keys, peers = _keys_of(session), order.peers
-        if peers.get(self.id) != _public(keys):
+        own = peers.get(self.id)
+        if own is None or (own.sealing, own.masking) != (keys.sealing_public, keys.masking_public):
             raise FedspanError("message.peers", sorted(peers), "this client's own keys among them")
         if len({key for peer in peers.values() for key in (peer.sealing, peer.masking)}) < 2 * len(peers):
             raise FedspanError("message.peers", sorted(peers), "different keys for different clients")
@@ -171,13 +221,19 @@ class SecureClient:
             raise FedspanError("message.threshold", order.threshold, expected)
         self._require_company(len(peers), order.threshold)
         ids, context = sorted(peers), context_of(order.run, order.session)
-        update = {"phase": "shares", "peers": peers, "threshold": order.threshold}
+        self._require_known(peers, context)
+        if order.agreement.round != order.round:
+            raise FedspanError("message.agreement.round", order.agreement.round, f"the order's, {order.round}")
+        if self.check is not None:
+            self.check(order.agreement)
+        update = {"phase": "shares", "peers": peers, "threshold": order.threshold, "agreement": order.agreement}
         self.vault.store(self.id, session.model_copy(update=update))
+        transcript = order.agreement.transcript(context)
         shared = zip(
             split(keys.own, order.threshold, len(ids)), split(keys.masking, order.threshold, len(ids)), strict=True
         )
         sealed = {
-            id: seal(keys.sealing, peers[id].sealing, self.id, id, context, own + masking)
+            id: seal(keys.sealing, peers[id].sealing, self.id, id, transcript, own + masking)
             for id, (own, masking) in zip(ids, shared, strict=True)
         }
         return SharesReply(id=self.id, session=order.session, sealed=sealed)
@@ -197,8 +253,14 @@ class SecureClient:
             raise FedspanError("message.peers", masking.peers, "this client, and others whom it sent shares")
         self._require_company(len(present), session.threshold)
         assert order.client is not None
-        if not order.client.weight <= masking.top:
-            raise FedspanError("message.top", masking.top, f"at least this client's weight, {order.client.weight}")
+        agreement = _agreement_of(session)
+        if not order.client.weight <= agreement.top:
+            raise FedspanError("message.top", agreement.top, f"at least this client's weight, {order.client.weight}")
+        ordered = {"task": order.task, "round": order.round, "lr": order.lr, "model": _digest_of(order.body)}
+        for name, value in ordered.items():
+            if value != getattr(agreement, name):
+                problem = f"the order has another {name} than all clients of this sum agreed on"
+                raise FedspanError("message.agreement", name, problem=problem)
         return session
 
     def masked(self, order: Order, masking: Masking, contribution: Contribution, started: Tensors) -> Message:
@@ -214,31 +276,32 @@ class SecureClient:
             FedspanError: If the phase is out of order, or the contribution does not fit into the sum.
         """
         session = self._ready(order, masking)
-        ring = Ring(masking.bits, masking.clip, masking.clients)
+        agreement = _agreement_of(session)
+        ring = Ring(agreement.bits, agreement.clip, agreement.clients)
         assert order.client is not None
-        total = ring.encode(self._addend(order.client, masking, contribution, started))
-        keys, context = _keys_of(session), context_of(order.run, masking.session)
+        total = ring.encode(self._addend(order.client, agreement, contribution, started))
+        keys, transcript = _keys_of(session), _transcript_of(session)
         self.vault.store(self.id, session.model_copy(update={"phase": "masked", "present": masking.peers}))
         add_mask(total, keys.own)
         for peer in masking.peers:
             if peer != self.id:
-                seed = pair_seed(keys.masking, session.peers[peer].masking, context)
+                seed = pair_seed(keys.masking, session.peers[peer].masking, transcript)
                 add_mask(total, seed, 1 if self.id < peer else -1)
         return Message({MASKED: torch.from_numpy(_signed(total))})
 
     def _addend(
-        self, client: Client, masking: Masking, contribution: Contribution, started: Tensors
+        self, client: Client, agreement: Agreement, contribution: Contribution, started: Tensors
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         if contribution.weight is not None or contribution.stack:
             raise FedspanError("reply", self.id, "a contribution that sums, with the client's own weight")
         origin = initial_values(contribution.sum, started)
-        if layout_of(origin) != masking.layout:
+        if layout_of(origin) != agreement.layout:
             raise FedspanError("reply", self.id, "tensors with the names and shapes of all other clients'")
         try:
             change = change_of(contribution, origin)
         except ValueError as error:
             raise FedspanError("reply", self.id, problem=f"the numbers cannot be summed: {error}") from error
-        return flatten(clip_change(change, masking.clip)) * (client.weight / masking.top)
+        return flatten(clip_change(change, agreement.clip)) * (client.weight / agreement.top)
 
     def _unmask(self, order: UnmaskOrder) -> UnmaskReply:
         session = self._session(order.run, order.session, "masked")
@@ -249,14 +312,20 @@ class SecureClient:
         if self.id not in stayed:
             raise FedspanError("message.survivors", sorted(stayed), "this client among them: it sent its vector")
         self._require_company(len(stayed), session.threshold)
-        self.vault.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
         shares = self._opened(session, order.sealed)
+        if len(shares) < session.threshold:
+            problem = (
+                f"the shares of only {len(shares)} of {len(session.present)} clients open here, so the others agreed "
+                "to something else than this client"
+            )
+            raise FedspanError("message.agreement", len(shares), f"at least {session.threshold}", problem=problem)
+        self.vault.store(self.id, session.model_copy(update={"phase": "unmasked", "secret": b"", "peers": {}}))
         given = {id: pair[:SHARE] if id in stayed else pair[SHARE:] for id, pair in shares.items()}
         return UnmaskReply(id=self.id, session=order.session, shares=given)
 
     def _opened(self, session: Session, sealed: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Decrypt both shares of every peer; malformed ones are skipped, since the other peers' shares suffice."""
-        keys, context = _keys_of(session), context_of(session.run, session.number)
+        """Decrypt both shares of every peer; others are skipped, and those of enough peers suffice."""
+        keys, context = _keys_of(session), _transcript_of(session)
         found: dict[str, bytes] = {}
         for id in session.present:
             try:
@@ -276,6 +345,22 @@ class SecureClient:
 
 def _keys_of(session: Session) -> Keys:
     return Keys.of(session.secret, context_of(session.run, session.number))
+
+
+def _agreement_of(session: Session) -> Agreement:
+    """Return what a client agreed to, which it has stored since the phase of shares."""
+    assert session.agreement is not None
+    return session.agreement
+
+
+def _transcript_of(session: Session) -> str:
+    return _agreement_of(session).transcript(context_of(session.run, session.number))
+
+
+@lru_cache(maxsize=1)
+def _digest_of(body: bytes) -> str:
+    """Return the digest of a message, which the clients of a simulation share."""
+    return hashlib.sha256(body).hexdigest()
 
 
 def _public(keys: Keys) -> PublicKeys:

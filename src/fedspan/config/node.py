@@ -17,6 +17,7 @@ from fedspan.data.path_patterns import places_of
 __all__ = ["NodeConfig", "NodeLimits", "load_node"]
 
 _MIB = 2**20
+Fingerprint = Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
 
 
 class NodeLimits(Section):
@@ -129,6 +130,12 @@ class NodeConfig(Section):
     test: float = Field(default=0.1, ge=0, lt=1, description="Share of its examples for its own test.")
     split_seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of this split, which is the same in all runs whatever their seed."
+    )
+    peers: dict[str, Fingerprint] | None = Field(
+        default=None,
+        description="Nodes with which it enters secure sums, by id, with the fingerprints of their keys as ssh-keygen "
+        "-l prints them: {clinic-b: SHA256:...}. Their session keys must be signed by these keys, so that the server "
+        "can neither invent nodes nor put itself between them. Left out: the server is trusted with that.",
     )
     models: dict[str, str] = Field(
         default_factory=dict,

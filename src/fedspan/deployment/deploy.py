@@ -113,7 +113,8 @@ def submit(
                 signer = ServerSigner(
                     link.folder, lambda: {node: one.key.encode() for node, one in admissions(link).items()}
                 )
-            nodes, examples = _met(grid, prepared, run, wait, listener or Listener(), link, signer)
+            invitation = _invitation(prepared.config, run)
+            nodes, examples = _met(grid, prepared, invitation, wait, listener or Listener(), link, signer)
             from fedspan.transports.flower.transport import GridTransport
 
             with disk_errors(link.folder):
@@ -121,7 +122,7 @@ def submit(
             members = server_clients(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
             transport = GridTransport(grid, nodes, prepared.config.federation.patience, signer)
-            return played(connect(prepared, transport, rules, clients=members, run=run))
+            return played(connect(prepared, transport, rules, clients=members, run=run, agreed=invitation.digest))
 
     return session.run(
         parsed,
@@ -142,10 +143,17 @@ def _name(place: RunFolder) -> str:
     return read_bytes(path).decode()
 
 
+def _invitation(config: RunConfig, run: str) -> Invitation:
+    """Return the invitation to a run."""
+    sent = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
+    sent["data"] = {key: value for key, value in sent["data"].items() if value != NOWHERE}
+    return Invitation(run=run, version=__version__, config=json.dumps(sent))
+
+
 def _met(
     grid: Grid,
     prepared: Prepared,
-    run: str,
+    invitation: Invitation,
     wait: float,
     listener: Listener,
     link: ServerLink,
@@ -162,15 +170,11 @@ def _met(
     from fedspan.transports.flower.server import admissions
     from fedspan.transports.flower.transport import invite
 
-    config = prepared.config
-    sent = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
-    sent["data"] = {key: value for key, value in sent["data"].items() if value != NOWHERE}
-    envelope = Invitation(run=run, version=__version__, config=json.dumps(sent)).envelope()
-    base = base_digest(prepared.model)
+    config, base = prepared.config, base_digest(prepared.model)
     nodes: dict[str, int] = {}
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
-    for node, back in invite(grid, envelope, wait, signer):
+    for node, back in invite(grid, invitation.envelope(), wait, signer):
         admitted = admissions(link).get(node)  # a node may be admitted while others are waited for
         told, why = _introduced(back, base, nodes, (admitted and admitted.name) or None)
         if told is not None and why is None:

@@ -50,6 +50,11 @@ class Invitation(HeaderPart):
         """Encode as an envelope."""
         return Envelope(self.model_dump_json())
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the config, which all clients of a secure sum agree on."""
+        return hashlib.sha256(self.config.encode(errors="surrogatepass")).hexdigest()
+
     def values(self) -> dict[str, Any]:
         """Return the config's plain values.
 

@@ -21,7 +21,9 @@ from fedspan.core.values import Client
 from fedspan.deployment.handshake import Invitation
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Order
+from fedspan.federation.secagg.messages import Agreement
 from fedspan.models.names import architecture_of
+from fedspan.runs.head_setup import STATISTICS_CLIP
 from fedspan.runs.setup import client_scaling
 
 __all__ = ["OrderTerms", "config_ranks", "require_config", "require_workload"]
@@ -188,12 +190,14 @@ class OrderTerms:
         method: The run's method without wrappers.
         client: The node's client, with its true number of examples.
         ranks: The ranks that the config can give to the client.
+        digest: Digest of the config as it was received.
     """
 
     config: RunConfig
     method: RegisteredMethod
     client: Client
     ranks: frozenset[int]
+    digest: str
 
     def require(self, order: Order) -> None:
         """Check an order.
@@ -210,6 +214,25 @@ class OrderTerms:
             self.require_rate(order.lr, order.round)
         if order.client is not None:
             self._require_client(order.client, order.task)
+
+    def require_agreement(self, agreement: Agreement) -> None:
+        """Check what the clients of a secure sum are to agree on.
+
+        Raises:
+            FedspanError: If it differs from the run's config.
+        """
+        federation, privacy = self.config.federation, self.config.privacy
+        assert federation.secure is not None
+        clip = federation.secure.clip
+        if agreement.task == "statistics":
+            clip = STATISTICS_CLIP
+        elif privacy is not None and privacy.mechanism == "central":
+            clip = privacy.clip
+        known = {"config": self.digest, "clip": clip, "bits": federation.secure.bits}
+        for name, value in known.items():
+            if getattr(agreement, name) != value:
+                raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
+        self.require_rate(agreement.lr, agreement.round)
 
     def require_rate(self, lr: float, round: int) -> None:
         """Check that a learning rate is that of the schedule.

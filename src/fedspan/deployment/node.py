@@ -8,6 +8,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fedspan import __version__
 from fedspan.clients.host import Host, describe_error, refuse_any
@@ -17,6 +18,7 @@ from fedspan.config import RunConfig, parse_config
 from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
+from fedspan.crypto import require
 from fedspan.deployment.handshake import Introduction, Invitation, base_digest, node_values
 from fedspan.deployment.limits import OrderTerms, config_ranks, require_config, require_workload
 from fedspan.deployment.usage import UsageBook
@@ -165,7 +167,12 @@ class NodeService:
             write_model(prepared, job, base, place / "adapter", round, self.node.id)
             log.info("round %d: own adapter written to %s", round, place / "adapter")
 
-        secure = secure_client(config, self.node.id, place / "kept", self.node.limits.secure_clients)
+        ranks = config_ranks(theirs, plain, self.node.id)
+        terms = OrderTerms(theirs, plain, member.client, ranks, invitation.digest)
+        owner = dict[str, Any]()
+        if config.federation.secure is not None:
+            owner = {"identity": self._identity(), "known": self.node.peers, "check": terms.require_agreement}
+        secure = secure_client(config, self.node.id, place / "kept", self.node.limits.secure_clients, **owner)
         announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
             method,
@@ -178,8 +185,23 @@ class NodeService:
             None if secure is None else {self.node.id: secure},
             limits=StatisticsLimits(self.node.limits.head_statistics, self.node.limits.class_examples, announced),
         )
-        ranks = config_ranks(theirs, plain, self.node.id)
-        return _Joined(host, base_digest(prepared.model), OrderTerms(theirs, plain, member.client, ranks))
+        return _Joined(host, base_digest(prepared.model), terms)
+
+    def _identity(self) -> Any:
+        """Return the key that signs this node's session keys of secure sums; None: it has no key.
+
+        Raises:
+            FedspanError: If the key cannot be read.
+        """
+        if self.node.key is None:
+            return None
+        require()
+        from fedspan.crypto.identity import load_identity  # needs fedspan[secagg]
+
+        try:
+            return load_identity(Path(self.node.key))
+        except (OSError, ValueError) as error:
+            raise FedspanError("key", self.node.key, f"an elliptic-curve key without a passphrase ({error})") from error
 
     def _key(self, place: Path, config: RunConfig) -> bytes | None:
         """Return the secret key of this node's noise in a run; it is created at the start of the run."""

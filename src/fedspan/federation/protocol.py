@@ -41,6 +41,7 @@ __all__ = [
     "open_reply",
     "read_header",
     "serial",
+    "share_tensors",
 ]
 
 FORMAT = 1
@@ -108,25 +109,15 @@ class Part(HeaderPart):
 
 
 class Masking(HeaderPart):
-    """Parameters of the secure sum that a client's reply enters (``clients.secagg``).
+    """The secure sum that a client's reply enters (``clients.secagg``).
 
     Args:
-        session: Number of the session, whose keys were exchanged before.
+        session: Number of the session, whose keys and agreement were exchanged before.
         peers: The client itself and its remaining neighbours, whose masks its own masks cancel.
-        clients: Maximum number of vectors in the sum.
-        clip: Maximum norm of a change.
-        bits: Bits of the summed integers.
-        top: Largest weight in the sum; weights are expressed as fractions of it.
-        layout: Digest of the names and shapes of the summed tensors.
     """
 
     session: Count
     peers: tuple[Name, ...]
-    clients: Annotated[int, Field(ge=2, lt=2**24)]
-    clip: Annotated[float, Field(gt=0)]
-    bits: Literal[32, 64]
-    top: Annotated[float, Field(gt=0)]
-    layout: Annotated[str, Field(min_length=64, max_length=64)]
 
 
 Scores = dict[Name, float]

@@ -22,6 +22,7 @@ class RoundSettings:
         trim: Fraction of the replies that ``trimmed-mean`` drops at each end.
         max_norm: Norm to which ``clipped-mean`` clips changes; None: the median norm of the round.
         privacy: Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
+        agreed: Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation.
     """
 
     rounds: int
@@ -31,6 +32,7 @@ class RoundSettings:
     trim: float = 0.1
     max_norm: float | None = None
     privacy: Privacy | None = None
+    agreed: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_out
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import RunModel
 
-__all__ = ["aggregation_of", "baseline_head", "begin", "begin_locally", "head_start_of"]
+__all__ = ["STATISTICS_CLIP", "aggregation_of", "baseline_head", "begin", "begin_locally", "head_start_of"]
 
-_CLIP = 2.0
+STATISTICS_CLIP = 2.0
 """Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
 
 
@@ -67,7 +67,7 @@ def head_start_of(config: RunConfig, model: RunModel) -> tuple[HeadStart | None,
         kind = None  # a head that was trained for these labels, in the checkpoint or in model.adapter
     if kind is None or layer is None:
         return None, (f"the head starts at random: {why}",) if why else ()
-    return HeadStart(kind, layer, _bound(config, model.adapted, layer), aggregation_of(config, _CLIP)), ()
+    return HeadStart(kind, layer, _bound(config, model.adapted, layer), aggregation_of(config, STATISTICS_CLIP)), ()
 
 
 def _output_layer(adapted: AdaptedModel) -> OutputLayer:

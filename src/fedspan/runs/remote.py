@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -130,6 +130,7 @@ def connect(
     clients: Mapping[str, ClientData] | None = None,
     nodes: Path | None = None,
     run: str = "",
+    agreed: str = "",
 ) -> Prepared:
     """Connect a prepared run to its clients through a transport.
 
@@ -140,6 +141,7 @@ def connect(
         clients: The clients; None: those of the prepared run.
         nodes: Folder where the clients store their state, if this process can read it.
         run: Name of the run, for nodes that may serve several.
+        agreed: Digest of the config that all nodes were sent.
 
     Raises:
         FedspanError: If the config requests secure aggregation and its libraries are not installed.
@@ -151,7 +153,7 @@ def connect(
         prepared.engine,
         known,
         here.examples,
-        here.settings,
+        replace(here.settings, agreed=agreed),
         transport,
         rules,
         aggregation_of(config),
@@ -171,7 +173,7 @@ def connect(
     return replace(prepared, federation=federation, evaluator=evaluator)
 
 
-def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> SecureClient | None:
+def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2, **owner: Any) -> SecureClient | None:
     """Build the secure aggregation half of a client, which masks its replies; None: the run has none.
 
     Args:
@@ -179,6 +181,7 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> S
         id: Id of the client.
         folder: Folder where the client stores its state of the run.
         least: Smallest number of clients that must be present in a sum with this client's reply.
+        owner: What the client's owner requires: ``identity``, ``known`` and ``check`` of ``SecureClient``.
 
     Raises:
         FedspanError: If the libraries are not installed.
@@ -191,7 +194,7 @@ def secure_client(config: RunConfig, id: str, folder: Path, least: int = 2) -> S
         SecureClient,  # needs fedspan[secagg]
     )
 
-    return SecureClient(id, DiskSessionStore(folder), least)
+    return SecureClient(id, DiskSessionStore(folder), least, **owner)
 
 
 def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelope:

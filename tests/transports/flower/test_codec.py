@@ -18,6 +18,7 @@ from fedspan.deployment.handshake import Introduction, Invitation
 from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Masking, decode_order, decode_reply, read_header
 from fedspan.federation.secagg.messages import (
+    Agreement,
     KeysOrder,
     KeysReply,
     PhaseReply,
@@ -183,7 +184,7 @@ def seeds() -> list[str]:
     answer += '"scores":{"test":{"accuracy":0.5,"examples":2.0}},"failed":null,"lost":false}'
     assert decode_order(Envelope(order)).client is not None
     assert decode_reply(Envelope(answer)).parts
-    masking = Masking(session=7, peers=("a", "b"), clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64)
+    masking = Masking(session=7, peers=("a", "b"))
     masked = replace(decode_order(Envelope(order)), secure=masking)
     assert decode_order(masked.envelope()) == masked
     invitation = Invitation(run="r", version="1", config="{}").envelope().header
@@ -193,10 +194,13 @@ def seeds() -> list[str]:
 
 def phases() -> list[str]:
     session: dict[str, Any] = {"round": 0, "attempt": 0, "to": "a", "session": 7}
-    keys = PublicKeys(sealing=bytes(range(32)), masking=bytes(range(100, 132)))
+    keys = PublicKeys(sealing=bytes(range(32)), masking=bytes(range(100, 132)), identity="a b", signature=b"signed")
+    agreement = Agreement(
+        config="", task="train", round=0, lr=0.1, model="0" * 64, clients=3, clip=1.5, bits=32, top=2.0, layout="0" * 64
+    )
     phases = [
         KeysOrder(**session),
-        SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}),
+        SharesOrder(**session, threshold=2, peers={"a": keys, "b": keys}, agreement=agreement),
         UnmaskOrder(**session, survivors=("a", "b"), dropped=("c",), sealed={"a": bytes(range(96))}),
         KeysReply(id="a", session=7, keys=keys),
         SharesReply(id="a", session=7, sealed={"b": bytes(range(96))}),

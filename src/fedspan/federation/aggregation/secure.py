@@ -1,13 +1,15 @@
 """Secure aggregation of a round: the server receives masked vectors and learns only their sum.
 
-An attempt of a round has four exchanges: keys, shares, training, unmasking (``federation.secagg.session``). A client
+An attempt of a round has four exchanges: keys, shares, training, unmasking (``federation.secagg.session``). All clients
+are sent the same complete message, whatever they store, so that they can agree on it before they train. A client
 that drops out before the third is excluded from the sum; one that drops out after it is included. If too few clients
 remain, the attempt ends and the next one starts a new session with the whole cohort, because masks are used once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+import hashlib
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,15 +18,15 @@ import torch
 from torch import Tensor
 
 from fedspan.core.tensors import Tensors, norm
-from fedspan.core.values import Client, Reduced
+from fedspan.core.values import Client, Message, Reduced
 from fedspan.crypto.masks import Integers, Ring
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import RoundContext, Tally
 from fedspan.federation.privacy import private_mean
 from fedspan.federation.progress import TooFew, Transfer
-from fedspan.federation.protocol import Masking, Reply
-from fedspan.federation.secagg.messages import MASKED, initial_values, layout_of, unflatten
+from fedspan.federation.protocol import Masking, Reply, share_tensors
+from fedspan.federation.secagg.messages import MASKED, Agreement, initial_values, layout_of, unflatten
 from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import apply_change, origin_of, require_requested
@@ -76,23 +78,51 @@ class SecureAggregation:
         )
         self.answers.clear()
         with self._noting(session):
-            session.begin(list(clients))
+            session.begin(list(clients), lambda ids: self._agree([clients[id] for id in ids]))
         self._clients = {id: clients[id] for id in session.present}
-        self._top = max(client.weight for client in self._clients.values())
+        self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
+        return {id: Masking(session=session.number, peers=session.present[id]) for id in self._clients}
+
+    def _agree(self, clients: Sequence[Client]) -> Agreement:
+        """Return what clients are to agree on, and set up the sum for them.
+
+        Raises:
+            FedspanError: If none of them has examples, or they are not all sent the same message.
+        """
+        context, round = self.context, self.context.state.round
+        self._top = max(client.weight for client in clients)
         if not self._top > 0:
             raise FedspanError("federation.secure", self._top, "clients with examples")
-        self._ring = Ring(secure.bits, self._clip, len(self._clients))
-        self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
-        masking = Masking(
-            session=session.number,
-            peers=(),
-            clients=len(self._clients),
+        self._ring = Ring(self.secure.bits, self._clip, len(clients))
+        return Agreement(
+            config=context.settings.agreed,
+            task=context.task,
+            round=round,
+            lr=context.training.lr(round, context.settings.rounds),
+            model=self._model(clients),
+            clients=len(clients),
             clip=self._clip,
-            bits=secure.bits,
+            bits=self.secure.bits,
             top=self._top,
             layout=layout_of(self._origin),
         )
-        return {id: masking.model_copy(update={"peers": session.present[id]}) for id in self._clients}
+
+    def _model(self, clients: Sequence[Client]) -> str:
+        """Return the digest of the message that all clients are sent, whatever they store of earlier rounds.
+
+        Raises:
+            FedspanError: If the method sends different messages.
+        """
+        messages: list[Message] = []
+        for client in clients:
+            message = self.context.method.sync(self.context.state, replace(client, held=None))
+            if not any(share_tensors(message, one) for one in messages):
+                messages.append(message)
+        digests = {hashlib.sha256(serialization.encode(message)).hexdigest() for message in messages}
+        if len(digests) > 1:
+            problem = "the method sends its clients different models, and a secure sum needs one that all can check"
+            raise FedspanError("federation.secure", None, problem=problem)
+        return digests.pop()
 
     def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """``Aggregation.take``: add a masked vector to the sum."""

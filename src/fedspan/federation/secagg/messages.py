@@ -1,12 +1,19 @@
 """The messages between a server and its clients in a round under secure aggregation, besides the training orders.
 
-    keys:    server -> all: a session begins;                client -> server: its two public keys
-    shares:  server -> client: its neighbours' keys;         client -> server: shares of two secrets, sealed for each
+    keys:    server -> all: a session begins;                client -> server: its two public keys, signed
+    shares:  server -> client: its neighbours' keys and      client -> server: shares of two secrets, sealed for each
+             the agreement on the round
     (train:  ``protocol.Order`` with its ``secure`` part;    client -> server: a masked vector)
     unmask:  server -> client: who replied, who did not,     client -> server: one share of each of them
              and what the neighbours sealed for it
 
 All data is in headers; these envelopes have no bodies.
+
+The agreement holds everything that decides what a client's vector is: config, round, model, learning rate, and how the
+sum is encoded. Its digest, the transcript, is part of every secret that two clients share. So clients that were told
+different things neither cancel each other's masks nor open each other's shares, and the server learns nothing from
+their vectors. A client compares the agreement with the order to train, and refuses to unmask if the others' shares do
+not open.
 
 The vectors of a secure sum: tensor changes flattened into one vector, whose layout both sides know.
 
@@ -43,6 +50,7 @@ from fedspan.federation.protocol import (
 
 __all__ = [
     "MASKED",
+    "Agreement",
     "KeysOrder",
     "KeysReply",
     "Phase",
@@ -71,6 +79,7 @@ MASKED = "masked"
 _Key = Annotated[bytes, Field(min_length=32, max_length=32)]
 _Sealed = Annotated[bytes, Field(min_length=28, max_length=256)]
 _Share = Annotated[bytes, Field(min_length=34, max_length=34)]
+_Digest = Annotated[str, Field(min_length=64, max_length=64)]
 
 
 class BinaryPart(HeaderPart):
@@ -85,10 +94,55 @@ class PublicKeys(BinaryPart):
     Args:
         sealing: Key with which other clients seal shares for this client.
         masking: Key of its pairwise masks.
+        identity: The client's lasting public key in OpenSSH's format; empty: it has none.
+        signature: Signature by the lasting key (``crypto.identity``).
     """
 
     sealing: _Key
     masking: _Key
+    identity: Annotated[str, Field(max_length=1024)] = ""
+    signature: Annotated[bytes, Field(max_length=256)] = b""
+
+    def statement(self, context: str, id: str) -> bytes:
+        """Return what the signature covers: the keys, the client, and the session in which they are used."""
+        parts = (context.encode(), id.encode(), self.sealing, self.masking)
+        return b"".join(len(part).to_bytes(8, "big") + part for part in (b"fedspan session keys 1", *parts))
+
+
+class Agreement(HeaderPart):
+    """What all clients of a secure sum agree on before any of them trains.
+
+    Args:
+        config: Digest of the config that the server sent to all nodes; empty in a simulation.
+        task: Kind of the order that follows.
+        round: Number of the round, from 0.
+        lr: Learning rate of the round.
+        model: SHA-256 of the order's message, which is the same for all clients.
+        clients: Largest number of vectors in the sum.
+        clip: Largest norm of a change.
+        bits: Bits of the summed integers.
+        top: Largest weight in the sum; weights are expressed as fractions of it.
+        layout: Digest of the names and shapes of the summed tensors.
+    """
+
+    config: Annotated[str, Field(max_length=64)]
+    task: Literal["train", "statistics"]
+    round: Count
+    lr: Annotated[float, Field(ge=0)]
+    model: _Digest
+    clients: Annotated[int, Field(ge=2, lt=2**24)]
+    clip: Annotated[float, Field(gt=0)]
+    bits: Literal[32, 64]
+    top: Annotated[float, Field(gt=0)]
+    layout: _Digest
+
+    def transcript(self, context: str) -> str:
+        """Return the text that binds secrets to this agreement and the session.
+
+        Args:
+            context: Text of the session, from ``context_of``.
+        """
+        return hashlib.sha256(f"{context}\n{self.model_dump_json()}".encode()).hexdigest()
 
 
 class _Order(BinaryPart):
@@ -117,11 +171,13 @@ class SharesOrder(_Order):
     Args:
         threshold: Number of shares that reconstruct a secret.
         peers: Public keys of the client and its neighbours, by client id.
+        agreement: What all clients of the sum agree on.
     """
 
     task: Literal["shares"] = "shares"
     threshold: Annotated[int, Field(ge=2, lt=2**16)]
     peers: dict[Name, PublicKeys]
+    agreement: Agreement
 
 
 class UnmaskOrder(_Order):

@@ -13,6 +13,7 @@ from fedspan.crypto.shares import combine
 from fedspan.federation.progress import Failure, TooFew, Transfer
 from fedspan.federation.protocol import Envelope, Orders, Transport, read_header, serial
 from fedspan.federation.secagg.messages import (
+    Agreement,
     KeysOrder,
     KeysReply,
     Phase,
@@ -35,14 +36,14 @@ class Masked:
     """The masking partners of a session.
 
     Args:
-        context: Text that identifies the run and the session.
+        transcript: Digest of the session and the agreement of its clients.
         present: The masking partners of every client that was ordered to train, including itself.
         needed: Number of shares that reconstruct a client's secret, by client.
         keys: Public keys of all clients.
         survivors: Clients whose vectors are in the sum.
     """
 
-    context: str
+    transcript: str
     present: Mapping[str, tuple[str, ...]]
     needed: Mapping[str, int]
     keys: Mapping[str, PublicKeys]
@@ -76,7 +77,7 @@ def unmask(total: Integers, masked: Masked, given: Mapping[str, Mapping[str, byt
         if mask_key_of(secret) != masked.keys[id].masking:
             raise ValueError(f"of {id!r}: shares that are not of its key")
         for peer in partners:
-            seed = pair_seed(secret, masked.keys[peer].masking, masked.context)
+            seed = pair_seed(secret, masked.keys[peer].masking, masked.transcript)
             add_mask(total, seed, -1 if peer < id else 1)
 
 
@@ -114,6 +115,7 @@ class SecureSession:
         self._keys: dict[str, PublicKeys] = {}
         self._needed: dict[str, int] = {}
         self._sealed: dict[str, Mapping[str, bytes]] = {}
+        self._transcript = ""
         self.present: dict[str, tuple[str, ...]] = {}
 
     def fail(self, client: str, why: str) -> None:
@@ -129,8 +131,12 @@ class SecureSession:
         if len(clients) < self.quorum:
             raise TooFew
 
-    def begin(self, ids: Sequence[str]) -> None:
+    def begin(self, ids: Sequence[str], agree: Callable[[Collection[str]], Agreement]) -> None:
         """Exchange keys and shares; afterwards ``present`` maps the clients that may train to their masking partners.
+
+        Args:
+            ids: Ids of the clients.
+            agree: Returns what the clients that sent keys are to agree on.
 
         Raises:
             TooFew: If too few clients replied.
@@ -144,9 +150,15 @@ class SecureSession:
         self.require(self._keys)
         around = neighbourhoods(sorted(self._keys), self.settings.neighbours)
         self._needed = {id: threshold_of(len(around[id]), self.settings.threshold) for id in around}
+        agreement = agree(self._keys)
+        self._transcript = agreement.transcript(context_of(self.run, self.number))
         orders = {
             id: self._order(
-                SharesOrder, id, threshold=self._needed[id], peers={peer: self._keys[peer] for peer in around[id]}
+                SharesOrder,
+                id,
+                threshold=self._needed[id],
+                peers={peer: self._keys[peer] for peer in around[id]},
+                agreement=agreement,
             )
             for id in around
         }
@@ -182,7 +194,7 @@ class SecureSession:
         }
         before = len(self.failures)
         given = {id: answer.shares for id, answer in self._exchange(UnmaskReply, orders).items()}
-        masked = Masked(context_of(self.run, self.number), self.present, self._needed, self._keys, survivors)
+        masked = Masked(self._transcript, self.present, self._needed, self._keys, survivors)
         try:
             unmask(total, masked, given)
         except ValueError as error:
