@@ -21,7 +21,8 @@ from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import decode_order, decode_reply
 from fedspan.runs.callbacks import Listener
-from fedspan.training.accounting import Mechanism, PrivacySpend, epsilon_of
+from fedspan.runs.privacy_budget import Budget
+from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, epsilon_of
 from helpers import tiny
 
 DP_SGD = {"mechanism": "dp-sgd", "epsilon": 3.0}
@@ -122,6 +123,80 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
         stripped = [{**row, "seconds": 0} for row in rows(cut)]
         assert stripped == [{**row, "seconds": 0} for row in rows(whole)]
     assert len(rows(cut)) == 4
+
+
+class Killed(Listener):
+    """Stops in a round, after a client's reply."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def client_finished(self, round: int, client: str, loss: float) -> None:
+        if round == self.round:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "randomness", "twice"),
+    [("local", "seed", False), ("central", "seed", False), ("central", "secret", True)],
+)
+def test_a_round_that_was_not_finished_has_paid(
+    mechanism: str, randomness: str, twice: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Run again, it pays nothing more where it repeats its releases to the bit, and again where it may not."""
+    privacy = {"mechanism": mechanism, "noise": 5.0, "randomness": randomness, "clip": 0.1}
+    given = run_values(tiny_folder, privacy, federation={"rounds": 2}, evaluation={"every": 5})
+    cut = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(given, cut, listener=Killed(2))
+    unfinished = json.loads((cut / "privacy.json").read_text())
+    assert unfinished["round"] == 1
+    assert sum(count for *_, count in unfinished["releases"]) == (1 if mechanism == "central" else 3)
+    report, whole = fedspan.resume(cut), fedspan.run(given, tmp_path / "whole")
+    assert (report.privacy["epsilon"] > whole.privacy["epsilon"]) == twice
+    if not twice:
+        assert report.privacy == whole.privacy
+
+
+def test_the_cost_is_on_the_disk_before_an_order_is_sent(tiny_folder: Path, tmp_path: Path) -> None:
+    """And a damaged record is no empty one."""
+    path, config = tmp_path / "privacy.json", parse_config(run_values(tiny_folder, {"mechanism": "local", "noise": 5}))
+    charge = (Charge("a", Mechanism(1.0, 5.0), 1),)
+    Budget(config, path=path).announce(0, charge)
+    again = Budget(config, path=path)
+    again.announce(0, charge)
+    again.announce(0, charge)
+    assert json.loads(path.read_text()) == {"round": 0, "releases": [["a", 1.0, 5.0, 2]]}
+    lost = Budget(config, path=path)
+    lost.count(charge)  # in this process one client was asked once, in the last one twice
+    assert json.loads(lost.dump()) == {"a": [[1.0, 5.0, 2]]}
+    assert json.loads(Budget(config, lost.dump(), path, finished=1).dump()) == {"a": [[1.0, 5.0, 2]]}
+    for damage in ("{", "[]", '{"round": 0, "releases": [[1]]}'):
+        path.write_text(damage)
+        with pytest.raises(FedspanError, match="is damaged"):
+            Budget(config, path=path)
+
+
+def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path) -> None:
+    """A client whose reply gets lost twice: its second order fits, the third is not sent."""
+    once, twice, thrice = (epsilon_of({Mechanism(1.0, 2.5): count}, 1e-5, "rdp") for count in (1, 2, 3))
+    privacy = {"mechanism": "local", "noise": 5.0, "epsilon": (twice + thrice) / 2, "randomness": "secret"}
+    run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), privacy=privacy)
+    honest = transport.replies
+
+    def losing(envelopes: Any, seconds: float, *, patient: bool = False) -> Any:
+        for id, _ in honest(envelopes, seconds, patient=patient):
+            yield id, "its reply was lost"
+
+    transport.replies = losing  # type: ignore[method-assign]
+    budget = Budget(run.config, path=tmp_path / "run.json")
+    with pytest.raises(FedspanError, match=r"`privacy\.epsilon`: asking again in round 1 would cost") as stopped:
+        run.federation.run_round(run.federation.begin(), on_charge=lambda charges: budget.announce(0, charges))
+    assert stopped.value.field == "privacy.epsilon"
+    assert len(transport.sent) == 2
+    assert releases(tmp_path) == [[1.0, 2.5, 2]]
+    assert json.loads((tmp_path / "run.json").read_text())["releases"] == [[CLIENT, 1.0, 2.5, 2]]
+    assert once < twice
 
 
 def test_other_privacy_is_another_run(tiny_folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fedspan.diagnostics.round_diagnosis import Diagnosis, LayerDiagnosis, TrainingRecord, layers_of
 from fedspan.diagnostics.updates import alignment
-from fedspan.federation.federation import Federation
+from fedspan.federation.federation import Federation, OnCharge, OnClient
 from fedspan.federation.progress import Progress, RoundResult
 
 __all__ = ["MEASURES", "DiagnosticsRecorder", "Measure", "Reading", "readings", "values_of"]
@@ -173,7 +173,7 @@ class DiagnosticsRecorder:
         """Time of the diagnostics, without the rounds themselves."""
 
     def run_round(
-        self, progress: Progress, on_client: Callable[[str, float], None]
+        self, progress: Progress, on_client: OnClient, on_charge: OnCharge | None = None
     ) -> tuple[RoundResult, dict[str, Any] | None]:
         """Run a round like ``Federation.run_round`` and compute its diagnostics.
 
@@ -183,9 +183,9 @@ class DiagnosticsRecorder:
         """
         federation = self.federation
         if self.every is None or (progress.state.round + 1) % self.every:
-            return federation.run_round(progress, on_client), None
+            return federation.run_round(progress, on_client, on_charge=on_charge), None
         record = TrainingRecord()
-        result = federation.run_round(progress, on_client, record)
+        result = federation.run_round(progress, on_client, record, on_charge)
         began = time.monotonic()
         looked = layers_of(federation, record, progress, result)
         found = {name: values_of(layer) for name, layer in looked.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,7 +42,7 @@ from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 
-__all__ = ["Federation", "Round", "clients_by_id", "cohort_of"]
+__all__ = ["Federation", "OnCharge", "OnClient", "Round", "clients_by_id", "cohort_of"]
 
 
 def cohort_of(seed: int, round: int, clients: int, size: int | None, more: int = 0) -> list[int]:
@@ -63,6 +63,9 @@ def cohort_of(seed: int, round: int, clients: int, size: int | None, more: int =
 OnClient = Callable[[str, float], None]
 """Takes a client's id and its training loss."""
 
+OnCharge = Callable[[tuple[Charge, ...]], None]
+"""Takes the privacy cost of an attempt before its orders are sent; an error that it raises ends the round."""
+
 
 class Round:
     """One round, until it succeeds or fails.
@@ -73,6 +76,7 @@ class Round:
         held: Round of the last accepted reply of each client.
         best: The same for the best progress so far: clients must not delete the state that belongs to it.
         on_client: Called with a client's id and training loss when its reply is accepted.
+        on_charge: Called with the privacy cost of each attempt before its orders are sent.
     """
 
     def __init__(
@@ -82,12 +86,13 @@ class Round:
         held: Mapping[str, int],
         best: Mapping[str, int],
         on_client: OnClient | None = None,
+        on_charge: OnCharge | None = None,
     ) -> None:
-        self.context, self.on_client, self._best = context, on_client, best
+        self.context, self.on_client, self.on_charge, self._best = context, on_client, on_charge, best
         self.lr = context.training.lr(context.state.round, context.settings.rounds)
         self._held = dict(held)
         self._tally = Tally()
-        self._charges = list(round_charges(context.settings, len(context.clients)))
+        self._charges = list[Charge]()
         self.aggregation = aggregating(context, self._tally)
 
     def run(self) -> RoundResult:
@@ -129,7 +134,7 @@ class Round:
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
         """Order clients to train and aggregate their replies."""
         context, state, tally = self.context, self.context.state, self._tally
-        asking, privacy, sent = OrderEncoder(context.run), context.settings.privacy, set[str]()
+        asking, sent, costs = OrderEncoder(context.run), set[str](), self._announce(masks, clients, attempt)
 
         def order(id: str) -> Envelope:
             # Clients of a secure sum agreed on one message, so none may be shorter for what its client stores.
@@ -140,8 +145,7 @@ class Round:
             sent.add(id)
             if first:
                 tally.transfers.append(order_transfer(id, made.body, message, context.task))
-            if first and privacy is not None and privacy.mechanism != "central":
-                self._charges += expected_charges(privacy, context.training, context.method, state, clients[id])
+                self._charges += costs.get(id, ())
             return replace(made, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
 
         def on_reply(id: str, back: Envelope | str) -> bool:
@@ -159,6 +163,20 @@ class Round:
 
         orders = Orders(context.task, masks, order)
         context.transport.exchange(orders, on_reply, context.rules.deadline, patient=attempt > 0)
+
+    def _announce(
+        self, ids: Iterable[str], clients: Mapping[str, Client], attempt: int
+    ) -> Mapping[str, tuple[Charge, ...]]:
+        """Return what an attempt's orders cost each client, after announcing it with what the round costs all."""
+        context, privacy = self.context, self.context.settings.privacy
+        if privacy is None:
+            return {}
+        shared = round_charges(context.settings, len(context.clients)) if attempt == 0 else ()
+        self._charges += shared
+        costs = {} if privacy.mechanism == "central" else client_charges(context, {id: clients[id] for id in ids})
+        if self.on_charge is not None:
+            self.on_charge((*shared, *(one for own in costs.values() for one in own)))
+        return costs
 
     def _result(self, reduced: Reduced, attempt: int) -> RoundResult:
         """Return the result of a successful round."""
@@ -184,6 +202,19 @@ class Round:
             simulated_seconds=context.transport.simulated_seconds(),
             late=tuple(id for id in context.ids if id not in self.aggregation.answers and id not in failed),
         )
+
+
+def client_charges(context: RoundContext, clients: Mapping[str, Client]) -> dict[str, tuple[Charge, ...]]:
+    """Return the privacy cost of a training order for each client; it depends on rank and examples alone."""
+    known: dict[tuple[int, int], tuple[Charge, ...]] = {}
+    found: dict[str, tuple[Charge, ...]] = {}
+    for id, client in clients.items():
+        kind = (client.rank, client.examples)
+        if kind not in known:
+            privacy, state = context.settings.privacy, context.state
+            known[kind] = expected_charges(privacy, context.training, context.method, state, client)
+        found[id] = tuple(replace(one, payer=id) for one in known[kind])
+    return found
 
 
 def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "train") -> Transfer:
@@ -301,16 +332,12 @@ class Federation:
 
     def next_charges(self, progress: Progress) -> tuple[Charge, ...]:
         """Return the privacy cost of the next round if every client is selected once."""
-        state = progress.state
-        charges = list(round_charges(self.settings, len(self.clients)))
-        known: dict[tuple[int, int], tuple[Charge, ...]] = {}
-        for id in self.cohort(state.round) if self.settings.privacy is not None and not charges else ():
-            client = self.clients[id].client
-            kind = (client.rank, client.examples)
-            if kind not in known:
-                known[kind] = expected_charges(self.settings.privacy, self.engine.settings, self.method, state, client)
-            charges += [replace(one, payer=id) for one in known[kind]]
-        return tuple(charges)
+        charges = round_charges(self.settings, len(self.clients))
+        if self.settings.privacy is None or charges:
+            return charges
+        context = self._context(progress)
+        own = client_charges(context, {id: self.clients[id].client for id in context.ids})
+        return tuple(one for costs in own.values() for one in costs)
 
     def cohort(self, round: int) -> tuple[str, ...]:
         """Return a round's selected clients, sorted; drawn from (seed, round) alone or the key of central privacy."""
@@ -329,6 +356,7 @@ class Federation:
         progress: Progress,
         on_client: OnClient | None = None,
         on_trained: OnTrained | None = None,
+        on_charge: OnCharge | None = None,
     ) -> RoundResult:
         """Run one round; if too few replies are accepted, retry failed clients as often as the rules allow.
 
@@ -336,12 +364,21 @@ class Federation:
             progress: The progress before the round, which is not modified.
             on_client: Called with a client's id and training loss when its reply is accepted.
             on_trained: Called with every job that a client in this process trained.
+            on_charge: Called with the privacy cost of each attempt before its orders are sent.
 
         Raises:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
+        round = Round(self._context(progress), self.aggregating, progress.held, self._best, on_client, on_charge)
+        self.transport.begin(progress, on_trained)
+        result = round.run()
+        self._remark = round.aggregation.remark()
+        return result
+
+    def _context(self, progress: Progress) -> RoundContext:
+        """Return the definition of the next round."""
         state = progress.state
-        context = RoundContext(
+        return RoundContext(
             method=self.method,
             settings=self.settings,
             training=self.training,
@@ -354,11 +391,6 @@ class Federation:
             transport=self.transport,
             run=self.run,
         )
-        round = Round(context, self.aggregating, progress.held, self._best, on_client)
-        self.transport.begin(progress, on_trained)
-        result = round.run()
-        self._remark = round.aggregation.remark()
-        return result
 
     def conclude(self, progress: Progress) -> tuple[Failure, ...]:
         """End the run: have clients export their personal models if the server cannot see them.

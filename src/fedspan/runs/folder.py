@@ -50,6 +50,7 @@ class RunFolder:
         self.engine = self.path / "engine.json"
         self.learning_rate = self.path / "learning_rate.json"
         self.partition = self.path / "partition.json"
+        self.privacy = self.path / "privacy.json"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
         self.checkpoints = self.path / "checkpoints"

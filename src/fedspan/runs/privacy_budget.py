@@ -11,8 +11,8 @@ from typing import Any
 from fedspan.config import RunConfig
 from fedspan.core.noise import KEY_BYTES
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, fsync_folder, read_bytes, write_all
-from fedspan.training.accounting import Charge, PrivacySpend, require_opacus
+from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all, write_atomic
+from fedspan.training.accounting import Charge, Mechanism, PrivacySpend, require_opacus
 
 __all__ = ["Budget", "has_key", "load_noise_key", "new_key", "store_noise_key"]
 
@@ -66,35 +66,81 @@ def load_noise_key(folder: Path, config: RunConfig) -> bytes | None:
     return key
 
 
+_Totals = dict[tuple[str, Mechanism], int]
+"""Releases by payer and kind."""
+
+
 class Budget:
     """The privacy budget of a run: what it has spent, and whether it may continue; without privacy, nothing and yes.
+
+    The cost of an attempt of a round is on the disk before its orders are sent, so a round that fails, or in which the
+    process is killed, has paid. When such a round is run again, its orders are the same, and clients repeat their
+    replies to the bit: the larger of both costs counts. Under central privacy with a secret key other replies may come,
+    and other noise; then both count.
 
     Args:
         config: Config of the run.
         kept: Result of ``dump``, for a resumed run.
+        path: File of what unfinished rounds have cost; None: nothing is stored.
+        finished: Number of finished rounds.
 
     Raises:
-        FedspanError: If Opacus is not installed.
+        FedspanError: If Opacus is not installed, or the file is damaged.
     """
 
-    def __init__(self, config: RunConfig, kept: str = "{}") -> None:
-        self._config = config.privacy
+    def __init__(self, config: RunConfig, kept: str = "{}", path: Path | None = None, finished: int = 0) -> None:
+        self._config, self._path = config.privacy, path
         self._spend: PrivacySpend | None = None
+        self._earlier: _Totals = {}
+        """What earlier attempts to run the current round have cost, in other processes."""
+        self._now: _Totals = {}
+        """What this process has announced for the current round."""
         if self._config is not None:
             require_opacus()
             self._spend = PrivacySpend(self._config.delta, self._config.accountant)
             self._spend.restore(json.loads(kept))
+            self._earlier = {} if path is None else _read_unfinished(path, finished)
+
+    def announce(self, round: int, charges: tuple[Charge, ...]) -> None:
+        """Record the cost of an attempt before its orders are sent.
+
+        Args:
+            round: Number of the round, from 0.
+            charges: Charges of the attempt.
+
+        Raises:
+            FedspanError: If the budget does not cover it, or the disk cannot be written.
+        """
+        if self._spend is None or self._config is None:
+            return
+        announced = _added(self._now, _totals(charges))
+        together = self._with_earlier(announced)
+        if self._config.epsilon is not None and (cost := self._spend.worst(_charges(together))) > self._config.epsilon:
+            problem = f"asking again in round {round + 1} would cost {cost:.4g}. The state before the round is stored"
+            raise FedspanError("privacy.epsilon", self._config.epsilon, problem=problem)
+        self._now = announced
+        if self._path is not None:
+            rows = [[payer, kind.rate, kind.noise, count] for (payer, kind), count in sorted(together.items())]
+            with disk_errors(self._path.parent):
+                write_atomic(self._path, to_json({"round": round, "releases": rows}).encode())
 
     def count(self, charges: tuple[Charge, ...]) -> None:
-        """Charge the cost of a round."""
+        """Charge the cost of a finished round."""
         if self._spend is not None:
-            self._spend.charge(charges)
+            self._spend.charge(_charges(self._with_earlier(_totals(charges))))
+            self._earlier, self._now = {}, {}
 
     def allows(self, charges: tuple[Charge, ...]) -> bool:
         """Check whether the budget covers a round with these charges."""
         if self._spend is None or self._config is None or self._config.epsilon is None:
             return True
-        return self._spend.worst(charges) <= self._config.epsilon
+        return self._spend.worst(_charges(self._with_earlier(_totals(charges)))) <= self._config.epsilon
+
+    def _with_earlier(self, totals: _Totals) -> _Totals:
+        assert self._config is not None
+        if self._config.mechanism == "central" and self._config.randomness == "secret":
+            return _added(self._earlier, totals)
+        return {key: max(self._earlier.get(key, 0), totals.get(key, 0)) for key in {**self._earlier, **totals}}
 
     def require_first(self, charges: tuple[Charge, ...]) -> None:
         """Check that the budget covers the first round.
@@ -127,3 +173,39 @@ class Budget:
     def dump(self) -> str:
         """Serialize the spent budget as text, for a checkpoint."""
         return json.dumps({} if self._spend is None else self._spend.dump())
+
+
+def _totals(charges: tuple[Charge, ...]) -> _Totals:
+    found: _Totals = {}
+    for one in charges:
+        found[one.payer, one.mechanism] = found.get((one.payer, one.mechanism), 0) + one.count
+    return found
+
+
+def _added(one: _Totals, other: _Totals) -> _Totals:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}
+
+
+def _charges(totals: _Totals) -> tuple[Charge, ...]:
+    return tuple(Charge(payer, kind, count) for (payer, kind), count in totals.items())
+
+
+def _read_unfinished(path: Path, finished: int) -> _Totals:
+    """Read what a round has cost that was begun and not finished; empty if the last one was finished.
+
+    Raises:
+        FedspanError: If the file is damaged.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found: Any = from_json(read_bytes(path))
+        if found["round"] < finished:
+            return {}
+        return {
+            (str(payer), Mechanism(float(rate), float(noise))): int(count)
+            for payer, rate, noise, count in found["releases"]
+        }
+    except (ValueError, TypeError, KeyError) as error:
+        problem = f"the record of what an unfinished round has cost is damaged ({type(error).__name__})"
+        raise FedspanError(str(path), None, problem=problem) from error

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -166,7 +167,7 @@ class _Session:
         self.metrics, self.ledger = metrics, ledger
         self.seconds = 0.0
         self.best: Best | None = None
-        self.budget = Budget(prepared.config)
+        self.budget = Budget(prepared.config, path=place.privacy)
         self.looks = DiagnosticsRecorder(prepared.federation, prepared.config.evaluation.diagnostics)
 
     def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
@@ -176,7 +177,8 @@ class _Session:
         if kept is not None:
             progress = kept.progress
             self.best, self.seconds = kept.best, float(kept.extra.get("seconds", 0.0))
-            self.budget = Budget(self.prepared.config, str(kept.extra.get("privacy", "{}")))
+            spent, finished = str(kept.extra.get("privacy", "{}")), progress.state.round
+            self.budget = Budget(self.prepared.config, spent, self.place.privacy, finished)
             if self.best is not None:
                 federation.remember(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
@@ -196,7 +198,8 @@ class _Session:
             def told(client: str, loss: float, number: int = number) -> None:
                 self.listener.client_finished(number, client, loss)
 
-            result, seen = self.looks.run_round(progress, told)
+            announce = partial(self.budget.announce, progress.state.round)
+            result, seen = self.looks.run_round(progress, told, announce)
             store_stacking_plan(self.place, engine)
             for note in (engine_note(engine), federation.remark()):
                 if number == first and note is not None:
