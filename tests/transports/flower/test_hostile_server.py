@@ -1,0 +1,209 @@
+"""A server that holds the order key and attacks its nodes, replayed against real processes with TLS and keys."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+from stage import Deployment
+
+from fedspan import __version__
+from fedspan.crypto.identity import fingerprint_of
+from fedspan.deployment.handshake import Introduction, Invitation, server_config
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import (
+    Envelope,
+    OnReply,
+    Order,
+    Orders,
+    Transport,
+    decode_reply,
+    read_header,
+    serial,
+)
+from fedspan.federation.secagg.messages import UnmaskReply, decode_request
+from fedspan.runs.remote import connect, prepare_server, server_clients
+from helpers.reply_transport import exchanged
+from helpers.sites import SITES, run_values, site_files
+
+pytestmark = pytest.mark.slow
+VICTIM = SITES[0]
+ROUNDS = 3
+"""Of all runs together: the limit of every node."""
+
+
+class Scene(NamedTuple):
+    """A server and three nodes at work.
+
+    Args:
+        made: Their processes.
+        grid: The messages of a run whose server this process is.
+        signer: Signs as the server does.
+        values: A run's config.
+    """
+
+    made: Deployment
+    grid: Any
+    signer: Any
+    values: dict[str, Any]
+
+    def invite(self, run: str, values: Mapping[str, Any]) -> dict[str, tuple[int, Introduction]]:
+        """Invite all nodes to a run; their replies by id."""
+        from fedspan.transports.flower.transport import invite
+
+        invitation = Invitation(run=run, version=__version__, config=json.dumps(values))
+        found: dict[str, tuple[int, Introduction]] = {}
+        for node, back in invite(self.grid, invitation.envelope(), 120.0, self.signer):
+            assert isinstance(back, Envelope), back
+            told = read_header(Introduction, back)
+            found[told.id] = node, told
+            if len(found) == len(SITES):
+                break
+        return found
+
+    def joined(self, run: str, lie: Callable[[str, Any], Any] = lambda id, asked: asked, **federation: Any) -> Any:
+        """Begin a run that all nodes join, over a transport that changes what it sends."""
+        from fedspan.transports.flower.transport import GridTransport
+
+        values = {**self.values, "federation": {**self.values["federation"], **federation}}
+        met = self.invite(run, values)
+        assert {told.refused for _, told in met.values()} == {None}
+        prepared = prepare_server(server_config(values))
+        clients = server_clients(
+            prepared.config, prepared.engine.adapted.spec, {id: told.examples for id, (_, told) in met.items()}
+        )
+        inner = GridTransport(self.grid, {id: node for id, (node, _) in met.items()}, signer=self.signer)
+        transport = Lying(inner, lie)
+        digest = Invitation(run=run, version=__version__, config=json.dumps(values)).digest
+        rules = prepared.config.federation.reply_rules()
+        made = connect(prepared, transport, rules, clients=clients, run=run, agreed=digest)
+        return made.federation, transport
+
+
+class Lying(Transport):
+    """A transport that changes what it sends, and records what comes back."""
+
+    def __init__(self, inner: Transport, lie: Callable[[str, Any], Any]) -> None:
+        self.inner, self.lie = inner, lie
+        self.sent: list[Any] = []
+        self.came: list[tuple[str, Envelope | str]] = []
+
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+        def changed(id: str) -> Envelope:
+            asked = self.lie(id, decode_request(orders[id]))
+            self.sent.append(asked)
+            return asked.envelope()
+
+        def replied(id: str, back: Envelope | str) -> bool:
+            self.came.append((id, back))
+            return on_reply(id, back)
+
+        self.inner.exchange(Orders(orders.task, orders, changed), replied, seconds, patient=patient)
+
+
+@pytest.fixture(scope="module")
+def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    from fedspan.transports.flower.server import admissions, link_of
+    from fedspan.transports.flower.signing import ServerSigner
+    from fedspan.transports.flower.transport import attach
+
+    folder = tmp_path_factory.mktemp("hostile-server")
+    files = site_files(tiny_folder / "corpus.csv", folder)
+    values = run_values(tiny_folder, {"name": "fedit", "r": 2}, federation={"retries": 0, "deadline": 120.0})
+    with Deployment(folder / "deployment") as made:
+        limits = {"rounds": ROUNDS, "models": [values["model"]["name"]], "evaluations": 1}
+        paths = {site: made.node_file(site, files[site], limits=limits) for site in SITES}
+        prints = {site: fingerprint_of((made.folder / f"{site}.key.pub").read_text()) for site in SITES}
+        for site in SITES:
+            peers = {id: mark for id, mark in prints.items() if id != site}
+            paths[site].write_text(yaml.safe_dump({**yaml.safe_load(paths[site].read_text()), "peers": peers}))
+            made.join(site, paths[site])
+        link = link_of(made.server)
+        signer = ServerSigner(link.folder, lambda: {id: one.key.encode() for id, one in admissions(link).items()})
+        with attach(link, 2**24) as grid:
+            until = time.monotonic() + 120
+            while len(set(grid.get_node_ids())) < len(SITES):
+                assert time.monotonic() < until, made.logs()
+                time.sleep(0.2)
+            yield Scene(made, grid, signer, values)
+
+
+def test_configs_beyond_the_limits_are_refused(scene: Scene) -> None:
+    lies: list[tuple[str, dict[str, Any], str]] = [
+        ("training", {"local_steps": 10**12}, "limits.steps"),
+        ("training", {"batch_size": 10**9}, "limits.batch"),
+        ("model", {"adapter": "somebody/adapter"}, "this node does not allow the adapter 'somebody/adapter'"),
+        ("model", {"name": "somebody/model"}, "limits.models"),
+        ("model", {"pretrained": False}, "limits.from_scratch"),
+        ("federation", {"rounds": 50}, "limits.rounds"),
+    ]
+    for number, (section, own, why) in enumerate(lies):
+        met = scene.invite(f"lie-{number}", {**scene.values, section: {**scene.values[section], **own}})
+        assert all(why in (told.refused or "") for _, told in met.values()), met
+
+
+def test_a_victim_is_not_revealed_by_what_the_others_are_told(scene: Scene) -> None:
+    """The others train with a rate of 0: alone in the order, and in the agreement as well."""
+
+    def lie(id: str, asked: Any) -> Any:
+        return replace(asked, lr=0.0) if isinstance(asked, Order) and id != VICTIM else asked
+
+    federation, transport = scene.joined("secure", lie, secure={})
+    with pytest.raises(FedspanError, match=r"the order has lr 0\.0"):
+        federation.run_round(federation.begin())
+    replies = [back for _, back in transport.came if isinstance(back, Envelope) and '"task":"unmask"' in back.header]
+    assert not any(read_header(UnmaskReply, back).shares for back in replies)
+
+
+def test_orders_that_differ_from_the_config_are_refused_and_totals_end(scene: Scene) -> None:
+    federation, transport = scene.joined("plain", rounds=2)
+    first = federation.run_round(federation.begin())
+    assert not first.failures, scene.made.logs()
+    order = next(asked for asked in transport.sent if asked.to == VICTIM)
+    assert order.client is not None
+    weightless = replace(order.client, weight=0.0)
+    for change, why in (
+        ({"round": 49}, "an order for round 50 of a run with 2 rounds"),
+        ({"lr": 0.0}, "the order has lr 0.0"),
+        ({"client": weightless}, "the order has client.weight 0.0"),
+        ({"round": 2, "task": "statistics"}, "an order for round 3"),
+    ):
+        assert why in refusal(transport.inner, replace(order, **change))
+    evaluation = replace(order, task="evaluate", client=None)
+    assert not refusal(transport.inner, evaluation)
+    assert "this server has used 1 evaluations of this node's data" in refusal(transport.inner, evaluation)
+    # Every model is another question about the data. Three were asked, in two runs; a new name starts nothing anew.
+    assert not federation.run_round(first.progress).failures
+    last = [asked for asked in transport.sent if asked.to == VICTIM][-1]
+    assert "this server has used 3 rounds of this node's data" in refusal(
+        transport.inner, replace(last, body=order.body)
+    )
+    rounds = {**scene.values["federation"], "rounds": 1}
+    met = scene.invite("another name", {**scene.values, "federation": rounds})
+    assert "this server has used 3 rounds of this node's data" in (met[VICTIM][1].refused or "")
+
+
+def test_a_deleted_record_restores_nothing(scene: Scene) -> None:
+    """The last test: the node answers nothing any more until a person has put that right."""
+    folder = scene.made.folder / f"{VICTIM}-state"
+    (folder / "budget.json").unlink()
+    told = scene.invite("after", scene.values)[VICTIM][1]
+    assert told.refused == "an error; see the client's own log"
+    assert "the record of what servers have used of this node's data is missing" in scene.made.log(VICTIM)
+
+
+def refusal(transport: Transport, order: Order) -> str:
+    """Why a node refuses an order, signed and with a new serial."""
+    back = exchanged(transport, {order.to: replace(order, serial=serial()).envelope()}, 120.0)[order.to]
+    assert isinstance(back, Envelope), back
+    return decode_reply(back).failed or ""
