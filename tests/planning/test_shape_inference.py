@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,8 +18,9 @@ from fedspan.methods.fedit import FedIT
 from fedspan.methods.fedloru import FedLoRU
 from fedspan.methods.registry import METHODS
 from fedspan.methods.slora import SLoRA
-from fedspan.planning.shape_inference import ShapeInference, bare_method, count_traffic, with_bare_method
+from fedspan.planning.shape_inference import Exchange, ShapeInference, bare_method, count_traffic, with_bare_method
 from fedspan.wrappers.extras import WithExtras
+from fedspan.wrappers.fedpaq import FedPAQ
 from fedspan.wrappers.fedprox import FedProx
 
 HUGE = LayerSpec("layer", 1 << 20, 1 << 22)
@@ -73,6 +75,38 @@ def test_cohorts_of_other_ranks_change_what_comes_down() -> None:
     rows = count_traffic(METHODS["flora"](spec=spec_of(LayerSpec("layer", 100, 200))), [2, 3, 4], cohorts)
     assert [row[2].down for row in rows[1:5]] == [4 * 300 * 5, 4 * 300 * 7, 4 * 300 * 5, 4 * 300 * 7]
     assert rows[59][4] == Traffic(down=4 * 300 * 5, up=4 * 300 * 4)
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8, 16])
+def test_quantised_replies_have_their_packed_size_and_leave_the_state_s_shapes(bits: int) -> None:
+    """A norm of 4 bytes, then the bits of all entries, padded to a byte: 2 x 20 entries of A, 12 x 2 of B."""
+    inference = ShapeInference(FedPAQ(inner=FedIT(spec=spec_of(SMALL), r=2), bits=bits), [2])
+    before = {name: (value.shape, value.dtype) for name, value in inference.state.tensors.items()}
+    up = inference.run_round([2, 2])[2].up
+    assert {tensor.dtype for tensor in up.tensors.values()} == {torch.uint8}
+    packed = {name.removeprefix("fedpaq/"): len(tensor) for name, tensor in up.tensors.items()}
+    assert packed == {"layer/A": 4 + -(-40 * bits // 8), "layer/B": 4 + -(-24 * bits // 8)}
+    assert {name: (value.shape, value.dtype) for name, value in inference.state.tensors.items()} == before
+
+
+def test_runs_that_differ_in_the_partition_only_share_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An equal method with equal cohorts is not run again; another option, or another cohort, is."""
+    rounds: list[int] = []
+    run_round = ShapeInference.run_round
+
+    def counted(self: ShapeInference, cohort: Sequence[int]) -> dict[int, Exchange]:
+        rounds.append(len(cohort))
+        return run_round(self, cohort)
+
+    monkeypatch.setattr(ShapeInference, "run_round", counted)
+    layer = LayerSpec("layer", 41, 43)  # in no other test
+    first = count_traffic(FedIT(spec=spec_of(layer), r=2), [2], [[2, 2]] * 3)
+    assert rounds == [2, 2, 2]
+    assert count_traffic(FedIT(spec=spec_of(layer), r=2), [2], [[2, 2]] * 3) == first
+    assert len(rounds) == 3
+    count_traffic(METHODS["ffa-lora"](spec=spec_of(layer), r=2), [2], [[2, 2]] * 3)
+    count_traffic(FedIT(spec=spec_of(layer), r=2), [2], [[2, 2, 2]] * 3)
+    assert len(rounds) == 9
 
 
 def test_a_method_that_depends_on_data_is_estimated() -> None:

@@ -53,7 +53,7 @@ class Spec:
     """
 
     layers: tuple[LayerSpec, ...]
-    extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    extras: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # equal specs hash alike without it
     buffers: frozenset[str] = frozenset()
     clients: int = 0
 

@@ -8,6 +8,7 @@ false (HetLoRA, for example, prunes nothing). A method whose messages have sizes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -55,18 +56,42 @@ def _geqrf(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(matrix), matrix.new_empty(min(matrix.shape))
 
 
-def _elementwise(left: Any, right: Any) -> Tensor:
-    shapes = {value.shape for value in (left, right) if isinstance(value, Tensor)}
-    shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else shapes.pop()
-    return torch.empty(shape, dtype=torch.result_type(left, right))
+def _elementwise(left: Any, right: Any, *, alpha: float = 1) -> Tensor:
+    return torch.empty(_broadcast(left, right), dtype=torch.result_type(left, right))
+
+
+def _comparison(left: Any, right: Any) -> Tensor:
+    return torch.empty(_broadcast(left, right), dtype=torch.bool)
+
+
+def _broadcast(*values: Any) -> torch.Size:
+    shapes = {value.shape for value in values if isinstance(value, Tensor)}
+    return torch.broadcast_shapes(*shapes) if len(shapes) > 1 else shapes.pop()
+
+
+def _same_shape(value: Tensor, *arguments: float) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _norm(value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    return Tensor.norm(value, *arguments, **options) if arguments or options else value.new_empty(())
+
+
+def _arange(*limits: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(len(range(*limits)), dtype=dtype or torch.int64)
 
 
 _SHAPES: Mapping[Any, Callable[..., Any]] = {
+    torch.arange: _arange,
     torch.geqrf: _geqrf,
     torch.linalg.qr: _qr,
     torch.linalg.svd: _svd,
-    Tensor.clamp_min: lambda value, least: torch.empty_like(value),
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.sub, Tensor.__sub__), _elementwise),
+    Tensor.norm: _norm,
+    **dict.fromkeys((Tensor.clamp_min, Tensor.floor, Tensor.sign), _same_shape),
+    **dict.fromkeys((Tensor.lt, Tensor.gt), _comparison),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _elementwise),
+    **dict.fromkeys((Tensor.add, Tensor.sub, Tensor.__sub__), _elementwise),
+    **dict.fromkeys((Tensor.__and__, Tensor.__lshift__, Tensor.__rshift__), _elementwise),
 }
 """Frequent operations whose shapes the meta device computes slowly, and one (``geqrf``) that it lacks."""
 
@@ -215,7 +240,7 @@ def with_bare_method(method: Method, bare: RegisteredMethod) -> Method:
 
 def count_traffic(
     method: Method, ranks: Iterable[int], cohorts: Sequence[Sequence[int]], extras: Tensors = MappingProxyType({})
-) -> list[dict[int, Traffic]]:
+) -> list[Mapping[int, Traffic]]:
     """Count the bytes that clients that participate in every round receive and send, by round and rank.
 
     Apart from the state, methods distinguish rounds by parity and by their own whole-number options (FedLoRU's ``tau``,
@@ -228,16 +253,32 @@ def count_traffic(
         cohorts: Ranks of the clients that reply, by round.
         extras: Tensors on the meta device of the spec's extras and their buffers, by path.
     """
-    layers, ranks = method.spec.layers, sorted(set(ranks))
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    cohorts = tuple(shared.setdefault(tuple(cohort), tuple(cohort)) for cohort in cohorts)
+    shapes = tuple((path, value.shape, value.dtype) for path, value in extras.items())
+    return list(_count_traffic(method, tuple(sorted(set(ranks))), cohorts, shapes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _count_traffic(
+    method: Method,
+    ranks: tuple[int, ...],
+    cohorts: tuple[tuple[int, ...], ...],
+    extras: tuple[tuple[str, torch.Size, torch.dtype], ...],
+) -> tuple[Mapping[int, Traffic], ...]:
+    """Count the bytes; runs of one table differ in data and partition, so most of their layers are counted before."""
+    layers = method.spec.layers
     if layers and method.estimate_traffic(layers[0], ranks[0], 0) is not None:
-        return [
+        return tuple(
             {rank: traffic for rank in ranks if (traffic := method.estimate_traffic(layers[0], rank, number))}
             for number in range(len(cohorts))
-        ]
+        )
     bare = bare_method(method)
     options = [getattr(bare, one.name) for one in fields(bare) if one.name not in ("seed", "r")]
     largest = max([2, *(value for value in options if type(value) is int)])
-    run, rows = ShapeInference(method, ranks, extras), list[dict[int, Traffic]]()
+    values = {path: torch.empty(shape, dtype=dtype, device="meta") for path, shape, dtype in extras}
+    run = ShapeInference(method, ranks, values)
+    rows: list[Mapping[int, Traffic]] = []
     alike = len({tuple(sorted(cohort)) for cohort in cohorts}) == 1
     for number, cohort in enumerate(cohorts):
         period = _period(rows, largest) if alike and number >= 2 * largest + 4 else None
@@ -245,7 +286,7 @@ def count_traffic(
             rows.append(rows[-period])
         else:
             rows.append({rank: exchange.traffic for rank, exchange in run.run_round(cohort).items()})
-    return rows
+    return tuple(rows)
 
 
 def _period(rows: Sequence[object], largest: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Self
 
 from fedspan.config import RunConfig
@@ -116,9 +117,9 @@ def plan_traffic(
     ]
     by_rank = [[ranks[client] for client in cohort] for cohort in cohorts]
 
-    def count_bytes(bare: RegisteredMethod) -> list[tuple[int, int]]:
-        """Count the bytes to and from all clients of each round."""
-        rows = count_traffic(with_bare_method(wrapped, bare), ranks, by_rank, extras.values)
+    def count_bytes(bare: RegisteredMethod, values: Tensors = MappingProxyType({})) -> list[tuple[int, int]]:
+        """Count the bytes to and from all clients of each round; ``values`` are those of the extras of the spec."""
+        rows = count_traffic(with_bare_method(wrapped, bare), ranks, by_rank, values)
         return [
             (sum(row[rank].down for rank in cohort), sum(row[rank].up for rank in cohort))
             for row, cohort in zip(rows, by_rank, strict=True)
@@ -129,7 +130,7 @@ def plan_traffic(
         for kind, number in kinds_of(method.spec).items()
     ]
     # Extras are transmitted alike around every method; FedAvg supports every wrapper.
-    beside = count_bytes(FedAvg(spec=replace(method.spec, layers=())))
+    beside = count_bytes(FedAvg(spec=replace(method.spec, layers=())), extras.values)
     sent, held = list[Sent](), set[int]()
     for number, cohort in enumerate(cohorts):
         down = sum(times * rows[number][0] for times, rows in layers)
