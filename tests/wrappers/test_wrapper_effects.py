@@ -16,7 +16,7 @@ from fedspan.core.spec import Spec
 from fedspan.core.tensors import Tensors, slots_of, split_extras
 from fedspan.federation.progress import Progress
 from fedspan.methods.registry import METHODS
-from fedspan.runs.setup import Prepared
+from fedspan.runs.setup import Prepared, prepare
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import tiny
 from helpers.wrapped_configs import wrapped_config
@@ -25,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"fedprox": {"mu": 1.0}, "fedavgm": {"lr": 
 SGD = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 0.0, "local_steps": 3}
 PREFIXES = ("FedAdagrad/", "FedAdam/", "FedAvgM/", "FedYogi/", "scaffold/")
 """Prefixes of the names under which wrappers remember something from round to round."""
+LAYERS = {"extras": "frozen", "target_modules": ["intermediate.dense"]}
+"""One layer in each block, 24 x 16, shows what a wrapper does, and hundreds of federations are run."""
 ROUNDS = 3
 
 Run = Callable[..., Tensor]
@@ -63,7 +65,13 @@ def _values(made: Prepared, progress: Progress) -> Iterator[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def end(tiny_folder: Path, prepared: Prepared) -> Run:
+def loaded(tiny_folder: Path) -> Prepared:
+    """The model with these layers, for all runs."""
+    return prepare(wrapped_config(tiny_folder, "fedit", [], training=SGD, model=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def end(tiny_folder: Path, loaded: Prepared) -> Run:
     """``end(key, wrappers, forgetful=False)``: the values after three rounds, as one vector."""
     known: dict[tuple[str, str, bool], Tensor] = {}
 
@@ -72,8 +80,8 @@ def end(tiny_folder: Path, prepared: Prepared) -> Run:
         if name in known:
             return known[name]
         wrappers = [] if wrapper is None else [{"name": wrapper, **OPTIONS.get(wrapper, {})}]
-        config = wrapped_config(tiny_folder, key, wrappers, training=SGD, model={"extras": "frozen"})
-        made = tiny.variant(prepared, config)
+        config = wrapped_config(tiny_folder, key, wrappers, training=SGD, model=LAYERS)
+        made = tiny.variant(loaded, config)
         progress = made.federation.begin()
         for _ in range(ROUNDS):
             progress = made.federation.run_round(_forget(progress) if forgetful else progress).progress
@@ -100,9 +108,9 @@ def test_what_a_wrapper_remembers_changes_the_result(wrapper: str, key: str, end
 
 @pytest.mark.parametrize("key", METHODS)
 def test_only_methods_that_claim_it_give_their_tensors_new_coordinates_in_every_round(
-    key: str, tiny_folder: Path, prepared: Prepared
+    key: str, tiny_folder: Path, loaded: Prepared
 ) -> None:
-    federation = tiny.variant(prepared, wrapped_config(tiny_folder, key, [], training=SGD)).federation
+    federation = tiny.variant(loaded, wrapped_config(tiny_folder, key, [], training=SGD, model=LAYERS)).federation
     progresses = [federation.begin()]
     while len(progresses) <= ROUNDS:
         progresses.append(federation.run_round(progresses[-1]).progress)

@@ -75,9 +75,8 @@ def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: A
         require_equal(loop / "adapter", other / "adapter", method)
 
 
-@pytest.mark.parametrize(
-    "methods", [FAMILIES, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["families", "others"]
-)
+@pytest.mark.slow  # a minute and more of processes that import torch, so it is a step of its own in .ci/run
+@pytest.mark.parametrize("methods", [FAMILIES, OTHERS], ids=["families", "others"])
 def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(
     methods: tuple[str, ...], references: Any, tmp_path: Path
 ) -> None:
