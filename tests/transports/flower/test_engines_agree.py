@@ -25,6 +25,8 @@ from helpers.sites import SITES, local_values, run_values, site_files
 
 FAMILIES = ("fedit", "flora", "fedsa-lora", "fedgalore")
 """One method of each family: averaged factors, stacked factors, personal factors, projected gradients."""
+QUICK = ("fedit", "fedsa-lora")
+"""One whose clients keep nothing and one whose clients keep their factors; Ray's processes for each take seconds."""
 OTHERS = tuple(key for key in sorted(METHODS) if key not in FAMILIES)
 SINGULAR = ("fedavg", "federa", "fedhm", "fedmomentum", "fedsvd", "flexlora", "fr-lora", "pfedlora")
 """Their factors are singular vectors, which amplify rounding by the inverse of the gaps between singular values."""
@@ -63,7 +65,10 @@ def references(tiny_folder: Path, tmp_path: Path) -> Any:
     return files, made
 
 
-@pytest.mark.parametrize("method", [*FAMILIES, *(pytest.param(method, marks=pytest.mark.slow) for method in OTHERS)])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(method, marks=() if method in QUICK else pytest.mark.slow) for method in (*FAMILIES, *OTHERS)],
+)
 def test_flower_s_simulation_gives_the_loop_s_adapter(method: str, references: Any) -> None:
     pytest.importorskip("ray", reason="the extra fedspan[flower-sim] is not installed")
     _, made = references
