@@ -26,6 +26,7 @@ __all__ = [
     "read_bytes",
     "read_whole",
     "remove",
+    "require_no_link",
     "sweep",
     "temporary",
     "to_json",
@@ -78,6 +79,18 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def require_no_link(path: Path) -> None:
+    """Refuse a symbolic link in the place of a file or folder that a run owns.
+
+    Raises:
+        FedspanError: If the path is one; what it points to may belong to something else.
+    """
+    if path.is_symlink():
+        target = os.readlink(path)
+        problem = f"it is a link to {target!r}, and a run deletes and replaces what is below it. Put the files here"
+        raise FedspanError(str(path), target, problem=problem)
 
 
 def sweep(folder: Path) -> None:

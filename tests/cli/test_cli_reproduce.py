@@ -165,7 +165,7 @@ def test_no_run_is_played_twice(preset: Path, finished_table: Finished, tmp_path
     for path in one.rglob("config.yaml"):  # as if of before an option was added, or damaged
         values = yaml.safe_load(path.read_text())
         del values["training"]["min_lr"]
-        path.write_text(yaml.safe_dump(values))
+        path.write_text(yaml.safe_dump(values, explicit_end=True))
     for damaged, file in (("damaged", "config.yaml"), ("a-damaged", "environment.json")):
         shutil.copytree(one / RUN, one / damaged)
         (one / damaged / file).write_text("{")

@@ -174,16 +174,6 @@ def test_wrappers_are_written_as_keys_or_with_their_options() -> None:
     assert parse_config(config.model_dump(mode="json")) == config
 
 
-def test_wrappers_are_part_of_what_a_run_is() -> None:
-    def identity(*wrappers: object) -> str:
-        return parse_config({**VALID, "method": {"name": "fedit", "r": 4, "wrappers": list(wrappers)}}).identity
-
-    plain = parse_config({**VALID, "method": {"name": "fedit", "r": 4}}).identity
-    assert identity() == plain
-    assert identity("fedprox") == identity({"name": "fedprox"})
-    assert len({plain, identity("fedprox"), identity("fedadam"), identity({"name": "fedprox", "mu": 0.5})}) == 4
-
-
 def test_overrides_go_into_lists() -> None:
     values = {"method": {"wrappers": ["fedprox", {"name": "fedadam"}]}}
     changed = override(values, ["method.wrappers.1.lr=0.5", "method.wrappers.0=fedpaq"])

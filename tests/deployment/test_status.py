@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from fedspan.deployment.status import load_named_run, read_status, store_named_run
 from fedspan.errors import FedspanError
+from fedspan.logs import JsonLines
 
 
 @pytest.fixture
@@ -22,7 +22,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def rows(run: Path, *made: dict[str, object]) -> None:
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    with JsonLines(run / "metrics.jsonl") as lines:
+        for row in made:
+            lines.append(row)
+        lines.commit()
 
 
 def test_a_run_that_has_begun(run: Path) -> None:

@@ -17,7 +17,8 @@ import yaml
 import fedspan
 from fedspan import CompareReport, FedspanError, Watcher, load_config
 from fedspan.experiments.comparison import CompareRow, plan_comparison
-from fedspan.runs.session import read_config, read_report
+from fedspan.runs.integrity import read_config
+from fedspan.runs.session import read_report
 from helpers import tiny
 
 METHODS = ("fedit", "fedloru")

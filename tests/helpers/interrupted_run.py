@@ -16,9 +16,10 @@ import torch
 from fedspan.clients.store import overlay, store
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.federation.progress import Progress
+from fedspan.logs import JsonLines
 from fedspan.runs.checkpoint import Best, Checkpoint, prune, resume, save
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import JsonLines, Ledger
+from fedspan.runs.ledger import Ledger
 
 
 def state_of(round: int) -> ServerState:

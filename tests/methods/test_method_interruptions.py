@@ -19,6 +19,7 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs import checkpoint
 from fedspan.runs.checkpoint import Checkpoint
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import config_text
 from fedspan.runs.setup import Prepared, prepare
 from helpers import tiny
 from helpers.watched_rounds import Play, differences, flat, method_config, snapshot
@@ -77,7 +78,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
 ) -> None:
     config = interrupted_config(tiny_folder, key)
     run = RunFolder(tmp_path)
-    run.config.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    run.config.write_text(config_text(config))
     run.partition.write_text(prepared.partition.to_json())
     for expected in undisturbed(key)[1][1:]:
         one_round_in_a_new_process(tmp_path)

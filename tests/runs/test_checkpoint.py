@@ -16,6 +16,7 @@ from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.lowrank import LowRank
 from fedspan.core.values import OptimizerState, ServerState
 from fedspan.errors import FedspanError
+from fedspan.logs import Position
 from fedspan.runs.checkpoint import Best, Checkpoint, latest, load, prune, resume, save
 from fedspan.runs.folder import RunFolder
 from helpers.plain_data import plain
@@ -43,7 +44,11 @@ CHECKPOINTS = st.builds(
         max_size=3,
     ),
     st.none() | st.builds(Best, st.floats(), st.floats(), st.integers(0, 9)),
-    st.dictionaries(st.sampled_from(["metrics.jsonl", "ledger.jsonl"]), st.integers(0, 10**12)),
+    st.dictionaries(
+        st.sampled_from(["metrics.jsonl", "ledger.jsonl"]),
+        st.builds(Position, st.integers(0, 10**12), st.text("0123456789abcdef", min_size=64, max_size=64)),
+    ),
+    st.dictionaries(st.sampled_from(["partition.json"]), st.text(max_size=8)),
     SCALARS,
 )
 
@@ -177,10 +182,10 @@ def test_going_on_from_an_older_one(run: RunFolder) -> None:
 
 
 def test_a_format_of_the_future_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedspan.runs.checkpoint.FORMAT", 3)
+    monkeypatch.setattr("fedspan.runs.checkpoint.FORMAT", 4)
     save(run, checkpoint_of(1))
     monkeypatch.undo()
-    with pytest.raises(FedspanError, match="reads format 2"):
+    with pytest.raises(FedspanError, match="reads format 3"):
         latest(run)
 
 

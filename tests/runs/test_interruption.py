@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from fedspan.errors import FedspanError
+from fedspan.logs import chain_line, position_of, read_lines
 from fedspan.runs.checkpoint import latest, load, resume, truncate_logs
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import read_lines, read_totals
+from fedspan.runs.ledger import read_totals
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "interrupted_run.py"
 _script = runpy.run_path(str(SCRIPT))
@@ -59,8 +60,8 @@ def assert_sound(path: Path) -> int:
     assert torch.equal(checkpoint.state.tensors["l/A"], state_of(round).tensors["l/A"])
     assert checkpoint.held == {"a": round, "b": None}
     assert checkpoint.optimizer_states["b"][0].steps == {"l/A": round}
-    assert run.metrics.stat().st_size >= checkpoint.positions["metrics.jsonl"]
-    assert run.ledger.stat().st_size >= checkpoint.positions["ledger.jsonl"]
+    assert run.metrics.stat().st_size >= checkpoint.positions["metrics.jsonl"].length
+    assert run.ledger.stat().st_size >= checkpoint.positions["ledger.jsonl"].length
     if run.best.exists():
         assert load(run.best).best is not None
     return round
@@ -184,7 +185,8 @@ def test_a_round_that_was_not_committed_leaves_no_trace(tmp_path: Path) -> None:
     end = uninterrupted(tmp_path / "run", 3)
     run = RunFolder(tmp_path / "run")
     with run.metrics.open("ab") as metrics, run.ledger.open("ab") as ledger:
-        metrics.write(b'{"round": 4}\n{"rou')
+        _, line = chain_line(position_of(run.metrics).head, {"round": 4})
+        metrics.write(line + b'{"rou')
         ledger.write(b'{"round": 4, "client": "a", "dir')
     assert [row["round"] for row in read_lines(run.metrics)] == [1, 2, 3, 4]
     assert read_totals(run.ledger).rounds == (1, 2, 3)

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedspan.errors import FedspanError
-from fedspan.runs.ledger import JsonLines, Ledger, Tally, Totals, read_lines, read_totals
+from fedspan.logs import EMPTY, JsonLines, chain_line, read_lines
+from fedspan.runs.ledger import Ledger, Tally, Totals, read_totals
 
 DIRECTIONS: tuple[Literal["down", "up"], ...] = ("down", "up")
 ENTRIES = st.lists(
@@ -51,7 +52,7 @@ def test_sums_are_rebuilt_from_the_file(
     with Ledger(path) as ledger:
         for entry in entries:
             ledger.record(*entry)
-        assert ledger.commit() == path.stat().st_size
+        assert ledger.commit().length == path.stat().st_size
         assert everything(read_totals(path)) == everything(ledger.totals)
         assert read_totals(path).clients == tuple(sorted({entry[1] for entry in entries}))
         for direction in DIRECTIONS:
@@ -93,7 +94,9 @@ def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
 
 def test_a_ledger_of_before_there_were_purposes_is_one_of_training(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    path.write_text('{"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2}\n')
+    path.write_bytes(
+        chain_line(EMPTY.head, {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2})[1]
+    )
     assert read_totals(path).run("up") == Tally(1, 3, 2)
     assert read_totals(path).beside == {}
 
@@ -103,13 +106,14 @@ def test_lines_reach_the_file_at_the_commit_only(tmp_path: Path) -> None:
     with JsonLines(path) as lines:
         lines.append({"round": 1})
         assert path.read_bytes() == b""
-        assert lines.commit() == 13
-        assert lines.commit() == 13
+        end = lines.commit()
+        assert end.length == path.stat().st_size > 0
+        assert lines.commit() == end
         lines.append({"round": 2})
     assert list(read_lines(path)) == [{"round": 1}], "a round that was not committed is dropped"
     with JsonLines(path) as lines:
         lines.append({"round": 2})
-        assert lines.commit() == path.stat().st_size == 26
+        assert lines.commit().length == path.stat().st_size == 2 * end.length
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:
@@ -125,6 +129,7 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     strict = json.loads(path.read_text(), parse_constant=refuse)
+    assert len(strict.pop("chain")) == 64
     assert strict == {"loss": None, "bound": None, "exact": 0.1, "name": "NaN", "clients": {"a": None}, "seen": 3}
     assert list(read_lines(path)) == [strict]
 
@@ -159,7 +164,8 @@ def test_no_file_is_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"{", b"[1]", b"null", b"", b"[" * 100_000])
 def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"round": 1}\n' + line + b'\n{"round": 3}\n')
+    head, first = chain_line(EMPTY.head, {"round": 1})
+    path.write_bytes(first + line + b"\n" + chain_line(head, {"round": 3})[1])
     with pytest.raises(FedspanError, match=r"metrics\.jsonl, line 2"):
         list(read_lines(path))
 
@@ -178,6 +184,9 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
 def test_an_entry_of_another_kind_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "ledger.jsonl"
     entry = {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2}
-    path.write_text(json.dumps(entry) + "\n" + json.dumps({**entry, **change}) + "\n")
+    with JsonLines(path) as lines:
+        lines.append(entry)
+        lines.append({**entry, **change})
+        lines.commit()
     with pytest.raises(FedspanError, match=r"ledger\.jsonl, line 2"):
         Ledger(path)

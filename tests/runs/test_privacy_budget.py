@@ -120,8 +120,8 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
         assert fedspan.run(given, whole).privacy == report.privacy
         first, second = ((one / "adapter" / "adapter_model.safetensors").read_bytes() for one in (cut, whole))
         assert first == second
-        stripped = [{**row, "seconds": 0} for row in rows(cut)]
-        assert stripped == [{**row, "seconds": 0} for row in rows(whole)]
+        stripped = [{**row, "seconds": 0, "chain": ""} for row in rows(cut)]
+        assert stripped == [{**row, "seconds": 0, "chain": ""} for row in rows(whole)]
     assert len(rows(cut)) == 4
 
 
@@ -197,16 +197,6 @@ def test_asking_again_stays_within_the_budget(tiny_folder: Path, tmp_path: Path)
     assert releases(tmp_path) == [[1.0, 2.5, 2]]
     assert json.loads((tmp_path / "run.json").read_text())["releases"] == [[CLIENT, 1.0, 2.5, 2]]
     assert once < twice
-
-
-def test_other_privacy_is_another_run(tiny_folder: Path) -> None:
-    plain, private, more = (
-        parse_config(run_values(tiny_folder, {"mechanism": "central", "noise": noise})).identity
-        if noise
-        else parse_config(tiny.settings(tiny_folder)).identity
-        for noise in (None, 1.0, 2.0)
-    )
-    assert len({plain, private, more}) == 3
 
 
 def test_baselines_are_without_privacy(tiny_folder: Path, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from fedspan.federation.protocol import Envelope, decode_order
+from fedspan.logs import read_lines
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import read_lines, read_totals
+from fedspan.runs.ledger import read_totals
 from fedspan.runs.remote import connect, nodes_folder, reply_as
 from fedspan.runs.session import RunReport
 from fedspan.runs.setup import Prepared

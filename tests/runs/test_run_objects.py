@@ -13,7 +13,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import fedspan
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
-from fedspan.runs.session import read_config, read_partition
+from fedspan.runs.integrity import read_config
+from fedspan.runs.session import read_partition
 from helpers import tiny
 
 

@@ -125,13 +125,3 @@ def test_scalings_follow_from_ranks_unless_they_are_to_be_equal() -> None:
     assert [client_scaling(config, method, rank) for rank in (4, 8, 16)] == [4.0, 2.0, 1.0]
     config, method = made([4, 16], federation={"scaling": "equal"})
     assert [client_scaling(config, method, rank) for rank in (4, 16)] == [2.0, 2.0]
-
-
-def test_ranks_are_part_of_what_a_run_is() -> None:
-    """Another rank gives the checkpoint's tensors other shapes."""
-    base, same = made(None)[0], made(None, federation={"rounds": 3})[0]
-    assert base.identity == same.identity
-    others = [[4, 8], [8, 4], {"assign": "draw", "of": [4, 8]}, {"assign": "draw", "of": [4, 8], "seed": 1}]
-    identities = {made(ranks)[0].identity for ranks in others}
-    identities.add(made([4, 8], federation={"scaling": "equal"})[0].identity)
-    assert len(identities | {base.identity}) == len(others) + 2

@@ -17,10 +17,10 @@ from rich.text import Text
 from fedspan.cli.formatting import duration, number, one_line, score, titles
 from fedspan.cli.remaining_time import Effort
 from fedspan.experiments.tables import size
+from fedspan.logs import read_lines
 from fedspan.runs.callbacks import Listener, rate_round
 from fedspan.runs.checkpoint import Best
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import read_lines
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import replace
 from typing import Annotated, Literal, Self
@@ -372,27 +370,6 @@ class RunConfig(Section):
     def data_seed(self) -> int:
         """Seed of the partition."""
         return self.seed if self.partition.seed is None else self.partition.seed
-
-    @property
-    def identity(self) -> str:
-        """Digest what a started run cannot change: all that determines tensor shapes and the clients' data.
-
-        Paths are left out, since files may be moved, and so are fields that only trade time for memory.
-        """
-        content = self.model_dump(mode="json", include={"task", "seed", "model", "data", "partition", "method"})
-        for name in ("name", "adapter", "gradient_checkpointing"):
-            del content["model"][name]
-        for name in ("train", "test"):
-            content["data"].pop(name, None)
-        if not self.method.wrappers:  # same digest as runs from before wrappers existed
-            del content["method"]["wrappers"]
-        if self.federation.ranks is not None:
-            content["federation"] = self.federation.model_dump(mode="json", include={"ranks", "scaling"})
-        if self.simulation is not None:
-            content["simulation"] = self.simulation.model_dump(mode="json")
-        if self.privacy is not None:
-            content["privacy"] = self.privacy.model_dump(mode="json")
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def privacy_settings(self, key: bytes | None = None) -> Privacy | None:
         """Return the settings of differential privacy for the engines.

@@ -21,6 +21,7 @@ from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import require_intact
 from fedspan.runs.remote import connect, prepare_server, server_clients
 from fedspan.runs.session import RunReport, is_run, read_report
 from fedspan.runs.setup import Prepared
@@ -98,6 +99,7 @@ def submit(
 
     parsed: RunConfig | None = None
     if resume and is_run(folder) and RunFolder(folder).report.is_file():
+        require_intact(RunFolder(folder))
         return read_report(folder)
     if not resume:
         if config is None:

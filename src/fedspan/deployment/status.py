@@ -14,9 +14,9 @@ import yaml
 
 from fedspan.errors import FedspanError
 from fedspan.files import from_json, read_bytes, write_atomic
+from fedspan.logs import read_lines
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import read_lines
 
 __all__ = ["NamedRun", "RunStatus", "load_named_run", "read_status", "store_named_run"]
 

@@ -26,8 +26,9 @@ from fedspan.files import disk_errors, is_temporary, read_bytes, sweep, temporar
 from fedspan.runs import train
 from fedspan.runs.environment import same_environment
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import read_config
 from fedspan.runs.privacy_budget import is_secret
-from fedspan.runs.session import RunReport, is_run, read_config
+from fedspan.runs.session import RunReport, is_run
 from fedspan.training.prefix_rows import next_run
 
 __all__ = [

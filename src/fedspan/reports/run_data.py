@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fedspan.config import RunConfig, parse_config
-from fedspan.config.reading import parse_text
+from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
+from fedspan.logs import read_lines
 from fedspan.runs.curves import score_of
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import Totals, read_lines, read_totals
+from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.ledger import Totals, read_totals
 from fedspan.runs.model_card import RunReport
+from fedspan.runs.session import read_report
 from fedspan.tasks.metrics import METRICS, METRICS_OF
 
 __all__ = ["Row", "RunData", "stories"]
@@ -116,14 +118,8 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 def _story(name: str, folder: Path) -> RunData:
     place = RunFolder(folder)
-    config = parse_config(parse_text(place.config_text(), str(place.config)))
-    report = None
-    if place.report.is_file():
-        values = cast("Mapping[str, Any]", place.read_json(place.report))
-        known = {field.name for field in fields(RunReport)}
-        try:
-            report = RunReport(**{key: value for key, value in values.items() if key in known})
-        except (TypeError, AttributeError):
-            raise FedspanError(str(place.report), None, problem="the file is no report of a run") from None
+    require_intact(place)
+    config = read_config(folder)
+    report = read_report(folder) if place.report.is_file() else None
     rows = tuple(cast("Sequence[Row]", list(read_lines(place.metrics))))
     return RunData(name, folder, config, report, rows, read_totals(place.ledger))

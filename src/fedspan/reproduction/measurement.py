@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedspan.core.tensors import norm, split_extras, subtract
+from fedspan.logs import read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import read_lines
 from fedspan.runs.session import read_report
 
 __all__ = ["MEASURED", "measure"]

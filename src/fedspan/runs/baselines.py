@@ -115,7 +115,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     """
     place = RunFolder(folder)
     if place.report.is_file():
-        return cast(dict[str, Any], place.read_json(place.report))
+        return cast(dict[str, Any], place.read_sealed(place.report))
     variant = BASELINES[name](prepared)
     config, tested = variant.config, place.learning_rate
     if name == "centralised" and config.training.lr == "auto" and config.centralised_lr is None:
@@ -152,7 +152,7 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
     report: dict[str, Any] = {"best_round": progress.state.round, "scores": scores, "by_client": by_client}
     if tested.is_file():
         report["learning_rate"] = read_range_test(tested)
-    place.write_json(place.report, report)
+    place.write_sealed(place.report, report)
     with disk_errors(folder):  # as large as the run's own checkpoints, and nothing resumes from them
         remove(place.checkpoints)
         remove(place.clients)

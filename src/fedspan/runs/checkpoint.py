@@ -27,10 +27,12 @@ from fedspan.files import (
     read_bytes,
     read_whole,
     remove,
+    require_no_link,
     sweep,
     temporary,
     write_file,
 )
+from fedspan.logs import EMPTY, Position, require_position
 from fedspan.runs.folder import RunFolder
 
 __all__ = [
@@ -39,9 +41,11 @@ __all__ = [
     "DamagedFileError",
     "latest",
     "load",
+    "newest_index",
     "pack",
     "prune",
     "read_index",
+    "read_positions",
     "resume",
     "save",
     "saved",
@@ -49,7 +53,7 @@ __all__ = [
     "truncate_logs",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Version of checkpoint.json."""
 
 _STATE, _CLIENTS, _INDEX = "state.safetensors", "clients.json", "checkpoint.json"
@@ -81,8 +85,9 @@ class Checkpoint:
         optimizer_states: The clients' optimizer moments, with the state generation that they belong to, by client id.
         best: The best round so far; that round has a checkpoint, this one or an earlier one (so a round
             that becomes the best must be saved).
-        positions: Lengths in bytes of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as
-            returned by their ``commit``.
+        positions: Ends of the logs at this round, by file name (``metrics.jsonl``, ``ledger.jsonl``), as returned by
+            their ``commit``.
+        inputs: SHA-256 of the run's files that no round changes, by name (``integrity.input_digests``).
         extra: Further values that the round loop must restore.
     """
 
@@ -91,7 +96,8 @@ class Checkpoint:
     held: Mapping[str, int | None] = field(default_factory=dict)
     optimizer_states: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     best: Best | None = None
-    positions: Mapping[str, int] = field(default_factory=dict)
+    positions: Mapping[str, Position] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
@@ -141,7 +147,8 @@ def pack(checkpoint: Checkpoint) -> dict[str, bytes]:
         "format": FORMAT,
         "round": checkpoint.state.round,
         "best": checkpoint.best,
-        "positions": dict(checkpoint.positions),
+        "positions": {name: list(position) for name, position in checkpoint.positions.items()},
+        "inputs": dict(checkpoint.inputs),
         "extra": dict(checkpoint.extra),
         "files": {name: _digest(data) for name, data in files.items()},
     }
@@ -202,9 +209,15 @@ def load(folder: Path) -> Checkpoint:
         held=held,
         optimizer_states=optimizer_states,
         best=None if best is None else Best(*best),
-        positions=index["positions"],
+        positions=read_positions(index),
+        inputs=index["inputs"],
         extra=index["extra"],
     )
+
+
+def read_positions(index: Mapping[str, Any]) -> dict[str, Position]:
+    """Return the ends of the logs that an index of ``read_index`` names, by file name."""
+    return {name: Position(*position) for name, position in index["positions"].items()}
 
 
 def _contents(folder: Path, index: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, bytes]:
@@ -236,9 +249,16 @@ def _folder_of(run: RunFolder, round: int) -> Path:
 
 
 def _rounds(run: RunFolder) -> dict[int, Path]:
-    """List the checkpoints by round, ascending; temporary folders do not match."""
+    """List the checkpoints by round, ascending; temporary folders do not match.
+
+    Raises:
+        FedspanError: If the folder of checkpoints, or one in it, is a link.
+    """
+    run.require_own()
     entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
     found = {int(match[1]): entry for entry in entries if (match := _FOLDER.match(entry.name))}
+    for folder in found.values():
+        require_no_link(folder)
     return dict(sorted(found.items()))
 
 
@@ -267,6 +287,22 @@ def select_checkpoint(run: RunFolder, round: int | str) -> Path:
         kept = ", ".join(map(str, there))
         raise FedspanError("round", round, f"best, last, or a round with a checkpoint: {kept}")
     return there[wanted]
+
+
+def newest_index(run: RunFolder) -> dict[str, Any] | None:
+    """Read the index of a run's newest checkpoint, while any process may work on the run; None: there is none.
+
+    Raises:
+        FedspanError: As ``read_index``.
+    """
+    while rounds := _rounds(run):
+        newest = rounds[max(rounds)]
+        try:
+            return read_index(newest)
+        except DamagedFileError:
+            if newest.exists():  # else it was pruned, and a newer one is there
+                raise
+    return None
 
 
 def save(run: RunFolder, checkpoint: Checkpoint) -> Path:
@@ -367,36 +403,20 @@ def latest(run: RunFolder) -> Checkpoint | None:
 
 
 def truncate_logs(run: RunFolder, checkpoint: Checkpoint | None) -> None:
-    """Truncate metrics and ledger to the lengths that they had at a checkpoint (None: at the beginning).
+    """Truncate metrics and ledger to their ends at a checkpoint (None: to nothing).
 
     Raises:
-        FedspanError: If a log is shorter than that, was edited, or cannot be written.
+        FedspanError: If a log does not start with the lines that it had then, or cannot be written; the error names the
+            line.
     """
     for path in (run.metrics, run.ledger):
-        length = checkpoint.positions.get(path.name, 0) if checkpoint else 0
+        position = checkpoint.positions.get(path.name, EMPTY) if checkpoint else EMPTY
+        require_position(path, position)
         with disk_errors(run.path):
-            found = path.stat().st_size if path.exists() else 0
-            if found < length or not _ends_a_line(path, length):
-                raise FedspanError(
-                    str(path),
-                    f"{found} bytes",
-                    problem=(
-                        f"at the checkpoint a line ended at byte {length}, and the file has {found} bytes now. "
-                        "Restore the file or start again in another folder"
-                    ),
-                )
-            if found > length:
+            if path.exists() and path.stat().st_size > position.length:
                 with path.open("r+b") as file:
-                    file.truncate(length)
+                    file.truncate(position.length)
                     os.fsync(file.fileno())
-
-
-def _ends_a_line(path: Path, length: int) -> bool:
-    if length == 0:
-        return True
-    with path.open("rb") as file:
-        file.seek(length - 1)
-        return file.read(1) == b"\n"
 
 
 def resume(run: RunFolder, keep: int = 2) -> Checkpoint | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
+from fedspan.logs import read_lines
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.ledger import Totals, read_lines, read_totals
+from fedspan.runs.ledger import Totals, read_totals
 
 __all__ = ["Point", "curve_of", "reached", "score_of", "sent_until", "target_of"]
 

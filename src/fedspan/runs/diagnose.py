@@ -9,8 +9,9 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.privacy_budget import load_noise_key
-from fedspan.runs.session import is_run, read_config, read_partition, require_same_run
+from fedspan.runs.session import is_run, read_partition
 from fedspan.runs.setup import prepare
 
 __all__ = ["diagnose"]
@@ -49,8 +50,8 @@ def diagnose(
             "a run on this machine",
             problem="the data of this run's clients are on other machines",
         )
+    require_intact(place)
     kept = checkpoints.load(checkpoints.select_checkpoint(place, round))
-    require_same_run(place, config, kept)
     prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config))
     return diagnose_round(
         prepared.federation,

@@ -14,9 +14,10 @@ from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
 from fedspan.data.loading import load
 from fedspan.errors import FedspanError
+from fedspan.runs.integrity import read_config
 from fedspan.runs.load import adapter_folder, load_served
 from fedspan.runs.model_setup import PROBLEMS, Facts, facts_of, read_notes
-from fedspan.runs.session import is_run, read_config
+from fedspan.runs.session import is_run
 from fedspan.tasks.metrics import shown
 
 __all__ = ["evaluate"]

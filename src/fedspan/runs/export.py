@@ -18,10 +18,11 @@ from fedspan.models.merging import save_model
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.load import ADAPTER, adapter_folder, load_served
 from fedspan.runs.model_card import CARD, cut_card, merged_card
 from fedspan.runs.model_setup import NOTES
-from fedspan.runs.session import is_run, read_config, read_partition, read_report, require_client, require_same_run
+from fedspan.runs.session import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_adapters
 
@@ -96,6 +97,7 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
     if not is_run(folder):
         return adapter_folder(folder, client)
     place = RunFolder(folder)
+    require_intact(place)
     if client is not None:
         require_client(folder, client)
     if place.report.is_file():
@@ -104,7 +106,6 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
         if there and round in ("best", report.best_round):
             return adapter_folder(folder, client)
     kept, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_config(folder)
-    require_same_run(place, config, kept)
     progress, prepared = kept.progress, prepare(config, read_partition(folder))
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
     if "global" in adapters:

@@ -7,8 +7,8 @@
     learning_rate.json   the range test of training.lr: auto
     engine.json          the number of clients that train at once, as measured at the start
     partition.json       the examples of each client
-    metrics.jsonl        one line per round
-    ledger.jsonl         one line per message
+    metrics.jsonl        one line per round, each chained to those before it
+    ledger.jsonl         one line per message, likewise
     checkpoints/         round-00005/ ...: the last rounds, and the best
     clients/             round-00005/ ...: the clients' stored state, by the round that wrote it
     best/                the best round's checkpoint
@@ -20,18 +20,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from filelock import FileLock, SoftFileLock, Timeout
 
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, from_json, read_bytes, sweep, to_json, write_atomic
+from fedspan.files import disk_errors, from_json, read_bytes, require_no_link, sweep, to_json, write_atomic
 
 __all__ = ["RunFolder"]
+
+
+def _seal(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(to_json(values).encode(errors="surrogatepass")).hexdigest()
 
 
 class RunFolder:
@@ -104,8 +110,19 @@ class RunFolder:
                     str(run.path),
                     problem=f"{str(run.path)!r} holds no run. Leave --resume out to start one",
                 )
+            run.require_own()
             run._acquire()
         return run
+
+    def require_own(self) -> None:
+        """Check that the run's files and folders are its own: neither the logs nor ``checkpoints/`` may be links.
+
+        Raises:
+            FedspanError: If one is a link. The run folder itself may be.
+        """
+        logs = (self.config, self.metrics, self.ledger, self.partition, self.report)
+        for path in (self.checkpoints, self.clients, self.best, self.adapter, self.baselines, *logs):
+            require_no_link(path)
 
     def require_empty(self) -> None:
         """Reject a folder that a new run cannot use.
@@ -188,6 +205,29 @@ class RunFolder:
         """
         with disk_errors(self.path):
             write_atomic(path, (to_json(value, indent=2) + "\n").encode())
+
+    def write_sealed(self, path: Path, values: Mapping[str, object]) -> None:
+        """Write a JSON object with its own SHA-256 in the field ``sha256``, for ``read_sealed``.
+
+        Raises:
+            FedspanError: If the disk is full or cannot be written.
+        """
+        self.write_json(path, {**values, "sha256": _seal(values)})
+
+    def read_sealed(self, path: Path) -> dict[str, Any]:
+        """Read what ``write_sealed`` wrote, without the field ``sha256``.
+
+        Raises:
+            FedspanError: If it is missing, no JSON object, or was changed.
+        """
+        content = self.read_json(path)
+        if not isinstance(content, dict):
+            raise FedspanError(str(path), content, "a JSON object")
+        values: dict[str, Any] = {str(name): value for name, value in content.items() if name != "sha256"}
+        if content.get("sha256") != _seal(values):
+            problem = "the file was changed after the run wrote it: it does not have its own SHA-256. Restore the file"
+            raise FedspanError(str(path), content.get("sha256"), problem=problem)
+        return values
 
     def read_json(self, path: Path) -> object:
         """Read the value in one of the run's JSON files.

@@ -1,106 +1,25 @@
-"""The logs of a run: the ledger (all network traffic) and the metrics, one JSON object per line.
+"""The ledger of a run: all network traffic, one JSON object per message.
 
 Lines stay in memory until the round is committed, and are then written and synced to the disk together. A checkpoint
-names the length of the files at its round, and ``checkpoint.truncate_logs`` truncates them to that length on resume.
+names the end of ledger and metrics at its round, and ``checkpoint.truncate_logs`` truncates them to it on resume.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self, cast, get_args
 
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
+from fedspan.logs import JsonLines, Position, read_lines
 
-__all__ = ["Direction", "JsonLines", "Ledger", "Purpose", "Tally", "Totals", "read_lines", "read_totals"]
+__all__ = ["Direction", "Ledger", "Purpose", "Tally", "Totals", "read_totals"]
 
 Direction = Literal["down", "up"]
 """``down``: from server to client; ``up``: from client to server."""
 
 Purpose = Literal["train", "statistics", "evaluate", "export"]
 """Purpose of a message. Ledgers from before purposes were recorded hold training messages only."""
-
-
-class JsonLines:
-    """An append-only file of JSON lines, such as the metrics. NaN and infinities: ``files.to_json``.
-
-    Args:
-        path: The file; created if missing. After an interruption, truncate it first (``checkpoint.resume``).
-
-    Raises:
-        FedspanError: If it cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pending: list[str] = []
-        with disk_errors(path.parent):
-            new = not path.exists()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-            self._descriptor = os.open(path, flags, 0o644)
-            self._position = os.fstat(self._descriptor).st_size
-            if new:
-                fsync_folder(path.parent)
-
-    def append(self, row: Mapping[str, object]) -> None:
-        """Add a line. It reaches the file at the next ``commit``.
-
-        Raises:
-            TypeError: If a value has no JSON form, such as a tensor.
-        """
-        self._pending.append(to_json(row) + "\n")
-
-    def commit(self) -> int:
-        """Write the lines since the last commit, wait until they are on the disk, and return the file's length.
-
-        Raises:
-            FedspanError: If the disk is full or cannot be written; the file then keeps its previous length.
-        """
-        data = "".join(self._pending).encode()
-        with disk_errors(self._path.parent):
-            try:
-                write_all(self._descriptor, data)
-                os.fsync(self._descriptor)
-            except OSError:
-                with suppress(OSError):  # so that a retry adds no line twice
-                    os.ftruncate(self._descriptor, self._position)
-                raise
-        self._pending.clear()
-        self._position += len(data)
-        return self._position
-
-    def close(self) -> None:
-        """Close the file; uncommitted lines belong to an unfinished round and are dropped."""
-        os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def read_lines(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the rows of a file of JSON lines, of a finished or a running run; none if there is no file.
-
-    An incomplete last line is skipped: its round was being committed.
-
-    Raises:
-        FedspanError: If a line is not a JSON object in UTF-8; the error names its number.
-    """
-    data = read_bytes(path) if path.exists() else b""
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        try:
-            row = from_json(line)
-        except ValueError as error:
-            raise FedspanError(f"{path}, line {number}", line, "a JSON object") from error
-        if not isinstance(row, dict):
-            raise FedspanError(f"{path}, line {number}", line, "a JSON object")
-        yield row
 
 
 @dataclass(frozen=True)
@@ -229,7 +148,7 @@ class Ledger:
         self._lines.append({**row, "bytes": size, "payload": payload, "purpose": purpose})
         self.totals.add(round, client, direction, Tally(1, size, payload), purpose)
 
-    def commit(self) -> int:
+    def commit(self) -> Position:
         """Commit the recorded lines, as ``JsonLines.commit``."""
         return self._lines.commit()
 

@@ -13,7 +13,7 @@ import torch
 
 from fedspan.clients.host import Host, refuse_any
 from fedspan.clients.store import DiskClientStore
-from fedspan.config import RunConfig, parse_config, parse_text
+from fedspan.config import RunConfig
 from fedspan.core.method import Memory, RegisteredMethod
 from fedspan.core.values import Client, Spec
 from fedspan.crypto import require
@@ -25,6 +25,7 @@ from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import aggregation_of, head_start_of
+from fedspan.runs.integrity import read_config
 from fedspan.runs.model_setup import PROBLEMS, Facts, build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import RunReport, load_partition
@@ -218,7 +219,7 @@ def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelop
 @lru_cache(maxsize=1)
 def _host(run: str) -> Host:
     place = RunFolder(run)
-    config = parse_config(parse_text(place.config_text(), str(place.config)))
+    config = read_config(place.path)
     prepared = prepare(config, load_partition(place), load_noise_key(place.path, config))
     federation, folder = prepared.federation, nodes_folder(place.path)
     secure: Mapping[str, SecureClient] | None = None

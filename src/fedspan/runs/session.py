@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-import yaml
+from typing import Any
 
 from fedspan.clients.store import store
-from fedspan.config import RunConfig, parse_config, parse_text
+from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError, nearest
 from fedspan.federation.progress import Progress, RoundResult, Transfer
 from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
 from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_round, sample_predictions
@@ -31,8 +30,9 @@ from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import begin
+from fedspan.runs.integrity import config_text, describe_config, input_digests, read_config, require_same_run
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
-from fedspan.runs.ledger import JsonLines, Ledger, read_lines
+from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
 from fedspan.runs.setup import Prepared, engine_note, load_stacking_plan, prepare, store_stacking_plan
@@ -43,25 +43,12 @@ __all__ = [
     "RunReport",
     "is_run",
     "load_partition",
-    "read_config",
     "read_partition",
     "read_report",
     "require_client",
-    "require_same_run",
     "run",
     "write_adapters",
 ]
-
-
-def require_same_run(place: RunFolder, config: RunConfig, kept: Checkpoint | None) -> None:
-    """Check that config.yaml still describes the run of a checkpoint.
-
-    Raises:
-        FedspanError: If it was changed in a section that the checkpoint's tensors depend on.
-    """
-    if kept is not None and kept.extra.get("config", config.identity) != config.identity:
-        expected = "the seed, task, model, data, partition and method with which the run began (only paths may change)"
-        raise FedspanError("config", str(place.config), expected, problem="the config was changed after the run began")
 
 
 def load_partition(place: RunFolder) -> Partition | None:
@@ -106,7 +93,7 @@ def run(
     command = command or tuple(sys.argv)
     if resume:
         with RunFolder.resume(folder) as place:
-            stored = parse_config(parse_text(place.config_text(), str(place.config)))
+            stored = read_config(place.path)
             if changes := record_environment(place, stored.seed, command):
                 listener.environment_changed(changes)
             return _play(place, stored, listener, resumed=True, host=host, build=build)
@@ -115,12 +102,11 @@ def run(
     if config.evaluation.diagnostics is not None and host is not None:
         problem = "diagnostics need engine.name batched or loop, because no other process sees both ends of an update"
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded in vain
     key = new_key(config)
     prepared = build(config, None, key)  # before the folder is created: an invalid config leaves no files
-    with RunFolder.create(folder, text) as place:
+    with RunFolder.create(folder, config_text(config)) as place:
         store_noise_key(place.path, key)
         record_environment(place, config.seed, command)
         return _play(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
@@ -168,6 +154,7 @@ class _Session:
         self.seconds = 0.0
         self.best: Best | None = None
         self.budget = Budget(prepared.config, path=place.privacy)
+        self.inputs = input_digests(place)
         self.looks = DiagnosticsRecorder(prepared.federation, prepared.config.evaluation.diagnostics)
 
     def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
@@ -299,9 +286,10 @@ class _Session:
                 optimizer_states=progress.optimizers,
                 best=self.best,
                 positions=positions,
+                inputs=self.inputs,
                 extra={
                     "seconds": self.seconds,
-                    "config": self.prepared.config.identity,
+                    "config": describe_config(self.prepared.config),
                     "privacy": self.budget.dump(),
                 },
             ),
@@ -331,7 +319,7 @@ class _Session:
             self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
         beside = prepared.federation.beside()
         self._record(best_round, beside.transfers)
-        self.ledger.commit()
+        logs = {place.metrics.name: self.metrics.commit(), place.ledger.name: self.ledger.commit()}
         examples = sample_predictions(prepared, progress)
         totals = self.ledger.totals
         start = next((row for row in read_lines(place.metrics) if row["round"] == 0), {})
@@ -362,7 +350,8 @@ class _Session:
         )
         with disk_errors(place.path):
             write_cards(prepared, report, place)
-        place.write_json(place.report, {key: getattr(report, key) for key in report.__dataclass_fields__})
+        content = {key: getattr(report, key) for key in report.__dataclass_fields__}
+        place.write_sealed(place.report, {**content, "logs": logs})
         return report
 
 
@@ -388,31 +377,13 @@ def read_report(folder: str | Path) -> RunReport:
         raise FedspanError(
             "run folder", str(folder), problem=f"this run is not finished. Continue it with --resume {folder}"
         )
-    values = place.read_json(place.report)
+    values = place.read_sealed(place.report)
+    values.pop("logs", None)
     names = {field.name for field in dataclasses.fields(RunReport)}
-    if not isinstance(values, dict) or not names - _LATER <= set(values) <= names:
-        found = sorted(values) if isinstance(values, dict) else values
-        raise FedspanError(str(place.report), found, f"a report with {', '.join(sorted(names))}")
-    content = cast(dict[str, Any], values)
-    adapters, examples = content["adapters"], content.pop("examples")
-    warnings = content.pop("warnings", [])
-    if not isinstance(adapters, dict) or not all(isinstance(path, str) for path in adapters.values()):
-        raise FedspanError(f"{place.report}, adapters", adapters, "folders by client id, or under global")
-    if not isinstance(examples, list):
-        raise FedspanError(f"{place.report}, examples", examples, "a list")
-    if not isinstance(warnings, list):
-        raise FedspanError(f"{place.report}, warnings", warnings, "a list")
-    return RunReport(examples=tuple(examples), warnings=tuple(warnings), **content)
-
-
-def read_config(folder: str | Path) -> RunConfig:
-    """Read the config of a run.
-
-    Raises:
-        FedspanError: If config.yaml is missing or no longer a valid config.
-    """
-    place = RunFolder(folder)
-    return parse_config(parse_text(place.config_text(), str(place.config)))
+    if not names - _LATER <= set(values) <= names:
+        raise FedspanError(str(place.report), sorted(values), f"a report with {', '.join(sorted(names))}")
+    examples, warnings = values.pop("examples"), values.pop("warnings", ())
+    return RunReport(examples=tuple(examples), warnings=tuple(warnings), **values)
 
 
 def read_partition(folder: str | Path) -> Partition:

@@ -16,9 +16,10 @@ from fedspan.models.names import FROM_PYTHON
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.model_setup import ModelObjects
 from fedspan.runs.remote import flower_simulation
-from fedspan.runs.session import RunReport, is_run, read_config, read_report
+from fedspan.runs.session import RunReport, is_run, read_report
 from fedspan.runs.setup import Objects, Prepared, prepare
 from fedspan.transports.flower import require
 
@@ -178,6 +179,7 @@ def resume(
 
 def _go_on(folder: str | Path, listener: Listener | None, track: Sequence[str], build: session.Build) -> RunReport:
     if is_run(folder) and RunFolder(folder).report.is_file():
+        require_intact(RunFolder(folder))
         return read_report(folder)
     host = _host(read_config(folder)) if is_run(folder) else None
     with _tracked(listener, track, folder) as told:

@@ -12,6 +12,7 @@ import fedspan
 from fedspan.runs.folder import RunFolder
 from helpers.mistakes.world import Mistake, World, cut, edit_json, flip
 
+CONFIG = "FOLDER/stopped/config.yaml"
 CHECKPOINT = Path("checkpoints") / "round-00001"
 
 
@@ -26,6 +27,11 @@ def _config(old: str, new: str) -> Callable[[World], object]:
         run.config.write_text(text.replace(old, new))
 
     return _resume(change)
+
+
+def _link_checkpoints(run: RunFolder) -> None:
+    run.checkpoints.rename(run.path.parent / "elsewhere")
+    run.checkpoints.symlink_to("../elsewhere")
 
 
 def _run_into(name: str) -> Callable[[World], object]:
@@ -146,8 +152,31 @@ FOLDERS = [
         "FOLDER/stopped/config.yaml",
         _resume(lambda run: run.config.write_bytes(b"\xff")),
     ),
-    Mistake("config-method", "config.yaml got another method.", "config", _config("name: fedit", "name: rolora")),
-    Mistake("config-rank", "config.yaml got another rank.", "config", _config("r: 2", "r: 4")),
+    Mistake(
+        "config-method",
+        "config.yaml got another method.",
+        f"{CONFIG}, method.name",
+        _config("name: fedit", "name: rolora"),
+    ),
+    Mistake("config-rank", "config.yaml got another rank.", f"{CONFIG}, method.r", _config("r: 2", "r: 4")),
+    Mistake(
+        "config-rate",
+        "config.yaml got another learning rate.",
+        f"{CONFIG}, training.lr",
+        _config("\n  lr: ", "\n  lr: 1"),
+    ),
+    Mistake(
+        "config-end",
+        "config.yaml is cut.",
+        "FOLDER/stopped/config.yaml",
+        _resume(lambda run: cut(run.config, 25)),
+    ),
+    Mistake(
+        "linked",
+        "checkpoints/ is a link to another run's.",
+        "FOLDER/stopped/checkpoints",
+        _resume(_link_checkpoints),
+    ),
     Mistake(
         "damaged",
         "A bit of a checkpoint turned around.",
@@ -179,7 +208,12 @@ FOLDERS = [
         "A line of ledger.jsonl was edited.",
         "FOLDER/stopped/ledger.jsonl, line 1",
         _resume(lambda run: run.ledger.write_bytes(b"x" + run.ledger.read_bytes()[1:])),
-        "line 1`: ",
+    ),
+    Mistake(
+        "metrics-bit",
+        "A bit of metrics.jsonl turned around.",
+        "FOLDER/stopped/metrics.jsonl, line 1",
+        _resume(lambda run: run.metrics.write_bytes(run.metrics.read_bytes().replace(b"1", b"3", 1))),
     ),
     Mistake(
         "partition-edited",

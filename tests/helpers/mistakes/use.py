@@ -83,18 +83,7 @@ USING = [
     Mistake("report-without-run", "A report of no run.", "run folder", lambda world: fedspan.read_report("nothing")),
     Mistake("client", "A client is misspelt.", "client", _predict("weast")),
     Mistake("whose", "Every client has a model, and none is named.", "client", _predict(kind="personal")),
-    Mistake(
-        "report-edited",
-        "report.json lacks what it should hold.",
-        "FOLDER/finished/report.json, adapters",
-        _report(adapters=7),
-    ),
-    Mistake(
-        "report-examples",
-        "report.json holds nonsense.",
-        "FOLDER/finished/report.json, examples",
-        _report(examples=None),
-    ),
+    Mistake("report-edited", "report.json was edited.", "FOLDER/finished/report.json", _report(best_round=7)),
     Mistake(
         "notes-cut", "fedspan.json is cut.", FEDSPAN, _exported(lambda f: cut(f / "fedspan.json")), "fedspan.json`: "
     ),

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from fedspan.cli import app
 from fedspan.deployment.status import store_named_run
 from fedspan.errors import FedspanError
+from fedspan.logs import JsonLines
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
 
@@ -61,7 +62,10 @@ def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:
     (run / "config.yaml").write_text("federation: {rounds: 5}\n")
     failure = {"client": "south", "attempt": 0, "reason": "no reply within 5 s"}
     rows = [{"round": 1}, {"round": 2, "failures": [failure]}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with JsonLines(run / "metrics.jsonl") as lines:
+        for row in rows:
+            lines.append(row)
+        lines.commit()
     runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
     shown = runner.invoke(app, ["status", "--server", str(server)])
     assert shown.exit_code == 0, shown.output

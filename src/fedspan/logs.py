@@ -1,0 +1,207 @@
+"""Append-only logs of JSON lines in which every line is chained to all lines before it.
+
+A line ends with the field ``chain``: the SHA-256 of the previous line's ``chain`` and of the line without that field.
+A changed, missing, added or moved line therefore breaks the chain at a line that can be named. Whoever rewrites a whole
+log can compute its chain anew, so the head of a log (the last line's ``chain``) is stored elsewhere too: in checkpoints
+and reports of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from fedspan.errors import FedspanError
+from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
+
+__all__ = ["EMPTY", "JsonLines", "Position", "chain_line", "position_of", "read_lines", "require_position"]
+
+_CHAIN = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
+
+
+class Position(NamedTuple):
+    """The end of a log at some moment.
+
+    Args:
+        length: Length of the log in bytes.
+        head: The last line's ``chain``, 64 hexadecimal digits.
+    """
+
+    length: int
+    head: str
+
+
+EMPTY = Position(0, "0" * 64)
+"""The position of a log without lines."""
+
+
+def chain_line(head: str, row: Mapping[str, object]) -> tuple[str, bytes]:
+    """Encode a line of a log.
+
+    Args:
+        head: The previous line's ``chain``, or that of ``EMPTY``.
+        row: The line's fields; at least one.
+
+    Returns:
+        The line's own ``chain``, and the line with its final newline.
+
+    Raises:
+        TypeError: If a value has no JSON form, such as a tensor.
+    """
+    body = to_json(row).encode()
+    digest = _digest(head, body)
+    return digest, body[:-1] + f', "chain": "{digest}"}}\n'.encode()
+
+
+def _digest(head: str, body: bytes) -> str:
+    return hashlib.sha256(head.encode() + body).hexdigest()
+
+
+def _lines(path: Path, data: bytes) -> Iterator[tuple[int, bytes, str]]:
+    """Yield number, content without ``chain``, and ``chain`` of every complete line.
+
+    Raises:
+        FedspanError: If a line does not continue the chain; the error names its number.
+    """
+    head = EMPTY.head
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        found = _CHAIN.search(line)
+        body = b"" if found is None else line[: found.start()] + b"}"
+        if found is None or _digest(head, body) != found[1].decode():
+            problem = (
+                "the line was changed after it was written, or a line before it is missing: its chain digest does "
+                "not match. Restore the file"
+            )
+            raise FedspanError(f"{path}, line {number}", line, problem=problem)
+        head = found[1].decode()
+        yield number, body, head
+
+
+def read_lines(path: Path) -> Iterator[dict[str, object]]:
+    """Yield the rows of a log, of a finished or a running run, without ``chain``; none if there is no file.
+
+    An incomplete last line is skipped: it was being written.
+
+    Raises:
+        FedspanError: If a line does not continue the chain, or is not a JSON object; the error names its number.
+    """
+    for number, body, _ in _lines(path, read_bytes(path) if path.exists() else b""):
+        try:
+            row = from_json(body)
+        except ValueError as error:
+            raise FedspanError(f"{path}, line {number}", body, "a JSON object") from error
+        if not isinstance(row, dict):
+            raise FedspanError(f"{path}, line {number}", body, "a JSON object")
+        yield row
+
+
+def position_of(path: Path) -> Position:
+    """Return the end of a log's last complete line; ``EMPTY`` if there is no file.
+
+    Raises:
+        FedspanError: If a line does not continue the chain.
+    """
+    data = read_bytes(path) if path.exists() else b""
+    return _position(path, data)
+
+
+def _position(path: Path, data: bytes) -> Position:
+    head = EMPTY.head
+    for _, _, head in _lines(path, data):  # noqa: B007
+        pass
+    return Position(data.rfind(b"\n") + 1, head)
+
+
+def require_position(path: Path, position: Position) -> None:
+    """Check that a log starts with exactly the lines that it had at a position; more may follow.
+
+    Raises:
+        FedspanError: If it is shorter, or a line was changed; the error names the line where one can be named.
+    """
+    data = read_bytes(path) if path.exists() else b""
+    kept = data[: position.length]
+    if len(kept) < position.length or not (kept.endswith(b"\n") or not kept):
+        problem = (
+            f"at the checkpoint a line ended at byte {position.length}, and the file has {len(data)} bytes now. "
+            "Restore the file or start again in another folder"
+        )
+        _position(path, data)  # an error that names the line comes first
+        raise FedspanError(str(path), f"{len(data)} bytes", problem=problem)
+    if _position(path, kept).head != position.head:
+        problem = (
+            "the file is a log of another run, or was rewritten as a whole: its head is not the one that the "
+            "checkpoint names. Restore the file or start again in another folder"
+        )
+        raise FedspanError(str(path), f"{len(data)} bytes", problem=problem)
+
+
+class JsonLines:
+    """An append-only log of one writer, such as the metrics. NaN and infinities: ``files.to_json``.
+
+    Args:
+        path: The file; created if missing, and cut after its last complete line.
+
+    Raises:
+        FedspanError: If it cannot be opened, or a line does not continue the chain.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pending: list[bytes] = []
+        with disk_errors(path.parent):
+            new = not path.exists()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self._descriptor = os.open(path, flags, 0o644)
+            if new:
+                fsync_folder(path.parent)
+        try:
+            self._position = position_of(path)
+            if os.fstat(self._descriptor).st_size > self._position.length:
+                os.ftruncate(self._descriptor, self._position.length)  # a line that a killed process wrote in part
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._head = self._position.head
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Add a line. It reaches the file at the next ``commit``.
+
+        Raises:
+            TypeError: If a value has no JSON form, such as a tensor.
+        """
+        self._head, line = chain_line(self._head, row)
+        self._pending.append(line)
+
+    def commit(self) -> Position:
+        """Write the lines since the last commit, wait until they are on the disk, and return the file's end.
+
+        Raises:
+            FedspanError: If the disk is full or cannot be written; the file then keeps its previous length.
+        """
+        data = b"".join(self._pending)
+        with disk_errors(self._path.parent):
+            try:
+                write_all(self._descriptor, data)
+                os.fsync(self._descriptor)
+            except OSError:
+                with suppress(OSError):  # so that a retry adds no line twice
+                    os.ftruncate(self._descriptor, self._position.length)
+                raise
+        self._pending.clear()
+        self._position = Position(self._position.length + len(data), self._head)
+        return self._position
+
+    def close(self) -> None:
+        """Close the file; uncommitted lines belong to an unfinished round and are dropped."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

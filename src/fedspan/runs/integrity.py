@@ -1,0 +1,172 @@
+"""Checks that the files of a run are those that it wrote: configuration, partition, learning rate, logs and report.
+
+Every checkpoint names the run's configuration, the SHA-256 of the files that no round changes, and the ends of the
+logs. That finds damaged disks and edits of any of these files. It does not stop someone who rewrites all of them
+together with the checkpoints: for that, keep the logs' heads (``logs`` in report.json) elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedspan.config import RunConfig, parse_config, parse_text
+from fedspan.errors import FedspanError
+from fedspan.files import read_bytes
+from fedspan.logs import Position, require_position
+from fedspan.runs import checkpoint as checkpoints
+from fedspan.runs.folder import RunFolder
+
+__all__ = [
+    "config_text",
+    "describe_config",
+    "input_digests",
+    "read_config",
+    "require_intact",
+    "require_same_run",
+]
+
+_END = "\n...\n"
+"""YAML's mark of the end of a document: a config.yaml without it lost its end."""
+
+_CHANGEABLE = {
+    *("device", "threads", "engine", "baselines", "centralised_lr"),
+    *("model.name", "model.adapter", "model.gradient_checkpointing", "data.train", "data.test"),
+    *(f"federation.{name}" for name in ("early_stopping", "deadline", "patience", "retries", "min_replies")),
+    *(f"federation.{name}" for name in ("over_select", "message_mib")),
+    *("evaluation.batch_size", "evaluation.diagnostics"),
+}
+"""Sections and fields that may differ after a resume: where files are, what trades time for memory, and how long a run
+waits for whom."""
+
+
+def config_text(config: RunConfig) -> str:
+    """Return the text of a run's config.yaml, with all defaults filled in."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, explicit_end=True)
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """Read the config of a run.
+
+    Raises:
+        FedspanError: If config.yaml is missing, cut off or no longer a valid config.
+    """
+    place = RunFolder(folder)
+    text = place.config_text()
+    config = parse_config(parse_text(text, str(place.config)))
+    if not text.replace("\r\n", "\n").endswith(_END):
+        problem = (
+            "the end of the file is missing: a run's configuration ends with the line `...`. Restore the file or start "
+            "again in another folder"
+        )
+        raise FedspanError(str(place.config), None, problem=problem)
+    return config
+
+
+def describe_config(config: RunConfig) -> str:
+    """Return a config as text for a checkpoint."""
+    return json.dumps(config.model_dump(mode="json"), separators=(",", ":"))
+
+
+def input_digests(place: RunFolder) -> dict[str, str]:
+    """Return the SHA-256 of the run's files that no round changes, by name; only of those that the run has."""
+    return {path.name: _digest(path) for path in (place.partition, place.learning_rate) if path.is_file()}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(read_bytes(path)).hexdigest()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _differences(then: str, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which a config differs from that of a checkpoint, each with both values.
+
+    Args:
+        then: The text of ``describe_config``; fields that were added since have their defaults.
+        now: The config.
+    """
+    before, after = (_flat(config.model_dump(mode="json")) for config in (parse_config(json.loads(then)), now))
+    names = dict.fromkeys((*before, *after))
+    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+
+
+def _is_changeable(name: str) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in _CHANGEABLE)
+
+
+def _require_same_config(place: RunFolder, config: RunConfig, then: str) -> None:
+    for name, (before, after) in _differences(then, config).items():
+        if not _is_changeable(name):
+            problem = f"it is {after!r} now, and the run began with {before!r}"
+            expected = f"{before!r} again, or another folder (only paths, deadlines and engine may change)"
+            raise FedspanError(f"{place.config}, {name}", after, expected, problem=problem)
+
+
+def _require_same_inputs(place: RunFolder, digests: Mapping[str, str]) -> None:
+    for name, digest in digests.items():
+        if _digest(place.path / name) != digest:
+            problem = "the file was changed after the run began: its SHA-256 is not the one that the checkpoint names"
+            raise FedspanError(str(place.path / name), name, problem=f"{problem}. Restore the file")
+
+
+def require_same_run(place: RunFolder, config: RunConfig, kept: checkpoints.Checkpoint | None) -> None:
+    """Check that configuration, partition and learning rate are those of the run that wrote a checkpoint.
+
+    Args:
+        place: The run folder.
+        config: The config that is in it.
+        kept: The checkpoint; None: the run has none yet.
+
+    Raises:
+        FedspanError: If one of the files was changed; the error names it, and the field of a config.
+    """
+    if kept is not None:
+        _require_same_config(place, config, str(kept.extra["config"]))
+        _require_same_inputs(place, kept.inputs)
+
+
+def require_intact(place: RunFolder) -> None:
+    """Check the files of a run, finished or not, against its newest checkpoint and its report.
+
+    Only the checkpoint's index is read, no tensors. A process may work on the run meanwhile.
+
+    Raises:
+        FedspanError: If a file is not what the run wrote; the error names the file, and the line of a log.
+    """
+    config, index = read_config(place.path), checkpoints.newest_index(place)
+    positions: dict[str, Position] = {}
+    if index is not None:
+        _require_same_config(place, config, str(index["extra"]["config"]))
+        _require_same_inputs(place, index["inputs"])
+        positions = checkpoints.read_positions(index)
+    if place.report.is_file():
+        positions |= _log_positions(place)
+    for name, position in positions.items():
+        require_position(place.path / name, position)
+
+
+def _log_positions(place: RunFolder) -> dict[str, Position]:
+    """Return the ends of the logs that a finished run's report names, by file name.
+
+    Raises:
+        FedspanError: If report.json was changed.
+    """
+    content = place.read_sealed(place.report)
+    try:
+        return {str(name): Position(int(length), str(head)) for name, (length, head) in content["logs"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FedspanError(f"{place.report}, logs", content.get("logs"), "the ends of the run's logs") from error

@@ -1,0 +1,174 @@
+"""A run notices when one of its files is not what it wrote: on resume, in reports and in exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import fedspan
+from fedspan.config import parse_config
+from fedspan.core.values import ServerState
+from fedspan.errors import FedspanError
+from fedspan.logs import JsonLines, read_lines
+from fedspan.reports.run_data import stories
+from fedspan.runs.checkpoint import Checkpoint
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.integrity import describe_config, input_digests, require_intact, require_same_run
+from helpers.mistakes.world import World
+
+Damage = Callable[[RunFolder], object]
+
+
+def replaced(name: str, old: str, new: str) -> Damage:
+    def damage(run: RunFolder) -> None:
+        path = run.path / name
+        content = path.read_text()
+        assert old in content
+        path.write_text(content.replace(old, new, 1))
+
+    return damage
+
+
+def rewritten(run: RunFolder) -> None:
+    """The whole of metrics.jsonl, with a chain of its own."""
+    rows = list(read_lines(run.metrics))
+    run.metrics.unlink()
+    with JsonLines(run.metrics) as lines:
+        for row in rows:
+            lines.append({**row, "cohort": list(reversed(cast("list[str]", row["cohort"])))})
+        lines.commit()
+
+
+def shortened(run: RunFolder) -> None:
+    run.ledger.write_bytes(b"".join(run.ledger.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def linked(run: RunFolder) -> None:
+    run.checkpoints.rename(run.path.parent / "elsewhere")
+    run.checkpoints.symlink_to(run.path.parent / "elsewhere")
+
+
+def linked_round(run: RunFolder) -> None:
+    newest = max(run.checkpoints.iterdir())
+    newest.rename(run.path.parent / "elsewhere")
+    newest.symlink_to(run.path.parent / "elsewhere")
+
+
+def cut_config(run: RunFolder) -> None:
+    run.config.write_bytes(run.config.read_bytes()[:-40])
+
+
+BOTH: dict[str, tuple[Damage, str]] = {
+    "metric": (replaced("metrics.jsonl", '"loss": ', '"loss": 1'), r"metrics\.jsonl, line 1`: the line was changed"),
+    "ledger": (replaced("ledger.jsonl", '"bytes": ', '"bytes": 9'), r"ledger\.jsonl, line 1`: the line was changed"),
+    "rewritten": (rewritten, r"metrics\.jsonl`: .*rewritten as a whole"),
+    "rate": (
+        replaced("config.yaml", "\n  lr: ", "\n  lr: 1"),
+        r"config\.yaml, training\.lr`: it is 1.* now, and the run began with ",
+    ),
+    "weights": (replaced("config.yaml", "weights: examples", "weights: uniform"), r"federation\.weights`"),
+    "cut": (cut_config, r"config\.yaml`: the end of the file is missing"),
+    "partition": (replaced("partition.json", '"train":', '"train": '), r"partition\.json`: the file was changed"),
+    "linked": (linked, r"checkpoints`: it is a link to "),
+    "linked-round": (linked_round, r"round-\d+`: it is a link to "),
+}
+FINISHED: dict[str, tuple[Damage, str]] = {
+    "report": (replaced("report.json", '"best_round": ', '"best_round": 1'), r"report\.json`: the file was changed"),
+    "shortened": (shortened, r"ledger\.jsonl`: at the checkpoint a line ended at byte"),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("integrity"))
+
+
+def copied(world: World, tmp_path: Path, kind: str, damage: Damage) -> Path:
+    world.folder = tmp_path
+    folder = world.run(kind)
+    damage(RunFolder(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_stopped_run_refuses_to_go_on(world: World, tmp_path: Path, name: str) -> None:
+    damage, expected = BOTH[name]
+    folder = copied(world, tmp_path, "stopped", damage)
+    with pytest.raises(FedspanError, match=expected):
+        fedspan.resume(folder)
+
+
+@pytest.mark.parametrize("name", [*BOTH, *FINISHED])
+def test_a_finished_run_is_neither_read_nor_reported_nor_exported(world: World, tmp_path: Path, name: str) -> None:
+    damage, expected = {**BOTH, **FINISHED}[name]
+    folder = copied(world, tmp_path, "finished", damage)
+    with pytest.raises(FedspanError, match=expected):
+        fedspan.resume(folder)
+    with pytest.raises(FedspanError, match=expected):
+        stories([folder])
+    with pytest.raises(FedspanError, match=expected):
+        fedspan.export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_chosen_learning_rate_cannot_be_edited(world: World, tmp_path: Path) -> None:
+    run, config = RunFolder(tmp_path), parse_config(world.values())
+    run.learning_rate.write_text('{"lr": 0.1}')
+    kept = Checkpoint(ServerState(1, {}), inputs=input_digests(run), extra={"config": describe_config(config)})
+    require_same_run(run, config, kept)
+    run.learning_rate.write_text('{"lr": 0.2}')
+    with pytest.raises(FedspanError, match=r"learning_rate\.json`: the file was changed after the run began"):
+        require_same_run(run, config, kept)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "field"),
+    [
+        ("federation", {"ranks": [2, 4, 2, 4, 2]}, "federation.ranks"),
+        ("federation", {"rounds": 9}, "federation.rounds"),
+        ("privacy", {"mechanism": "central", "noise": 1.0}, "privacy"),
+        ("method", {"wrappers": [{"name": "fedprox"}]}, "method.wrappers"),
+        ("partition", {"validation": 0.2}, "partition.validation"),
+        ("federation", {"retries": 7, "deadline": 9.0}, None),
+        ("engine", {"workers": 2}, None),
+        ("evaluation", {"batch_size": 3}, None),
+    ],
+)
+def test_what_a_run_is_and_what_may_change(
+    world: World, tmp_path: Path, section: str, change: dict[str, object], field: str | None
+) -> None:
+    values = world.values()
+    began = describe_config(parse_config({**values, "federation": {**values["federation"], "weights": "uniform"}}))
+    kept = Checkpoint(ServerState(1, {}), extra={"config": began})
+    given = {**values, "federation": {**values["federation"], "weights": "uniform"}}
+    now = parse_config({**given, section: {**given.get(section, {}), **change}})
+    if field is None:
+        require_same_run(RunFolder(tmp_path), now, kept)
+        return
+    with pytest.raises(FedspanError, match=f"config.yaml, {field}.*the run began with"):
+        require_same_run(RunFolder(tmp_path), now, kept)
+
+
+def test_an_intact_run_is_used_as_before(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "finished", lambda run: None)
+    require_intact(RunFolder(folder))
+    moved = tmp_path / "corpus.csv"
+    shutil.copyfile(world.tiny / "corpus.csv", moved)
+    replaced("config.yaml", str(world.tiny / "corpus.csv"), str(moved))(RunFolder(folder))
+    (run,) = stories([folder])
+    assert run.report is not None
+    assert run.rounds == run.report.rounds
+    heads = json.loads((folder / "report.json").read_text())["logs"]
+    assert heads["metrics.jsonl"][0] == (folder / "metrics.jsonl").stat().st_size
+
+
+def test_a_linked_run_folder_is_fine(world: World, tmp_path: Path) -> None:
+    folder = copied(world, tmp_path, "stopped", lambda run: None)
+    link = tmp_path / "linked"
+    link.symlink_to(folder)
+    assert fedspan.resume(link).rounds == 2

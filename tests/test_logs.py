@@ -1,0 +1,106 @@
+"""Logs of JSON lines: every change of a line is noticed and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedspan.errors import FedspanError
+from fedspan.logs import EMPTY, JsonLines, Position, position_of, read_lines, require_position
+
+ROWS = [{"round": number, "loss": number / 10, "who": "näme"} for number in range(1, 5)]
+
+
+def written(path: Path) -> list[Position]:
+    """A log of four lines, and its end after each."""
+    positions: list[Position] = []
+    with JsonLines(path) as lines:
+        for row in ROWS:
+            lines.append(row)
+            positions.append(lines.commit())
+    return positions
+
+
+def test_rows_come_back_and_the_chain_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    positions = written(path)
+    assert list(read_lines(path)) == ROWS
+    assert position_of(path) == positions[-1]
+    with JsonLines(path) as lines:
+        lines.append({"round": 5})
+        last = lines.commit()
+    for position in (EMPTY, *positions, last):
+        require_position(path, position)
+    heads = [json.loads(line)["chain"] for line in path.read_text().splitlines()]
+    assert heads == [position.head for position in (*positions, last)]
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 10**6), st.integers(0, 7))
+def test_every_turned_bit_is_noticed_and_its_line_named(tmp_path: Path, at: int, bit: int) -> None:
+    path = tmp_path / "log.jsonl"
+    path.unlink(missing_ok=True)
+    end = written(path)[-1]
+    content = bytearray(path.read_bytes())
+    at %= len(content)
+    number = content[:at].count(b"\n") + 1
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+    with pytest.raises(FedspanError) as caught:
+        require_position(path, end)
+    if at < len(content) - 1:  # without its newline, the last line is one that was being written
+        assert f"log.jsonl, line {number}" in str(caught.value)
+        with pytest.raises(FedspanError, match=f"line {number}`"):
+            list(read_lines(path))
+
+
+@pytest.mark.parametrize("change", ["removed", "twice", "swapped", "added"])
+def test_lines_that_were_moved_are_named(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "log.jsonl"
+    end = written(path)[-1]
+    one, two, three, four = path.read_bytes().splitlines(keepends=True)
+    made = {
+        "removed": [one, three, four],
+        "twice": [one, one, two, three, four],
+        "swapped": [one, three, two, four],
+        "added": [one, b'{"round": 9}\n', two, three, four],
+    }
+    path.write_bytes(b"".join(made[change]))
+    with pytest.raises(FedspanError, match="line 2`: the line was changed after it was written, or a line before it"):
+        require_position(path, end)
+
+
+def test_a_log_that_was_shortened_or_written_anew_is_not_that_of_a_checkpoint(tmp_path: Path) -> None:
+    path, other = tmp_path / "log.jsonl", tmp_path / "other.jsonl"
+    positions = written(path)
+    with JsonLines(other) as lines:
+        for row in ROWS:
+            lines.append({**row, "loss": 0.9})
+        lines.commit()
+    whole, forged = path.read_bytes(), other.read_bytes()
+    assert len(whole) == len(forged)
+    path.write_bytes(forged)
+    assert len(list(read_lines(path))) == 4, "its own chain holds"
+    with pytest.raises(FedspanError, match=r"a log of another run, or was rewritten as a whole"):
+        require_position(path, positions[-1])
+    path.write_bytes(whole[: positions[2].length])
+    require_position(path, positions[2])
+    with pytest.raises(FedspanError, match=f"ended at byte {positions[3].length}, and the file has"):
+        require_position(path, positions[3])
+
+
+def test_a_line_that_was_written_in_part_is_skipped_and_cut(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    end = written(path)[-1]
+    with path.open("ab") as file:
+        file.write(b'{"round": 5, "lo')
+    assert list(read_lines(path)) == ROWS
+    with JsonLines(path) as lines:
+        assert path.stat().st_size == end.length
+        lines.append({"round": 5})
+        lines.commit()
+    assert list(read_lines(path)) == [*ROWS, {"round": 5}]
