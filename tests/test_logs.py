@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedspan.errors import FedspanError
-from fedspan.logs import EMPTY, JsonLines, Position, position_of, read_lines, require_position
+from fedspan.logs import EMPTY, AuditLog, JsonLines, Position, position_of, read_lines, require_position
 
 ROWS = [{"round": number, "loss": number / 10, "who": "näme"} for number in range(1, 5)]
 
@@ -104,3 +107,39 @@ def test_a_line_that_was_written_in_part_is_skipped_and_cut(tmp_path: Path) -> N
         lines.append({"round": 5})
         lines.commit()
     assert list(read_lines(path)) == [*ROWS, {"round": 5}]
+
+
+def test_an_audit_log_takes_entries_of_several_processes_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "audit.jsonl"
+    code = "import sys; from pathlib import Path; from fedspan.logs import AuditLog\n"
+    code += "for n in range(25): AuditLog(Path(sys.argv[1])).write('asked', who=sys.argv[2], n=n)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), who], env=environment) for who in "ab"]
+    assert [one.wait(120) for one in writers] == [0, 0]
+    rows = AuditLog(path).read()
+    assert sorted((str(row["who"]), int(str(row["n"]))) for row in rows) == [(w, n) for w in "ab" for n in range(25)]
+    with path.open("ab") as file:
+        file.write(b'{"time": "2026-')  # a process was killed while it wrote
+    AuditLog(path).write("answered", text="ü" * 100_000)  # a line longer than what is read of the end at once
+    AuditLog(path).write("answered")
+    assert [row["event"] for row in AuditLog(path).read()][-3:] == ["asked", "answered", "answered"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("change", ["edited", "removed"])
+def test_a_changed_audit_log_is_noticed(tmp_path: Path, change: str) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for node in ("a", "b", "c"):
+        log.write("admitted", node=node)
+    one, two, three = log.path.read_bytes().splitlines(keepends=True)
+    log.path.write_bytes(one + (two.replace(b'"b"', b'"x"') if change == "edited" else b"") + three)
+    with pytest.raises(FedspanError, match="line 2`: the line was changed"):
+        log.read()
+
+
+def test_nothing_is_appended_to_what_is_no_audit_log(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text("notes\n")
+    with pytest.raises(FedspanError, match="the last line is not one of an audit log"):
+        AuditLog(path).write("asked")
+    assert path.read_text() == "notes\n"

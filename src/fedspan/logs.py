@@ -13,13 +13,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Self
+
+from filelock import FileLock
 
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, from_json, fsync_folder, read_bytes, to_json, write_all
 
-__all__ = ["EMPTY", "JsonLines", "Position", "chain_line", "position_of", "read_lines", "require_position"]
+__all__ = ["EMPTY", "AuditLog", "JsonLines", "Position", "chain_line", "position_of", "read_lines", "require_position"]
 
 _CHAIN = re.compile(rb', "chain": "([0-9a-f]{64})"\}$')
 
@@ -205,3 +208,63 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AuditLog:
+    """A log of what happened on a server or a node, which several processes may append to.
+
+    Entries have ``time`` (UTC), ``event`` and the facts of the event: who, which run and round, sizes and digests. They
+    hold no data, no tensors and no text of examples.
+
+    Args:
+        path: The file; created with the first entry, readable by its owner alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, event: str, **facts: object) -> None:
+        """Append an entry, and wait until it is on the disk.
+
+        Raises:
+            FedspanError: If the log cannot be written, or its end was changed. What cannot be logged must not happen.
+        """
+        row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
+        with disk_errors(self.path.parent, "free some space", field="audit log"):
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with FileLock(self.path.with_name(f"{self.path.name}.lock"), mode=0o600):
+                flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+                descriptor = os.open(self.path, flags, 0o600)
+                try:
+                    end = self._end(descriptor)
+                    os.ftruncate(descriptor, end.length)  # cuts a line that a killed process wrote in part
+                    os.lseek(descriptor, 0, os.SEEK_END)
+                    write_all(descriptor, chain_line(end.head, row)[1])
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def _end(self, descriptor: int) -> Position:
+        """Return the end of the last complete line, from the file's last bytes; the rest is not read."""
+        size, tail = os.fstat(descriptor).st_size, b""
+        while len(tail) < size:
+            start = max(0, size - 2 * len(tail) - 2**16)
+            os.lseek(descriptor, start, os.SEEK_SET)
+            tail = os.read(descriptor, size - start)
+            last = tail.rfind(b"\n")
+            before = tail.rfind(b"\n", 0, max(last, 0))
+            if last >= 0 and (before >= 0 or start == 0):
+                found = _CHAIN.search(tail[before + 1 : last])
+                if found is None:
+                    problem = "the last line is not one of an audit log. Move the file away to begin a new one"
+                    raise FedspanError(str(self.path), None, problem=problem)
+                return Position(start + last + 1, found[1].decode())
+        return EMPTY
+
+    def read(self) -> list[dict[str, object]]:
+        """Return all entries, after checking that each continues the chain.
+
+        Raises:
+            FedspanError: If a line was changed; the error names its number.
+        """
+        return list(read_lines(self.path))

@@ -300,3 +300,11 @@ def test_bools_of_other_bits_are_refused() -> None:
     data[-1] = 7
     with pytest.raises(ValueError, match="neither true nor false"):
         decode(bytes(data))
+
+
+def test_a_header_is_no_larger_than_a_message_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Message({f"layer.{number}/A": torch.zeros(1) for number in range(300)})
+    assert len(decode(encode(many)).tensors) == 300
+    monkeypatch.setattr("fedspan.federation.serialization.MESSAGE_HEADER", 1000)
+    with pytest.raises(ValueError, match=r"a header of .* bytes, of 1000 at most"):
+        decode(encode(many))

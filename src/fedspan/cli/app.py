@@ -19,6 +19,8 @@ from fedspan.cli import report
 from fedspan.cli import diagnose
 from fedspan.cli import export
 from fedspan.cli import deploy
+from fedspan.cli import admission
+from fedspan.cli import audit
 from fedspan.cli import status
 
 __all__ = ["app"]

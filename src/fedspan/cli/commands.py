@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -15,11 +16,15 @@ import fedspan
 from fedspan.cli.hints import hint
 from fedspan.errors import FedspanError
 
-__all__ = ["MACHINES", "Json", "Overrides", "app", "command"]
+__all__ = ["MACHINES", "SERVER", "Json", "Overrides", "ServerFolder", "app", "command"]
 
 MACHINES = "Between machines"
 """Panel of the commands of a deployment."""
 
+SERVER = Path("fedspan-server")
+"""A server's folder, unless another is named."""
+
+ServerFolder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Overrides = Annotated[
     list[str] | None,

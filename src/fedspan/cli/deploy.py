@@ -1,4 +1,4 @@
-"""``fedspan server``, ``admit``, ``join`` and ``submit``: federations between machines."""
+"""``fedspan server``, ``join`` and ``submit``: federations between machines."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from typing import Annotated
 
 import typer
 
-from fedspan.cli.commands import MACHINES, Overrides, command
+from fedspan.cli.admission import warn_of_ends
+from fedspan.cli.commands import MACHINES, SERVER, Overrides, ServerFolder, command
 from fedspan.cli.live_run import fresh_folder, stopped
 from fedspan.errors import FedspanError
 
-__all__ = ["admit", "join", "server", "submit"]
-
-Folder = Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")]
-_FOLDER = Path("fedspan-server")
+__all__ = ["join", "server", "submit"]
 
 
 @command("server", "fedspan server --name fl.example.org", "fedspan server -h", panel=MACHINES)
 def server(
-    folder: Annotated[Path, typer.Option("--folder", help="Certificates, secret, database, log.")] = _FOLDER,
+    folder: Annotated[Path, typer.Option("--folder", help="Certificates, secret, database, log.")] = SERVER,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 9092,
     names: Annotated[
@@ -46,6 +44,8 @@ def server(
         host = "127.0.0.1" if host == "0.0.0.0" else host
         typer.secho("INSECURE: nothing is encrypted, and any node may join. Never with real data.", fg="red", err=True)
     link = prepare_folder(folder, port, names or [], insecure=insecure)
+    if not insecure:
+        warn_of_ends(link)
     stop = _stop()
 
     def ready() -> None:
@@ -61,22 +61,6 @@ def server(
         typer.echo(f"and here:\n  fedspan submit config.yaml{_server(folder)}")
 
     supervise(folder, link, host, stop, ready)
-
-
-@command("admit", "fedspan admit clinic-a.key.pub --as clinic-a", panel=MACHINES)
-def admit(
-    key: Annotated[Path, typer.Argument(metavar="KEY.pub", help="The node's public key.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="The id that the node must have.")] = "",
-    folder: Folder = _FOLDER,
-) -> None:
-    """Let a data owner's node take part (Flower's own command: flwr supernode register)."""
-    from fedspan.transports.flower import require
-
-    require()
-    from fedspan.transports.flower.server import admit_node, link_of
-
-    admit_node(link_of(folder), key, name)
-    typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
 
 
 @command("join", "fedspan join --new-key node.key", "fedspan join node.yaml", panel=MACHINES)
@@ -118,7 +102,7 @@ def submit(
         Path | None, typer.Option("--resume", metavar="FOLDER", help="Go on with an interrupted run.")
     ] = None,
     wait: Annotated[float, typer.Option("--wait", min=1, help="Seconds to wait for all nodes.")] = 600.0,
-    folder: Folder = _FOLDER,
+    folder: ServerFolder = SERVER,
 ) -> None:
     """Play a federation with the nodes that have joined, and export the best round's adapter."""
     from fedspan.transports.flower import require
@@ -162,4 +146,4 @@ def _stop() -> Event:
 
 
 def _server(folder: Path) -> str:
-    return "" if folder == _FOLDER else f" --server {shlex.quote(str(folder))}"
+    return "" if folder == SERVER else f" --server {shlex.quote(str(folder))}"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedspan.cli.commands import MACHINES, Json, command
+from fedspan.cli.admission import warn_of_ends
+from fedspan.cli.commands import MACHINES, SERVER, Json, ServerFolder, command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,9 +27,7 @@ _COLOURS = {"online": "green", "offline": "yellow"}
 
 @command("status", "fedspan status", "fedspan status --run runs/first", panel=MACHINES)
 def status(
-    folder: Annotated[Path, typer.Option("--server", metavar="FOLDER", help="The server's folder.")] = Path(
-        "fedspan-server"
-    ),
+    folder: ServerFolder = SERVER,
     run: Annotated[
         Path | None,
         typer.Option("--run", metavar="FOLDER", help="The run to show; left out: the newest of this server."),
@@ -45,11 +44,12 @@ def status(
     from fedspan.cli.formatting import console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
+    from fedspan.transports.flower.admissions import admissions
     from fedspan.transports.flower.server import link_of, nodes_of
 
-    named = load_named_run(folder)
+    named, link = load_named_run(folder), link_of(folder)
     place = run or (None if named is None else named.folder)
-    nodes = nodes_of(link_of(folder))
+    nodes = nodes_of(link, {id: one.name for id, one in admissions(link).items()})
     known = {node: client for client, node in ({} if named is None else named.nodes).items()}
     found: RunStatus | None = None
     try:
@@ -64,6 +64,7 @@ def status(
         return
     out = console()
     _show_nodes(out, nodes, known, found)
+    warn_of_ends(link)
     if found is not None and place is not None:
         _show_run(out, place, found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field, model_validator
@@ -103,6 +103,11 @@ class NodeLimits(Section):
         ge=1,
         description="Examples that a label needs here to be counted in these statistics; examples of rarer labels are "
         "left out.",
+    )
+    approve: Literal["auto", "ask"] = Field(
+        default="auto",
+        description="ask: a new run, or one whose config the server changed, waits until this node's operator approves "
+        "it (fedspan approve). auto: what the other limits allow is carried out.",
     )
     message_mib: int = Field(default=1024, ge=1, le=2048, description="MiB of a message, at most, in and out.")
 

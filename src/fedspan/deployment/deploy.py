@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedspan import __version__
 from fedspan.config import RunConfig, override, read_values
 from fedspan.config.node import load_node
+from fedspan.deployment.audit import AuditedTransport
 from fedspan.deployment.handshake import NOWHERE, Introduction, Invitation, base_digest, server_config
 from fedspan.deployment.status import store_named_run
 from fedspan.deployment.supervisor import Supervisor
@@ -21,7 +24,7 @@ from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import require_intact
+from fedspan.runs.integrity import describe_config, require_intact
 from fedspan.runs.remote import connect, prepare_server, server_clients
 from fedspan.runs.session import RunReport, is_run, read_report
 from fedspan.runs.setup import Prepared
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from fedspan.transports.flower.transport import Grid
 
 __all__ = ["join", "submit"]
+
+log = logging.getLogger("fedspan.node")
 
 _NAME = "federation-name"
 """The file in a run's folder with the run's name, as its nodes know it."""
@@ -50,7 +55,7 @@ def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None)
         FedspanError: If the file has an error, or the server refuses this node.
     """
     require()
-    from fedspan.transports.flower.keys import load_node_key
+    from fedspan.transports.flower.keys import SOON, days_left, load_node_key
     from fedspan.transports.flower.supernode import Link, serve
 
     node = load_node(path)
@@ -59,6 +64,8 @@ def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None)
             raise FedspanError(field, None, "a file, or --insecure for a trial without TLS and keys")
     keys = None if insecure or node.key is None else load_node_key(Path(node.key))
     authority = None if insecure or node.authority is None else Path(node.authority)
+    if authority is not None and (days := days_left(authority)) < SOON:
+        log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
     worker = Supervisor(Path(path), node.limits.round_seconds)
     try:
         link = Link(node.server, authority, keys, node.limits.message_bytes, node.poll_seconds)
@@ -93,7 +100,7 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.server import admissions
+    from fedspan.transports.flower.admissions import admissions, audit_log
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
 
@@ -115,15 +122,20 @@ def submit(
                 signer = ServerSigner(
                     link.folder, lambda: {node: one.key.encode() for node, one in admissions(link).items()}
                 )
-            invitation = _invitation(prepared.config, run)
+            invitation, audit = _invitation(prepared.config, run), audit_log(link)
+            config = hashlib.sha256(describe_config(prepared.config).encode()).hexdigest()
+            audit.write("run submitted", run=run, folder=str(place.path.resolve()), config_sha256=config)
             nodes, examples = _met(grid, prepared, invitation, wait, listener or Listener(), link, signer)
+            for id, node in nodes.items():
+                audit.write("joined", run=run, client=id, node=str(node), examples=examples[id])
             from fedspan.transports.flower.transport import GridTransport
 
             with disk_errors(link.folder):
                 store_named_run(link.folder, place.path, nodes)
             members = server_clients(prepared.config, prepared.engine.adapted.spec, examples)
             rules = prepared.config.federation.reply_rules()
-            transport = GridTransport(grid, nodes, prepared.config.federation.patience, signer)
+            carrier = GridTransport(grid, nodes, prepared.config.federation.patience, signer)
+            transport = AuditedTransport(carrier, audit, run, nodes)
             return played(connect(prepared, transport, rules, clients=members, run=run, agreed=invitation.digest))
 
     return session.run(
@@ -169,22 +181,27 @@ def _met(
     Raises:
         FedspanError: If too few nodes join in time; it names the nodes that refused.
     """
-    from fedspan.transports.flower.server import admissions
+    from fedspan.transports.flower.admissions import admissions
     from fedspan.transports.flower.transport import invite
 
     config, base = prepared.config, base_digest(prepared.model)
     nodes: dict[str, int] = {}
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
-    for node, back in invite(grid, invitation.envelope(), wait, signer):
+    undecided: set[int] = set()
+    for node, back in invite(grid, invitation.envelope(), wait, signer, undecided):
         admitted = admissions(link).get(node)  # a node may be admitted while others are waited for
         told, why = _introduced(back, base, nodes, (admitted and admitted.name) or None)
         if told is not None and why is None:
             nodes[told.id], examples[told.id] = node, told.examples
+            refused.pop(told.id, None)
         else:
             id = f"node {node}" if told is None else told.id
-            refused[id] = why or ""
-            listener.noted(f"{id} does not take part: {why}")
+            if told is not None and told.waiting:
+                undecided.add(node)
+            if refused.get(id) != why:
+                refused[id] = why or ""
+                listener.noted(f"{id} does not take part{' yet' if node in undecided else ''}: {why}")
         if len(nodes) == config.partition.clients:
             return nodes, examples
     why = "; ".join(f"{id}: {reason}" for id, reason in sorted(refused.items())) or "no more nodes are online"

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Count, Envelope, HeaderPart, Name, Reason
+from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, Reason
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import PROBLEMS, RunModel
 
@@ -76,7 +76,10 @@ class Introduction(HeaderPart):
         examples: Number of training examples.
         base: Digest of the node's frozen model and its tokenizer.
         refused: Reason for not participating; None: the node participates.
+        waiting: Whether the node's operator has to approve the run first, so that it may be invited again.
     """
+
+    longest = REPLY_HEADER
 
     task: Literal["invite"] = "invite"
     id: Name
@@ -84,6 +87,7 @@ class Introduction(HeaderPart):
     examples: Count = 0
     base: Annotated[str, Field(max_length=64)] = ""
     refused: Reason | None = None
+    waiting: bool = False
 
     def envelope(self) -> Envelope:
         """Encode as an envelope."""

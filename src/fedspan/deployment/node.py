@@ -19,20 +19,26 @@ from fedspan.config.node import NodeConfig
 from fedspan.core.base import BaseUpdate
 from fedspan.core.values import Job
 from fedspan.crypto import require
+from fedspan.deployment.approval import Approvals, NotApprovedError, job_of
+from fedspan.deployment.audit import describe_envelope
 from fedspan.deployment.handshake import Introduction, Invitation, base_digest, node_values
 from fedspan.deployment.limits import OrderTerms, config_ranks, require_config, require_workload
 from fedspan.deployment.usage import UsageBook
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.evaluation import coarsen
 from fedspan.federation.protocol import Envelope, Order, decode_reply, read_header
 from fedspan.federation.secagg.messages import Phase, decode_request
 from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.logs import AuditLog
 from fedspan.runs.privacy_budget import has_key, load_noise_key, new_key, store_noise_key
 from fedspan.runs.remote import method_for, secure_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_model
 
-__all__ = ["NodeService", "last_serial", "load_invitation"]
+__all__ = ["AUDIT", "NodeService", "last_serial", "load_invitation"]
+
+AUDIT = "audit.jsonl"
+"""The audit log in a node's folder."""
 
 _INVITATION, _SERIAL = "invitation.json", "serial"
 
@@ -69,6 +75,8 @@ class NodeService:
         self.folder = Path(node.folder)
         self._usage = UsageBook(node)
         self._loaded: tuple[str, _Joined] | None = None
+        self._audit = AuditLog(self.folder / AUDIT)
+        self._approvals = Approvals(self.folder, self._audit)
 
     def load(self, envelope: Envelope) -> None:
         """Load the model of the run that an envelope belongs to, if possible; if not, ``answer`` reports the reason."""
@@ -85,30 +93,45 @@ class NodeService:
             asked = decode_request(envelope)
         except ValueError:
             return self._introduced(read_header(Invitation, envelope)).envelope()
+        name = escape_controls(asked.run)
         try:
+            self._audit.write("asked", run=name, **describe_envelope(envelope))
             if len(envelope.body) > self.node.limits.message_bytes:
                 self._require_small("message", envelope.body)
             self._require_new(asked)
+            if self.node.limits.approve == "ask" and (kept := self._of(asked.run) / _INVITATION).is_file():
+                self._approvals.require(load_invitation(kept))
             run = self._run(asked.run)
             if isinstance(asked, Order):
                 run.terms.require(asked)
                 self._usage.record_order(asked, run.host.charges(asked))
             answer = self._coarsened(run.host.reply(asked), asked)
             self._require_small("reply", answer.body)
+            self._audit.write("answered", run=name, **describe_envelope(answer))
             log.info("round %d: %s done", asked.round + 1, asked.task)
         except Exception as error:
             log.exception("round %d: %s failed", asked.round + 1, asked.task)
             answer = refuse_any(asked, error)
+            with suppress(FedspanError):  # a full disk is the reason already
+                self._audit.write("refused", run=name, task=asked.task, round=asked.round, why=describe_error(error))
         return answer
 
     def _introduced(self, invitation: Invitation) -> Introduction:
         own = Introduction(id=self.node.id, version=__version__)
         try:
             self._require_allowed(invitation)
+            if self.node.limits.approve == "ask":
+                self._approvals.require(invitation)
             joined = self._build(invitation)
             self._usage.record_run(invitation.run)
+            self._audit.write("joined", **self._job(invitation), examples=joined.terms.client.examples)
+        except NotApprovedError as error:
+            log.warning("%s. fedspan approve shows what it asks for", error)
+            return own.model_copy(update={"refused": describe_error(error), "waiting": True})
         except Exception as error:  # on any error the server learns that this node does not participate
             log.exception("the invitation to %s is refused", invitation.run)
+            with suppress(FedspanError):
+                self._audit.write("invitation refused", **self._job(invitation), why=describe_error(error)[:4096])
             return own.model_copy(update={"refused": describe_error(error)[:4096]})
         place = self._of(invitation.run)
         with disk_errors(self.folder, "free some space on the node"):
@@ -126,6 +149,10 @@ class NodeService:
         decoded, least = decode_reply(reply), self.node.limits.evaluation_examples
         scores = {part: coarsen(values, least) for part, values in (decoded.scores or {}).items()}
         return replace(decoded, scores={part: values for part, values in scores.items() if values}).envelope()
+
+    def _job(self, invitation: Invitation) -> dict[str, str]:
+        """Return what the audit log says of an invitation."""
+        return {"run": escape_controls(invitation.run), "job": job_of(invitation)}
 
     def _require_small(self, what: str, body: bytes) -> None:
         most = self.node.limits.message_bytes

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,7 @@ from fedspan.training.jobs import Assignment
 
 __all__ = [
     "FORMAT",
+    "REPLY_HEADER",
     "ClientLostState",
     "Count",
     "Envelope",
@@ -47,8 +48,8 @@ __all__ = [
 FORMAT = 1
 """Version of the headers; a reader rejects any other."""
 
-_HEADER = 1 << 20
-"""Maximum length of a header."""
+REPLY_HEADER = 1 << 17
+"""Maximum length of a reply's header. To refuse a wrong one of 1 MiB takes half a second."""
 
 OrderKind = Literal["train", "statistics", "evaluate", "export"]
 """Kinds of orders that a server may send to a client."""
@@ -76,6 +77,8 @@ class HeaderPart(BaseModel):
     """A part of a header."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    longest: ClassVar[int] = 1 << 20
+    """Maximum length of a whole header of this kind, in characters."""
 
 
 H = TypeVar("H", bound=HeaderPart)
@@ -142,6 +145,8 @@ class _OrderHeader(HeaderPart):
 
 
 class _ReplyHeader(HeaderPart):
+    longest = REPLY_HEADER
+
     format: Literal[1] = FORMAT
     task: OrderKind
     round: Count
@@ -253,8 +258,8 @@ def read_header(kind: type[H], envelope: Envelope) -> H:
     Raises:
         ValueError: If the header is not of this kind; no input raises any other error.
     """
-    if len(envelope.header) > _HEADER:
-        raise ValueError(f"a header of {len(envelope.header)} characters, of {_HEADER} at most")
+    if len(envelope.header) > kind.longest:
+        raise ValueError(f"a header of {len(envelope.header)} characters, of {kind.longest} at most")
     try:
         return kind.model_validate_json(envelope.header)
     except (ValidationError, ValueError, RecursionError) as error:

@@ -31,6 +31,10 @@ __all__ = ["Reader", "Writer", "decode", "decode_state", "encode", "encode_state
 FORMAT = 1
 """Version of the structure below; a reader rejects any other."""
 
+MESSAGE_HEADER = 1 << 24
+"""Maximum size of a message's header in bytes, enough for 100,000 tensors. To parse a larger one takes long, and many
+times its size in memory."""
+
 _KEY = "fedspan"
 _STORED = frozenset(
     {
@@ -149,6 +153,8 @@ class Reader:
     def __init__(self, data: bytes, kind: str) -> None:
         try:
             size = int.from_bytes(data[:8], "little")
+            if kind == "message" and size > MESSAGE_HEADER:
+                raise ValueError(f"a header of {size} bytes, of {MESSAGE_HEADER} at most")
             header = json.loads(data[8 : 8 + size])
             text = expect(expect(header, "__metadata__", dict), _KEY, str)
             self.structure: dict[str, Any] = json.loads(text)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from helpers.hostile_node import HostileNode, connect, id_of, send_unauthenticated, tree_of
+from helpers.hostile_node import HostileNode, connect, id_of, name_of, send_unauthenticated, tree_of
 from helpers.reply_transport import exchanged
 
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
@@ -63,8 +65,9 @@ class Scene(NamedTuple):
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    from fedspan.transports.flower.admissions import admissions, admit_node
     from fedspan.transports.flower.keys import load_node_key, make_node_key
-    from fedspan.transports.flower.server import admissions, admit_node, prepare_folder
+    from fedspan.transports.flower.server import prepare_folder
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.superlink import supervise
     from fedspan.transports.flower.transport import GridTransport, attach
@@ -247,6 +250,20 @@ def test_half_sent_requests_are_few_and_closed_soon(scene: Scene) -> None:
     scene.require_work()
 
 
+def test_connections_that_never_speak_tls_are_few_and_closed_soon(scene: Scene) -> None:
+    from fedspan.transports.flower.connections import ConnectionLimits
+
+    limits, (host, _, port) = ConnectionLimits(), scene.address.rpartition(":")
+    lines = [socket.create_connection((host, int(port)), 30) for _ in range(limits.per_address + 40)]
+    began = time.monotonic()
+    for line in lines:
+        line.settimeout(max(0.1, began + limits.seconds + 20 - time.monotonic()))
+        with suppress(ConnectionError):
+            assert line.recv(1) == b""
+        line.close()
+    scene.require_work()
+
+
 def test_refused_upgrades_take_no_place_for_good(scene: Scene) -> None:
     from fedspan.transports.flower.connections import ConnectionLimits
 
@@ -284,4 +301,33 @@ def test_a_message_that_the_server_did_not_sign_is_not_carried_out(scene: Scene)
     unsigned = GridTransport(scene.transport.grid, scene.transport.nodes, signer=UnsignedSigner())
     back = exchanged(unsigned, {"honest": Envelope('{"serial": 9007199254740991}')}, 60.0)
     assert "ValueError" in str(back["honest"])
+    scene.require_work()
+
+
+def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Path) -> None:
+    """No restart: its key is refused at the door within seconds, stays refused, and the others go on."""
+    from fedspan.transports.flower.admissions import admissions, admit_node, audit_log, revoke_node
+    from fedspan.transports.flower.keys import load_node_key, make_node_key
+    from fedspan.transports.flower.server import link_of
+
+    link = link_of(scene.log.parent)
+    public = make_node_key(tmp_path / "stolen.key")
+    admit_node(link, public, "stolen")
+    stolen = HostileNode(scene.address, scene.authority, load_node_key(tmp_path / "stolen.key")[0])
+    try:
+        stolen.activate()
+        assert stolen.pull() is None
+        assert revoke_node(link, "stolen") == [stolen.node]
+        until = time.monotonic() + 30
+        request = name_of("flwr.proto.fleet_pb2", "PullMessagesRequest")(node=stolen.own())
+        while stolen.post("pull-messages", request)[0] != 401:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        with pytest.raises(FedspanError, match="this key was revoked, and stays so"):
+            admit_node(link, public, "stolen")
+    finally:
+        stolen.close()
+    (link.folder / "nodes.json").unlink()
+    assert {one.name for one in admissions(link).values()} == {"honest", "hostile"}
+    assert [row["event"] for row in audit_log(link).read()][-2:] == ["admitted", "revoked"]
     scene.require_work()

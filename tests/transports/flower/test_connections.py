@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 connections = pytest.importorskip(
@@ -76,3 +83,68 @@ def test_what_is_not_registered_is_ignored() -> None:
     made.accept(None, b"node", 1)
     made.remove(("192.0.2.1", 1))
     assert not made.is_pending(("192.0.2.1", 1))
+
+
+def test_ipv6_addresses_are_counted_by_their_block_of_64_bits() -> None:
+    made = connections.Connections(connections.ConnectionLimits(per_address=2))
+    assert made.add(("2001:db8:0:1::1", 1), Connection())
+    assert made.add(("2001:db8:0:1:ffff::2", 1), Connection())
+    assert not made.add(("2001:db8:0:1:8000:1:2:3", 1), Connection())
+    assert made.add(("2001:db8:0:2::1", 1), Connection())
+    for port in (1, 2):
+        assert made.add(("::ffff:192.0.2.1", port), Connection())
+    assert not made.add(("192.0.2.1", 3), Connection())
+    assert made.add(("::ffff:192.0.2.2", 1), Connection())
+
+
+def test_connections_without_a_tls_handshake_are_few_and_closed_soon(tmp_path: Path) -> None:
+    keys = pytest.importorskip("fedspan.transports.flower.keys")
+    keys.make_authority(tmp_path, [])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / keys.CERTIFICATE, tmp_path / keys.KEY)
+    trusting = ssl.create_default_context(cafile=str(tmp_path / keys.AUTHORITY))
+    made = connections.Connections(connections.ConnectionLimits(per_address=3, seconds=1.0))
+
+    class Socket(connections.BoundedSocket):
+        bounds = made
+
+    class Protocol(asyncio.Protocol):
+        allowance: int | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+            peer = transport.get_extra_info("peername")
+            assert made.take_over((peer[0], peer[1]), self)
+            transport.write(b"hello")
+
+        def abort(self) -> None:
+            self.transport.abort()
+
+    async def closed(reader: asyncio.StreamReader) -> bool:
+        try:
+            return await asyncio.wait_for(reader.read(1), 20) == b""
+        except ConnectionError:
+            return True
+
+    async def run() -> None:
+        bound = socket.create_server(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        server = await asyncio.get_running_loop().create_server(Protocol, sock=Socket.of(bound), ssl=context)
+        async with server:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            reader, _ = await asyncio.open_connection("127.0.0.1", port)
+            assert await closed(reader), "the fourth is closed before TLS"
+            began = time.monotonic()
+            for reader, writer in silent:
+                assert await closed(reader)
+                writer.close()
+            assert time.monotonic() - began < 15
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, server_hostname="localhost")
+            assert await asyncio.wait_for(reader.read(5), 20) == b"hello"
+            await asyncio.sleep(1.5)
+            own = writer.get_extra_info("sockname")
+            assert made.is_pending((own[0], own[1])), "the bound on a handshake does not close what has finished it"
+            writer.close()
+
+    asyncio.run(run())

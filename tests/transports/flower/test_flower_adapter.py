@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -49,6 +50,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     (RUNTIME, "PushTaskOutputRequest"): ("", "ending a run"),
     ("flwr.supercore.constant", "FLEET_HTTP_PUBLIC_KEY_HEADER"): ("", "a node's signature"),
     ("flwr.supercore.constant", "FLEET_HTTP_SIGNATURE_HEADER"): ("", "a node's signature"),
+    ("flwr.supercore.constant", "NodeStatus"): ("", "finding a registered node"),
     ("flwr.supercore.constant", "SYSTEM_MESSAGE_TYPE"): ("", "the error that stands for a missing reply"),
     ("flwr.supercore.date", "now"): ("", "the error that stands for a missing reply"),
     ("flwr.supercore.heartbeat", "HeartbeatSender"): ("heartbeat_fn", "keeping a run alive"),
@@ -76,6 +78,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
         "taking over a run",
     ),
     ("flwr.supercore.primitives.asymmetric", "bytes_to_public_key"): ("public_key_bytes", "a node's signature"),
+    ("flwr.supercore.primitives.asymmetric", "public_key_to_bytes"): ("public_key", "finding a registered node"),
     ("flwr.supercore.primitives.asymmetric", "verify_signature"): (
         "public_key message signature",
         "a node's signature",
@@ -309,6 +312,28 @@ def test_the_grid_has_what_the_server_of_a_run_needs() -> None:
     grid.close()
 
 
+def test_a_registered_node_is_found_in_the_superlink_s_database(tmp_path: Path) -> None:
+    from fedspan.transports.flower.adapter import read_node_id
+    from fedspan.transports.flower.keys import load_node_key, make_node_key
+
+    model = lookup("flwr.supercore.state.schema.linkstate_models", "NodeModel", "finding a registered node")
+    if model.__tablename__ != "node" or not {"node_id", "public_key", "status"} <= set(model.__table__.columns.keys()):
+        broken("the table node with node_id, public_key and status", "finding a registered node")
+    to_bytes = lookup("flwr.supercore.primitives.asymmetric", "public_key_to_bytes", "finding a registered node")
+    public = make_node_key(tmp_path / "node.key").read_bytes()
+    pem = to_bytes(load_node_key(tmp_path / "node.key")[1])
+    database = tmp_path / "flower.db"
+    assert read_node_id(database, public) == (None, False)
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE node (node_id INTEGER, public_key BLOB, status TEXT)")
+        connection.execute("INSERT INTO node VALUES (-2, ?, 'offline')", (pem,))
+    assert read_node_id(database, public) == (2**64 - 2, True)
+    with sqlite3.connect(database) as connection:
+        connection.execute("UPDATE node SET status = 'unregistered'")
+    assert read_node_id(database, public) == (2**64 - 2, False)
+    assert read_node_id(database, make_node_key(tmp_path / "other.key").read_bytes()) == (None, False)
+
+
 def test_the_superlink_is_run_by_the_uvicorn_of_its_module() -> None:
     command = lookup("flwr.superlink.cli", "flower_superlink", "starting the SuperLink")
     module = importlib.import_module("flwr.superlink.cli.flower_superlink")
@@ -368,7 +393,7 @@ def test_a_message_goes_to_a_node_and_back_through_a_superlink(tmp_path: Path) -
         with attach(link, 2**23) as grid:
             [(id, reply)] = [next(invite(grid, Envelope("hello"), 60.0))]
             assert reply == Envelope("hello")
-            assert [one.status for one in nodes_of(link)] == ["online"]
+            assert [one.status for one in nodes_of(link, {})] == ["online"]
             transport = GridTransport(grid, {"a": id})
             for size in (2**10, 3 * 2**20):
                 order = Envelope("{}", bytes(size))

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from fedspan.cli import app
 from fedspan.deployment.status import store_named_run
-from fedspan.errors import FedspanError
 from fedspan.logs import JsonLines
 
 servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
@@ -29,31 +28,17 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     servers.prepare_folder(folder, 9092, [], insecure=True)
 
     def flower(link: Any, *arguments: str) -> dict[str, Any]:
-        return {"node-id": 11} if "register" in arguments else {"nodes": SAID}
+        return {"nodes": SAID}
 
     monkeypatch.setattr(servers, "call_flower", flower)
     return folder
 
 
-def test_nodes_have_the_names_that_they_were_admitted_as(server: Path, tmp_path: Path) -> None:
-    key = tmp_path / "node.key.pub"
-    key.write_text("key")
-    link = servers.link_of(server)
-    servers.admit_node(link, key, "")
-    assert servers.admissions(link) == {11: servers.Admission("", "key")}
-    servers.admit_node(link, key, "clinic-a")
-    assert servers.admissions(link) == {11: servers.Admission("clinic-a", "key")}
-    first, second, third = servers.nodes_of(link)
+def test_nodes_have_the_names_that_they_were_admitted_as(server: Path) -> None:
+    first, second, third = servers.nodes_of(servers.link_of(server), {11: "clinic-a"})
     assert (first.name, first.status, first.online_seconds, first.offline_since) == ("clinic-a", "online", 75.4, None)
     assert second.offline_since == 1767323045.0
     assert (third.status, third.offline_since) == ("registered", None)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"a": {}}', '{"11": "clinic-a"}'])
-def test_a_damaged_list_of_admissions_stops_the_server(server: Path, content: str) -> None:
-    (server / "nodes.json").write_text(content)
-    with pytest.raises(FedspanError, match=r"nodes\.json"):
-        servers.admissions(servers.link_of(server))
 
 
 def test_status_shows_nodes_and_the_run(server: Path, tmp_path: Path) -> None:

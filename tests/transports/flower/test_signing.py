@@ -115,3 +115,62 @@ def test_a_server_without_its_order_key_does_not_start(content: bytes | None, tm
         (tmp_path / keys.ORDER_KEY).write_bytes(content)
     with pytest.raises(FedspanError, match="order key"):
         signing.ServerSigner(tmp_path, dict)
+
+
+def test_certificates_are_renewed_without_cutting_a_node_off(tmp_path: Path) -> None:
+    """The old file and the new one accept the old server, and the new one accepts the new server, too."""
+    folder = tmp_path / "server"
+    keys.make_authority(folder, ["fl.example.org"])
+    public = keys.make_node_key(tmp_path / "node.key")
+    private, _ = keys.load_node_key(tmp_path / "node.key")
+
+    def node(authority: bytes) -> Any:
+        (tmp_path / "given").write_bytes(authority)
+        return signing.NodeSigner(private, tmp_path / "given")
+
+    def server() -> Any:
+        return signing.ServerSigner(folder, lambda: {7: public.read_bytes()})
+
+    given = (folder / keys.AUTHORITY).read_bytes()
+    old, renewed = node(given), keys.renew_authority(folder, ["new.example.org"]).read_bytes()
+    new = node(renewed)
+    for one in (old, new):
+        assert one.open(server().seal(ORDER, 7), 7) == ORDER
+    with pytest.raises(FedspanError, match="not in use yet"):
+        keys.renew_authority(folder, [])
+    keys.activate_authority(folder)
+    assert keys.certified_hosts(folder)[:2] == ["fl.example.org", "localhost"]
+    assert "new.example.org" in keys.certified_hosts(folder)
+    assert new.open(server().seal(ORDER, 7), 7) == ORDER
+    with pytest.raises(ValueError, match="not valid"):
+        old.open(server().seal(ORDER, 7), 7)
+    with pytest.raises(FedspanError, match="there are no renewed certificates"):
+        keys.activate_authority(folder)
+    third = node(keys.renew_authority(folder, []).read_bytes())  # trusts the second and the third, not the first
+    assert len(third._server) == 2
+    assert (folder / "next" / keys.ORDER_KEY).stat().st_mode & 0o777 == 0o600
+
+
+def test_expired_certificates_open_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private, _ = keys.load_node_key(Path(str(keys.make_node_key(tmp_path / "node.key")).removesuffix(".pub")))
+    monkeypatch.setattr(keys, "_DAYS", 20)
+    keys.make_authority(tmp_path / "soon", [])
+    assert 19 < keys.days_left(tmp_path / "soon" / keys.AUTHORITY) < 20 < keys.SOON
+    monkeypatch.setattr(keys, "_DAYS", 0)
+    keys.make_authority(tmp_path / "over", [])
+    assert keys.days_left(tmp_path / "over" / keys.CERTIFICATE) <= 0
+    with pytest.raises(FedspanError, match=r"have expired\. Ask the server's operator"):
+        signing.NodeSigner(private, tmp_path / "over" / keys.AUTHORITY)
+
+
+def test_a_revoked_node_s_reply_counts_no_longer(tmp_path: Path) -> None:
+    keys.make_authority(tmp_path, [])
+    admitted = {7: keys.make_node_key(tmp_path / "node.key").read_bytes()}
+    private, _ = keys.load_node_key(tmp_path / "node.key")
+    server = signing.ServerSigner(tmp_path, lambda: admitted)
+    order = server.seal(ORDER, 7)
+    reply = signing.NodeSigner(private, tmp_path / keys.AUTHORITY).seal(ORDER, 7, order.nonce)
+    assert server.open(reply, 7, order.nonce) == ORDER
+    admitted.clear()
+    with pytest.raises(ValueError, match="revoked"):
+        server.open(reply, 7, order.nonce)

@@ -125,3 +125,16 @@ def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
         messages.fetch_objects(tree, pull, 2 * 2**20)
     assert adapter.pull_failure(raised.value) == "more than 2 MiB, the most that is taken"
     assert len(pulled) < 30  # the third, and those that other threads had asked for
+
+
+def test_a_node_that_has_not_decided_is_invited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_AGAIN", 0.2)
+    undecided: set[int] = set()
+    found: list[int] = []
+    for node, _ in transport.invite(Grid([1, 2], {}), Envelope("hello"), 60.0, undecided=undecided):
+        found.append(node)
+        if node == 2:
+            undecided.add(node)
+        if len(found) == 4:
+            break
+    assert sorted(found) == [1, 2, 2, 2]

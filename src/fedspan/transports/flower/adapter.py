@@ -59,25 +59,33 @@ The SuperLink and Flower's commands:
 - ``flwr.supercore.inflatable.inflatable_utils.ObjectUnavailableError``, raised for an object that was announced and has
   not arrived.
 - ``flwr.cli.app.app``: the command ``flwr``.
+- The table ``node`` of the SuperLink's SQLite database has ``node_id`` (as a signed number), ``public_key`` (PEM) and
+  ``status``, which is ``NodeStatus.UNREGISTERED`` of ``flwr.supercore.constant`` for a removed node; PEM as
+  ``public_key_to_bytes`` of ``flwr.supercore.primitives.asymmetric`` writes it.
 """
 
 from __future__ import annotations
 
 import binascii
 import json
+import socket
+import sqlite3
 import sys
 import time
 from base64 import b64decode
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import httpx
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.app import Array, Error, Message, Metadata
 from flwr.app.message import make_message
 from flwr.common.constant import (
@@ -101,6 +109,7 @@ from flwr.supercore.constant import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
     SYSTEM_MESSAGE_TYPE,
+    NodeStatus,
 )
 from flwr.supercore.date import now
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
@@ -123,7 +132,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_object_contents_from_iterable,
 )
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -158,6 +167,7 @@ __all__ = [
     "inflate_message",
     "pull_failure",
     "pull_tree",
+    "read_node_id",
     "read_pushed_reply",
     "requires_node_keys",
     "run_superlink",
@@ -497,12 +507,17 @@ def _lenient(beat: Callable[[], bool]) -> Callable[[], bool]:
 # --- the SuperLink and Flower's commands
 
 
-def run_superlink(middleware: Sequence[Middleware], protocol: type[asyncio.Protocol]) -> None:
+def run_superlink(
+    middleware: Sequence[Middleware],
+    protocol: type[asyncio.Protocol],
+    listen: Callable[[socket.socket], socket.socket],
+) -> None:
     """Run ``flower-superlink`` with this process's arguments.
 
     Args:
         middleware: Middleware that comes before Flower's own extensions.
         protocol: uvicorn's protocol class for connections.
+        listen: Makes the socket that accepts connections of the bound one.
     """
     import uvicorn
     from flwr.superlink import extensions  # the whole SuperLink, which only its own process needs
@@ -510,7 +525,12 @@ def run_superlink(middleware: Sequence[Middleware], protocol: type[asyncio.Proto
     command = import_module("flwr.superlink.cli.flower_superlink")  # its package has a function of the same name
     original = extensions.get_middleware
     extensions.get_middleware = lambda: (*middleware, *original())
-    run = partial(uvicorn.run, http=protocol, ws="none")  # an upgrade would leave the protocol, and its bounds
+
+    def run(**options: Any) -> None:
+        # An upgrade would leave the protocol, and its bounds; another loop than asyncio's would not call `accept`.
+        config = uvicorn.Config(**options, http=protocol, ws="none", loop="asyncio")
+        uvicorn.Server(config).run([listen(config.bind_socket())])
+
     command.__dict__["uvicorn"] = SimpleNamespace(run=run)
     command.flower_superlink()
 
@@ -599,6 +619,25 @@ def read_pushed_reply(body: bytes) -> PushedReply | None:
         objects,
         depth,
     )
+
+
+def read_node_id(database: Path, key: bytes) -> tuple[int | None, bool]:
+    """Return Flower's id of the node that was registered with a key, from a SuperLink's database.
+
+    Args:
+        database: The SuperLink's database; nothing is written.
+        key: The public key in OpenSSH's format.
+
+    Returns:
+        The id (None: no node was), and whether the node is still registered.
+    """
+    try:
+        pem = public_key_to_bytes(load_ssh_public_key(key))  # pyright: ignore[reportArgumentType]
+        with closing(sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            row = connection.execute("SELECT node_id, status FROM node WHERE public_key = ?", (pem,)).fetchone()
+    except (sqlite3.Error, ValueError, UnsupportedAlgorithm, AttributeError):
+        return None, False
+    return (None, False) if row is None else (row[0] % 2**64, row[1] != NodeStatus.UNREGISTERED)
 
 
 def flwr_command(*arguments: str) -> list[str]:

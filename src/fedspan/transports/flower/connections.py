@@ -1,19 +1,25 @@
 """Bounds on the server's connections that have not sent an accepted request: number, time and bytes.
 
-uvicorn accepts any number of connections and waits for their requests without a limit. ``BoundedProtocol`` is its
-protocol with these bounds; the door (``door``) reports the connections whose requests it accepted.
+uvicorn accepts any number of connections and waits for their requests without a limit. ``BoundedSocket`` counts a
+connection from the moment when it is accepted, before TLS, and ``BoundedProtocol`` is uvicorn's protocol with the
+bounds; the door (``door``) reports the connections whose requests it accepted. IPv6 addresses are counted by their /64,
+the smallest block that one subscriber has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, Protocol, Self
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["CONNECTIONS", "BoundedProtocol", "ConnectionLimits", "Connections"]
+__all__ = ["CONNECTIONS", "BoundedProtocol", "BoundedSocket", "ConnectionLimits", "Connections"]
 
 Address = tuple[str, int]
 
@@ -23,9 +29,10 @@ class ConnectionLimits:
     """Bounds on connections.
 
     Args:
-        per_address: Connections from one address that have not sent an accepted request.
+        per_address: Connections from one IPv4 address or IPv6 /64 that have not sent an accepted request; their TLS
+            handshakes count.
         total: Such connections from all addresses.
-        seconds: Time until the first accepted request, in seconds.
+        seconds: Time until the end of the TLS handshake, and from there until the first accepted request, in seconds.
         bytes: Bytes that are read before the first accepted request.
         per_sender: Connections of one node; the oldest one is closed for a new one.
     """
@@ -46,6 +53,19 @@ class Closable(Protocol):
     def abort(self) -> None:
         """Close the connection at once."""
         ...
+
+
+@lru_cache(4096)
+def _block(host: str) -> str:
+    """Return the block of addresses that a host counts as: an IPv4 address, or the /64 of an IPv6 address."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    mapped = getattr(address, "ipv4_mapped", None)
+    if mapped is not None or address.version == 4:
+        return str(mapped or address)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 class Connections:
@@ -69,17 +89,33 @@ class Connections:
         Returns:
             Whether it may stay; if not, it is not registered.
         """
-        if self._by_host[client[0]] >= self.limits.per_address:
+        self.remove(client)  # of a handshake that failed, and whose port is used again
+        if self._by_host[_block(client[0])] >= self.limits.per_address:
             return False
         if len(self._pending) >= self.limits.total:  # the oldest of the fullest address, not the newest of another
             host = max(self._by_host, key=self._by_host.__getitem__)
-            oldest = next(one for one in self._pending if one[0] == host)
+            oldest = next(one for one in self._pending if _block(one[0]) == host)
             self._open[oldest].abort()
             self.remove(oldest)
         self._open[client] = connection
         self._pending[client] = None
-        self._by_host[client[0]] += 1
+        self._by_host[_block(client[0])] += 1
         return True
+
+    def take_over(self, client: Address, connection: Closable) -> bool:
+        """Replace a registered connection by its protocol after the TLS handshake; one without a handshake is added.
+
+        Returns:
+            Whether it may stay.
+        """
+        if client not in self._open:
+            return self.add(client, connection)
+        self._open[client] = connection
+        return True
+
+    def has(self, client: Address, connection: Closable) -> bool:
+        """Return whether a connection is registered under its address."""
+        return self._open.get(client) is connection
 
     def is_pending(self, client: Address) -> bool:
         """Return whether a connection has not sent an accepted request."""
@@ -118,9 +154,10 @@ class Connections:
     def _forget_pending(self, client: Address) -> None:
         if client in self._pending:
             del self._pending[client]
-            self._by_host[client[0]] -= 1
-            if not self._by_host[client[0]]:
-                del self._by_host[client[0]]
+            host = _block(client[0])
+            self._by_host[host] -= 1
+            if not self._by_host[host]:
+                del self._by_host[host]
 
     def _forget_sender(self, client: Address) -> None:
         sender = self._sender.pop(client, None)
@@ -132,6 +169,50 @@ class Connections:
 
 CONNECTIONS = Connections()
 """The connections of the server in this process."""
+
+
+class _Handshake:
+    """A connection that was accepted and has not finished its TLS handshake."""
+
+    allowance: int | None = None
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def abort(self) -> None:
+        """Close the connection at once: the handshake fails."""
+        with suppress(OSError):  # it may be closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+class BoundedSocket(socket.socket):
+    """A listening socket that counts connections from when they are accepted, and bounds their handshakes."""
+
+    bounds = CONNECTIONS
+
+    @classmethod
+    def of(cls, bound: socket.socket) -> Self:
+        """Take over a socket that is bound to its address."""
+        return cls(bound.family, bound.type, bound.proto, fileno=bound.detach())
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, within an asyncio event loop.
+
+        Raises:
+            ConnectionAbortedError: If the connection exceeds a bound; it is closed.
+        """
+        connection, address = super().accept()
+        client, handshake = (address[0], address[1]), _Handshake(connection)
+        if not self.bounds.add(client, handshake):
+            connection.close()
+            raise ConnectionAbortedError
+        asyncio.get_running_loop().call_later(self.bounds.limits.seconds, self._expire, client, handshake)
+        return connection, address
+
+    def _expire(self, client: Address, handshake: _Handshake) -> None:
+        if self.bounds.has(client, handshake):
+            handshake.abort()
+            self.bounds.remove(client)
 
 
 class BoundedProtocol(H11Protocol):
@@ -148,7 +229,7 @@ class BoundedProtocol(H11Protocol):
         if client is None:
             return
         address = (client[0], client[1])
-        if not self.bounds.add(address, self):
+        if not self.bounds.take_over(address, self):
             self.abort()
             return
         self._address = address

@@ -8,11 +8,12 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -25,6 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedspan.errors import FedspanError
+from fedspan.files import write_atomic
 
 __all__ = [
     "AUTHORITY",
@@ -32,11 +34,17 @@ __all__ = [
     "KEY",
     "ORDER_KEY",
     "ORDER_NAME",
+    "SOON",
+    "activate_authority",
     "certified_hosts",
+    "days_left",
     "ensure_authority",
+    "is_authority",
+    "is_issued",
     "load_node_key",
     "make_authority",
     "make_node_key",
+    "renew_authority",
 ]
 
 AUTHORITY, CERTIFICATE, KEY, ORDER_KEY = "ca.crt", "server.crt", "server.key", "orders.key"
@@ -45,7 +53,12 @@ AUTHORITY, CERTIFICATE, KEY, ORDER_KEY = "ca.crt", "server.crt", "server.key", "
 ORDER_NAME = "fedspan orders"
 """Common name of the certificate of the key that signs orders."""
 
+SOON = 30.0
+"""Days before the end of a certificate, or of an admission, from which on commands warn."""
+
 _DAYS = 730
+_NEXT = "next"
+"""Folder in the server's folder with the certificates that ``renew_authority`` made and nobody uses yet."""
 
 
 def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
@@ -64,7 +77,7 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
         files = ", ".join((AUTHORITY, CERTIFICATE, KEY, ORDER_KEY))
         expected = (
             f"a name in the certificate in {folder} ({', '.join(certified_hosts(folder))}). For another, "
-            f"remove {files} there, and give the new {AUTHORITY} to every data owner"
+            f"use fedspan renew --name, or remove {files} there and give the new {AUTHORITY} to every data owner"
         )
         raise FedspanError("--name", others[0], expected)
 
@@ -124,6 +137,93 @@ def certified_hosts(folder: Path) -> list[str]:
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
         raise FedspanError("certificates", str(path), f"the server's certificate ({error})") from error
     return [str(name.value) for name in names]
+
+
+def renew_authority(folder: Path, hosts: Sequence[str]) -> Path:
+    """Make new certificates beside those in use: authority, server certificate and order key, all with new keys.
+
+    Nodes that have the new ``ca.crt`` accept both the certificates in use and the new ones. ``activate_authority``
+    puts the new ones in use, and the next renewal leaves the old ones out.
+
+    Args:
+        folder: The server's folder.
+        hosts: Further host names and addresses of the server; those of the certificate in use stay.
+
+    Returns:
+        The new ``ca.crt``, for every data owner.
+
+    Raises:
+        FedspanError: If the folder has no certificates, or renewed ones that are not in use yet.
+    """
+    if (folder / _NEXT).exists():
+        problem = f"{folder / _NEXT} has certificates that are not in use yet. Use --activate, or remove the folder"
+        raise FedspanError("certificates", str(folder / _NEXT), problem=problem)
+    names = list(dict.fromkeys((*certified_hosts(folder), *hosts)))
+    new = folder / f"{_NEXT}.new"
+    shutil.rmtree(new, ignore_errors=True)
+    make_authority(new, names)
+    write_atomic(new / AUTHORITY, (new / AUTHORITY).read_bytes() + _used_authority(folder))
+    new.rename(folder / _NEXT)
+    return folder / _NEXT / AUTHORITY
+
+
+def activate_authority(folder: Path) -> None:
+    """Put the certificates of ``renew_authority`` in the place of those in use; a running server restarts with them.
+
+    Raises:
+        FedspanError: If there are none.
+    """
+    place = folder / _NEXT
+    if not (place / AUTHORITY).is_file():
+        raise FedspanError("certificates", str(place), problem="there are no renewed certificates. Run fedspan renew")
+    # Both authorities are trusted before the rest changes; a running server restarts when the certificate changes.
+    for name in (AUTHORITY, ORDER_KEY, KEY, CERTIFICATE):
+        write_atomic(folder / name, (place / name).read_bytes(), 0o600 if name in (ORDER_KEY, KEY) else 0o644)
+    shutil.rmtree(place)
+
+
+def _used_authority(folder: Path) -> bytes:
+    """Return the certificates of the authority in use and of its order key, without those of earlier ones."""
+    own = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+    certificates = x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
+    authority = next((one for one in certificates if is_authority(one) and is_issued(own, one)), None)
+    if authority is None:
+        problem = f"{AUTHORITY} does not have the authority of {CERTIFICATE}. Restore both"
+        raise FedspanError("certificates", str(folder), problem=problem)
+    orders = (one for one in certificates if one is not authority and is_issued(one, authority))
+    return b"".join(one.public_bytes(Encoding.PEM) for one in (authority, *orders))
+
+
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Return whether a certificate may certify others."""
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (x509.ExtensionNotFound, ValueError):
+        return False
+
+
+def is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Return whether an authority signed a certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def days_left(*files: Path) -> float:
+    """Return the days until the first of the certificates in some files expires.
+
+    Raises:
+        FedspanError: If a file has no certificate.
+    """
+    ends: list[datetime.datetime] = []
+    for path in files:
+        try:
+            ends += [one.not_valid_after_utc for one in x509.load_pem_x509_certificates(path.read_bytes())]
+        except (OSError, ValueError) as error:
+            raise FedspanError("certificates", str(path), f"a file with certificates ({error})") from error
+    return (min(ends) - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
 
 
 def make_node_key(path: Path) -> Path:

@@ -7,23 +7,20 @@ import os
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fedspan.errors import FedspanError
-from fedspan.files import disk_errors, write_atomic
 from fedspan.transports.flower.adapter import flwr_command
 from fedspan.transports.flower.keys import AUTHORITY, ensure_authority
 
 __all__ = [
-    "Admission",
+    "DATABASE",
     "Node",
     "ServerLink",
-    "admissions",
-    "admit_node",
     "call_flower",
     "link_of",
     "nodes_of",
@@ -31,6 +28,9 @@ __all__ = [
 ]
 
 _ABOUT, _SECRET = "server.json", "secret"
+DATABASE = "flower.db"
+"""The SuperLink's database in the server's folder."""
+
 _NAME = "fedspan"
 _BUNDLE = """\
 [project]
@@ -143,62 +143,6 @@ def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
     return said
 
 
-_NAMES = "nodes.json"
-"""File with the admitted nodes, by Flower's node id."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """What the operator decided about a node.
-
-    Args:
-        name: Id that the node must use; empty: any.
-        key: The node's public key in OpenSSH's format.
-    """
-
-    name: str
-    key: str
-
-
-def admit_node(link: ServerLink, key: Path, name: str) -> None:
-    """Admit the node that has a public key.
-
-    Args:
-        link: Connection data of the server.
-        key: File with the node's public key.
-        name: Id that the node must use; empty: any.
-
-    Raises:
-        FedspanError: If the SuperLink refuses or is unreachable.
-    """
-    if not key.is_file():
-        raise FedspanError("key", str(key), "a file with a node's public key (KEY.pub)")
-    said = call_flower(link, "supernode", "register", str(key.resolve()), "@", "--name", name or key.stem)
-    if "node-id" not in said:
-        raise FedspanError("server", link.address, problem="the SuperLink's answer has no node id")
-    known = {**admissions(link), int(said["node-id"]): Admission(name, key.read_text(encoding="utf-8").strip())}
-    content = {str(id): asdict(one) for id, one in known.items()}
-    with disk_errors(link.folder):
-        write_atomic(link.folder / _NAMES, json.dumps(content, indent=1).encode())
-
-
-def admissions(link: ServerLink) -> dict[int, Admission]:
-    """Return the admitted nodes, by Flower's node id.
-
-    Raises:
-        FedspanError: If the file is damaged: without it, one node could take another's place.
-    """
-    path = link.folder / _NAMES
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {int(id): Admission(str(one["name"]), str(one["key"])) for id, one in found.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        problem = f"{path} is damaged ({type(error).__name__}). Restore it, or remove it and admit all nodes again"
-        raise FedspanError("server", str(path), problem=problem) from error
-
-
 @dataclass(frozen=True)
 class Node:
     """A node as its server knows it.
@@ -218,14 +162,18 @@ class Node:
     offline_since: float | None
 
 
-def nodes_of(link: ServerLink) -> list[Node]:
-    """Return the nodes that a server knows."""
-    known = admissions(link)
+def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
+    """Return the nodes that a server knows.
+
+    Args:
+        link: Connection data of the server.
+        names: The operator's names by Flower's node id.
+    """
     found: list[Node] = []
     for one in call_flower(link, "supernode", "list", "@").get("nodes", []):
         id, status = str(one.get("node-id")), str(one.get("status"))
         online = float(one.get("online-elapsed") or 0.0) if status == "online" else 0.0
-        name = known[int(id)].name if id.isdigit() and int(id) in known else ""
+        name = names.get(int(id), "") if id.isdigit() else ""
         found.append(Node(id, name, status, online, _moment(one.get("offline-at"))))
     return found
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.flower.keys import AUTHORITY, ORDER_KEY, ORDER_NAME
+from fedspan.transports.flower.keys import AUTHORITY, ORDER_KEY, ORDER_NAME, is_authority, is_issued
 
 __all__ = ["NodeSigner", "Sealed", "ServerSigner", "Signer", "UnsignedSigner"]
 
@@ -93,7 +95,7 @@ class ServerSigner:
     Args:
         folder: The server's folder.
         nodes: Returns the public keys of the admitted nodes in OpenSSH's format, by Flower's node id. It is called
-            again for a node that was not admitted before.
+            for every reply, so that a revoked key counts no longer.
 
     Raises:
         FedspanError: If the folder has no order key.
@@ -107,7 +109,7 @@ class ServerSigner:
             raise FedspanError("server", str(path), f"the server's order key ({error})") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise FedspanError("server", str(path), "an elliptic-curve key, as fedspan server writes it")
-        self._key, self._load, self._nodes = key, nodes, dict(nodes())
+        self._key, self._nodes = key, nodes
 
     def seal(self, envelope: Envelope, node: int, reply_to: bytes = b"") -> Sealed:
         """``Signer.seal``."""
@@ -116,11 +118,10 @@ class ServerSigner:
 
     def open(self, sealed: Sealed, node: int, reply_to: bytes = b"") -> Envelope:
         """``Signer.open``."""
-        if node not in self._nodes:
-            self._nodes = dict(self._load())
-        if node not in self._nodes:
-            raise ValueError("its node was not admitted with fedspan admit, so its reply can't be verified")
-        key = load_ssh_public_key(self._nodes[node])
+        admitted = self._nodes().get(node)
+        if admitted is None:
+            raise ValueError("its node was not admitted with fedspan admit, or its key was revoked")
+        key = load_ssh_public_key(admitted)
         if not isinstance(key, ec.EllipticCurvePublicKey):
             raise ValueError("its node's key is not an elliptic-curve key")
         _verify(key, sealed, _signed(b"reply", node, sealed.nonce, reply_to, sealed.envelope))
@@ -139,7 +140,7 @@ class NodeSigner:
     """
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, authority: Path) -> None:
-        self._key, self._server = key, load_order_key(authority)
+        self._key, self._server = key, load_order_keys(authority)
 
     def seal(self, envelope: Envelope, node: int, reply_to: bytes = b"") -> Sealed:
         """``Signer.seal``."""
@@ -148,32 +149,50 @@ class NodeSigner:
 
     def open(self, sealed: Sealed, node: int, reply_to: bytes = b"") -> Envelope:
         """``Signer.open``."""
-        _verify(self._server, sealed, _signed(b"order", node, sealed.nonce, reply_to, sealed.envelope))
+        data = _signed(b"order", node, sealed.nonce, reply_to, sealed.envelope)
+        for key in self._server[:-1]:  # of a server whose certificates are being renewed
+            with suppress(ValueError):
+                _verify(key, sealed, data)
+                return sealed.envelope
+        _verify(self._server[-1], sealed, data)
         return sealed.envelope
 
 
-def load_order_key(path: Path) -> ec.EllipticCurvePublicKey:
-    """Load the public key that signs a server's orders, and check that the authority certified it.
+def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
+    """Load the public keys that sign a server's orders, and check that an authority in the file certified each.
 
     Args:
-        path: File with the certificates of the authority and of the order key.
+        path: File with the certificates of authorities and of their order keys: one of each, or two while the server's
+            certificates are renewed.
 
     Raises:
         FedspanError: If the file has no valid certificate of an order key.
     """
     expected = f"the {AUTHORITY} that fedspan server wrote"
+    found: list[ec.EllipticCurvePublicKey] = []
+    ended, now = False, datetime.now(UTC)
     try:
-        authority, *others = x509.load_pem_x509_certificates(path.read_bytes())
-        for one in others:
+        certificates = x509.load_pem_x509_certificates(path.read_bytes())
+        for one in certificates:
             (name,) = one.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-            if name.value == ORDER_NAME:
-                one.verify_directly_issued_by(authority)
-                key = one.public_key()
-                if isinstance(key, ec.EllipticCurvePublicKey):
-                    return key
-    except (OSError, ValueError, TypeError, InvalidSignature) as error:
+            key = one.public_key()
+            if name.value != ORDER_NAME or not isinstance(key, ec.EllipticCurvePublicKey):
+                continue
+            issuer = next((other for other in certificates if is_authority(other) and is_issued(one, other)), None)
+            if issuer is None:
+                raise ValueError("no authority in the file certified the order key")
+            if all(each.not_valid_before_utc <= now <= each.not_valid_after_utc for each in (one, issuer)):
+                found.append(key)
+            else:
+                ended = True
+    except (OSError, ValueError, TypeError) as error:
         raise FedspanError("authority", str(path), f"{expected} ({type(error).__name__})") from error
-    raise FedspanError("authority", str(path), expected, problem="the file has no certificate of an order key")
+    if not found and ended:
+        problem = "the certificates in it have expired. Ask the server's operator for a new one (fedspan renew)"
+        raise FedspanError("authority", str(path), problem=problem)
+    if not found:
+        raise FedspanError("authority", str(path), expected, problem="the file has no certificate of an order key")
+    return found
 
 
 def _signed(direction: bytes, node: int, nonce: bytes, reply_to: bytes, envelope: Envelope) -> bytes:

@@ -22,20 +22,23 @@ from starlette.middleware import Middleware
 
 from fedspan.errors import FedspanError
 from fedspan.transports.flower.adapter import run_superlink
-from fedspan.transports.flower.connections import BoundedProtocol
+from fedspan.transports.flower.admissions import end_admissions
+from fedspan.transports.flower.connections import BoundedProtocol, BoundedSocket
 from fedspan.transports.flower.door import Door
 from fedspan.transports.flower.keys import CERTIFICATE, KEY
-from fedspan.transports.flower.server import ServerLink
+from fedspan.transports.flower.server import DATABASE, ServerLink
 
 __all__ = ["main", "supervise"]
 
 
 def main() -> None:
     """Run ``flower-superlink`` with the door in front."""
-    run_superlink([Middleware(Door)], BoundedProtocol)  # pyright: ignore[reportArgumentType]
+    run_superlink([Middleware(Door)], BoundedProtocol, BoundedSocket.of)  # pyright: ignore[reportArgumentType]
 
 
-_DATABASE, _LOG = "flower.db", "superlink.log"
+_LOG = "superlink.log"
+_CHECK = 60.0
+"""Seconds between two checks for admissions that have ended."""
 _STARTING = 60.0
 """Time limit for the start of a SuperLink, in seconds."""
 
@@ -57,7 +60,7 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, ready: Cal
     """
     _require_free(host, int(link.address.rpartition(":")[2]))
     command = [sys.executable, "-m", "fedspan.transports.flower.superlink", "--isolation", "process", "--host", host]
-    command += ["--port", link.address.rpartition(":")[2], "--database", str(folder / _DATABASE)]
+    command += ["--port", link.address.rpartition(":")[2], "--database", str(folder / DATABASE)]
     command += ["--superexec-auth-secret-file", str(link.secret), "--disable-runtime-dependency-installation"]
     if link.authority is None:
         command.append("--insecure")
@@ -76,8 +79,12 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, ready: Cal
                 ready()
                 first = False
             else:
-                log.warning("the SuperLink had ended; it runs again")
-            while process.poll() is None and not stop.is_set():
+                log.warning("the SuperLink had ended, or its certificate was renewed; it runs again")
+            certificate, checked = _certificate(folder), time.monotonic()
+            while process.poll() is None and not stop.is_set() and _certificate(folder) == certificate:
+                if link.authority is not None and time.monotonic() - checked >= _CHECK:
+                    checked = time.monotonic()
+                    _end_admissions(link)
                 stop.wait(0.5)
         finally:
             process.terminate()
@@ -86,6 +93,22 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, ready: Cal
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _certificate(folder: Path) -> int | None:
+    """Return what changes when the server's certificate is renewed; None: there is none."""
+    try:
+        return (folder / CERTIFICATE).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _end_admissions(link: ServerLink) -> None:
+    try:
+        for node in end_admissions(link):
+            log.warning("the admission of node %d has ended; its key is revoked", node)
+    except FedspanError as error:  # the server goes on, and the next check tries again
+        log.warning("ended admissions could not be revoked: %s", error)
 
 
 def _require_free(host: str, port: int) -> None:

@@ -39,6 +39,8 @@ __all__ = ["Grid", "GridTransport", "attach", "invite", "roll_call"]
 
 A = TypeVar("A", str, int)
 
+_AGAIN = 5.0
+"""Seconds after which a node that has not decided is invited again."""
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
 
@@ -198,7 +200,11 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
 
 
 def invite(
-    grid: Grid, envelope: Envelope, seconds: float, signer: Signer | None = None
+    grid: Grid,
+    envelope: Envelope,
+    seconds: float,
+    signer: Signer | None = None,
+    undecided: set[int] | None = None,
 ) -> Iterator[tuple[int, Envelope | str]]:
     """Send an envelope to all current and newly connecting nodes until time is up or the caller stops iterating.
 
@@ -207,19 +213,24 @@ def invite(
         envelope: The invitation.
         seconds: Seconds to wait.
         signer: Signs the invitation and verifies replies; None: neither.
+        undecided: Nodes that are invited again some seconds later. The caller adds nodes that have not decided yet.
 
     Returns:
         Node ids with their replies, or with the reason for a missing reply in plain text.
     """
     until = time.monotonic() + seconds
     waiting: dict[str, _Sent[int]] = {}
-    invited: set[int] = set()
+    invited: dict[int, float] = {}
+    again = set[int]() if undecided is None else undecided
     signer = signer or UnsignedSigner()
     while time.monotonic() < until:
-        salt = new_salt()
-        for node in sorted(set(grid.get_node_ids()) - invited):
-            left = max(1.0, until - time.monotonic())
-            invited.add(node)
+        salt, now = new_salt(), time.monotonic()
+        for node in sorted(set(grid.get_node_ids())):
+            if node in invited and (node not in again or now - invited[node] < _AGAIN):
+                continue
+            left = max(1.0, until - now)
+            invited[node] = now
+            again.discard(node)
             try:
                 waiting.update(_send(grid, signer, envelope, node, node, "query", left + 60, salt))
             except ObjectPushError:

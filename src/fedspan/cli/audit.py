@@ -1,0 +1,80 @@
+"""``fedspan approve`` and ``audit``: a node's operator decides about jobs; what a server or a node did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedspan.cli.commands import MACHINES, Json, command
+from fedspan.errors import FedspanError, escape_controls
+
+__all__ = ["approve", "audit"]
+
+
+@command(
+    "approve",
+    "fedspan approve node.yaml",
+    "fedspan approve node.yaml 3f9c12",
+    'fedspan approve node.yaml 3f9c12 --refuse --why "no consent for this model"',
+    panel=MACHINES,
+)
+def approve(
+    node: Annotated[Path, typer.Argument(metavar="NODE", help="The node's YAML file.")],
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="The beginning of a job's name.")] = None,
+    refuse: Annotated[bool, typer.Option("--refuse", help="Refuse the job, also one that is at work.")] = False,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason; the server reads it.")] = "",
+    settings: Annotated[bool, typer.Option("--settings", help="Show all settings of the jobs.")] = False,
+) -> None:
+    """Show what servers ask of this node, and approve or refuse a job. For nodes with `limits.approve: ask`."""
+    from fedspan.config.node import load_node
+    from fedspan.deployment.approval import Approvals
+    from fedspan.deployment.node import AUDIT
+    from fedspan.logs import AuditLog
+
+    folder = Path(load_node(node).folder)
+    approvals = Approvals(folder, AuditLog(folder / AUDIT))
+    if job is not None:
+        decided = approvals.decide(job, "refused" if refuse else "approved", why)
+        typer.echo(f"{decided.decision} job {decided.job[:16]}")
+        return
+    if refuse:
+        raise FedspanError("JOB", None, "the beginning of a job's name")
+    requests = approvals.requests()
+    if not requests:
+        typer.echo("no server has asked for anything yet")
+    for one in requests:
+        typer.echo(f"job {one.job[:16]}")
+        for name, value in one.summary().items():
+            typer.echo(f"  {name:<12}{value}")
+        if settings:
+            typer.echo("".join(f"    {line}\n" for line in one.settings().splitlines()), nl=False)
+
+
+@command("audit", "fedspan audit fedspan-server", "fedspan audit fedspan-node --json", panel=MACHINES)
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a server or a node.")],
+    as_json: Json = False,
+) -> None:
+    """Show the audit log of a server or a node, after checking its chain.
+
+    The last line has the number of entries and the log's head. Note both elsewhere: a log that was cut, or rewritten as
+    a whole, has others.
+    """
+    from fedspan.deployment.node import AUDIT
+    from fedspan.logs import AuditLog, position_of
+
+    path = folder / AUDIT
+    if not path.is_file():
+        raise FedspanError("FOLDER", str(folder), f"the folder of a server or a node (with {AUDIT} in it)")
+    entries = AuditLog(path).read()
+    head = position_of(path).head
+    if as_json:
+        typer.echo(json.dumps({"entries": entries, "head": head}, indent=2))
+        return
+    for entry in entries:
+        facts = [f"{name}={value}" for name, value in entry.items() if name not in ("time", "event") and value != ""]
+        typer.echo(escape_controls(f"{entry.get('time')}  {entry.get('event')}  {' '.join(facts)}"))
+    typer.echo(f"{len(entries)} entries, head {head}")

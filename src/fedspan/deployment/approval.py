@@ -1,0 +1,198 @@
+"""Approval of jobs by a node's operator: with ``limits.approve: ask``, a node does nothing for a run before that.
+
+A job is a run's name with its whole config. If a server changes either, it is another job, which needs an approval of
+its own. Requests and decisions are files in ``jobs/`` of the node's folder, so that ``fedspan approve`` reaches a node
+at work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedspan.deployment.handshake import Invitation
+from fedspan.errors import FedspanError, escape_controls
+from fedspan.files import disk_errors, from_json, read_bytes, to_json, write_atomic
+from fedspan.logs import AuditLog
+
+__all__ = ["Approvals", "JobRequest", "NotApprovedError", "job_of"]
+
+_FOLDER = "jobs"
+_WAITING = 32
+"""Number of jobs that may wait for a decision; further ones are refused, so that no server fills the disk."""
+
+
+class NotApprovedError(FedspanError):
+    """The operator has not decided about a job yet."""
+
+    def __init__(self, job: str) -> None:
+        problem = f"the node's operator has to approve job {job[:12]} first (there: fedspan approve)"
+        super().__init__("limits.approve", job, problem=problem)
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job that a server asked for.
+
+    Args:
+        job: SHA-256 of the run's name and config.
+        run: Name of the run.
+        config: Plain values of the run's config.
+        asked: Time of the request, UTC.
+        decision: The operator's decision; None: none yet.
+        why: The reason, if the operator gave one.
+    """
+
+    job: str
+    run: str
+    config: Mapping[str, Any]
+    asked: str
+    decision: Literal["approved", "refused"] | None = None
+    why: str = ""
+
+    def summary(self) -> dict[str, str]:
+        """Return what the job asks for, as text that a terminal can show: what a decision depends on, in few lines."""
+        parts = {name: self.config.get(name) or {} for name in ("model", "method", "federation", "training", "privacy")}
+        model, method, rounds, training, privacy = parts.values()
+        names = [
+            method.get("name"),
+            *(one.get("name") for one in method.get("wrappers") or () if isinstance(one, dict)),
+        ]
+        work = {name: training.get(name) for name in ("local_epochs", "local_steps", "batch_size", "lr", "optimizer")}
+        noise = {name: privacy.get(name) for name in ("mechanism", "clip", "noise", "epsilon", "delta")}
+        evaluation = self.config.get("evaluation") or {}
+        found = {
+            "run": self.run,
+            "asked": self.asked,
+            "task": self.config.get("task"),
+            "model": model.get("name"),
+            "method": " + ".join(str(name) for name in names if name),
+            "rounds": rounds.get("rounds"),
+            "training": _pairs(work),
+            "privacy": _pairs(noise) or "none: updates are sent without noise",
+            "secure sums": "none: the server sees this node's updates"
+            if rounds.get("secure") is None
+            else _pairs(rounds["secure"]) or "yes",
+            "evaluation": f"every {evaluation.get('every', 1)} rounds, of this node's validation and test examples",
+            "head": f"statistics of features: {model.get('head_init', 'auto')}",
+            "decision": self.decision or "waits for fedspan approve",
+        }
+        return {name: escape_controls(str(value))[:300] for name, value in found.items()}
+
+    def settings(self) -> str:
+        """Return the whole config as YAML that a terminal can show."""
+        text = yaml.safe_dump(dict(self.config), sort_keys=False, allow_unicode=True)
+        return "\n".join(escape_controls(line) for line in text.splitlines())
+
+
+def _pairs(values: object) -> str:
+    if not isinstance(values, Mapping):
+        return ""
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def job_of(invitation: Invitation) -> str:
+    """Return the SHA-256 that names the job of an invitation."""
+    content = json.dumps([invitation.run, invitation.version, invitation.config])
+    return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
+
+
+class Approvals:
+    """The requests of servers and the operator's decisions, in a node's folder.
+
+    Args:
+        folder: The node's folder.
+        audit: The node's audit log.
+    """
+
+    def __init__(self, folder: Path, audit: AuditLog) -> None:
+        self.folder, self.audit = folder, audit
+
+    def require(self, invitation: Invitation) -> None:
+        """Check that the operator approved the job of an invitation; a new one is stored for the operator.
+
+        Raises:
+            NotApprovedError: If there is no decision yet.
+            FedspanError: If the operator refused, or too many jobs wait.
+        """
+        job = job_of(invitation)
+        path = self._path(job)
+        if not path.is_file():
+            self._ask(job, invitation)
+        request = self._read(path)
+        if request.decision == "refused":
+            why = f": {request.why}" if request.why else ""
+            raise FedspanError("limits.approve", job, problem=f"the node's operator refused job {job[:12]}{why}")
+        if request.decision is None:
+            raise NotApprovedError(job)
+
+    def _ask(self, job: str, invitation: Invitation) -> None:
+        if sum(one.decision is None for one in self.requests()) >= _WAITING:
+            problem = f"{_WAITING} jobs wait for the operator of this node already"
+            raise FedspanError("limits.approve", job, problem=problem)
+        asked = datetime.now(UTC).isoformat(timespec="seconds")
+        self._store(JobRequest(job, invitation.run, invitation.values(), asked))
+        self.audit.write("job requested", job=job, run=escape_controls(invitation.run))
+
+    def requests(self) -> list[JobRequest]:
+        """Return all requests, the oldest first.
+
+        Raises:
+            FedspanError: If a file is damaged.
+        """
+        found = [self._read(path) for path in sorted((self.folder / _FOLDER).glob("*.json"))]
+        return sorted(found, key=lambda one: (one.asked, one.job))
+
+    def decide(self, job: str, decision: Literal["approved", "refused"], why: str = "") -> JobRequest:
+        """Record the operator's decision about a job; a later one replaces it, also while the run is at work.
+
+        Args:
+            job: The beginning of the job's name, long enough to mean one job.
+            decision: The decision.
+            why: The reason, which the server reads.
+
+        Raises:
+            FedspanError: If it means no job, or several.
+        """
+        found = [one for one in self.requests() if job and one.job.startswith(job)]
+        if len(found) != 1:
+            names = ", ".join(one.job[:16] for one in self.requests()) or "none"
+            raise FedspanError("JOB", job, f"the beginning of one of these: {names}")
+        decided = JobRequest(found[0].job, found[0].run, found[0].config, found[0].asked, decision, why[:500])
+        self.audit.write(f"job {decision}", job=decided.job, run=escape_controls(decided.run), why=decided.why)
+        self._store(decided)
+        return decided
+
+    def _path(self, job: str) -> Path:
+        return self.folder / _FOLDER / f"{job}.json"
+
+    def _store(self, request: JobRequest) -> None:
+        with disk_errors(self.folder, "free some space on the node"):
+            (self.folder / _FOLDER).mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(self._path(request.job), to_json(vars(request), indent=1).encode(errors="replace"), 0o600)
+
+    def _read(self, path: Path) -> JobRequest:
+        try:
+            values = from_json(read_bytes(path))
+        except ValueError:
+            values = None
+        match values:
+            case {
+                "job": str() as job,
+                "run": str() as run,
+                "config": dict() as config,
+                "asked": str() as asked,
+                "decision": None | "approved" | "refused" as decision,
+                "why": str() as why,
+            } if job == path.stem and re.fullmatch("[0-9a-f]{64}", job):
+                return JobRequest(job, run, config, asked, decision, why)  # pyright: ignore[reportArgumentType]
+            case _:
+                raise FedspanError(str(path), None, problem="the file is damaged. Remove it, and decide again")

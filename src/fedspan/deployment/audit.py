@@ -1,0 +1,69 @@
+"""What a server asked of its nodes and what they answered, for its audit log: sizes and digests, never content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
+from fedspan.logs import AuditLog
+
+__all__ = ["AuditedTransport", "describe_envelope"]
+
+_FACTS = "task", "round", "attempt", "serial"
+
+
+def describe_envelope(envelope: Envelope) -> dict[str, object]:
+    """Return what an audit log says of an envelope: kind, round, size and SHA-256.
+
+    Args:
+        envelope: An envelope whose header was decoded before, or that this process made.
+    """
+    try:
+        header = json.loads(envelope.header)
+    except (ValueError, RecursionError):
+        header = None
+    facts = {name: header[name] for name in _FACTS if name in header} if isinstance(header, dict) else {}
+    found = {name: value for name, value in facts.items() if isinstance(value, str | int)}
+    content = hashlib.sha256(envelope.header.encode(errors="surrogatepass"))
+    content.update(envelope.body)
+    return {
+        **{name: value[:64] if isinstance(value, str) else value for name, value in found.items()},
+        "bytes": len(envelope.header.encode(errors="surrogatepass")) + len(envelope.body),
+        "sha256": content.hexdigest(),
+    }
+
+
+class AuditedTransport(Transport):
+    """A transport that writes every order and every reply to an audit log before it passes them on.
+
+    Args:
+        inner: The transport.
+        log: The audit log.
+        run: Name of the run.
+        nodes: Flower's node id of each client.
+    """
+
+    def __init__(self, inner: Transport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:
+        self.inner, self.log, self.run, self.nodes = inner, log, run, nodes
+
+    def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
+        """``Transport.exchange``."""
+
+        def made(id: str) -> Envelope:
+            envelope = orders[id]
+            self._write("asked", id, **describe_envelope(envelope))
+            return envelope
+
+        def received(id: str, back: Envelope | str) -> bool:
+            if isinstance(back, str):
+                self._write("failed", id, task=orders.task, why=back[:500])
+            else:
+                self._write("answered", id, **describe_envelope(back))
+            return on_reply(id, back)
+
+        self.inner.exchange(Orders(orders.task, orders, made), received, seconds, patient=patient)
+
+    def _write(self, event: str, id: str, **facts: object) -> None:
+        self.log.write(event, run=self.run, client=id, node=str(self.nodes.get(id, "")), **facts)

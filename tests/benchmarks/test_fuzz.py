@@ -1,0 +1,91 @@
+"""Mutated messages, requests and configs end in their documented errors; a finding is reported and can be repeated."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
+pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+
+from helpers import fuzz_targets
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fuzz", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", sorted(fuzz_targets.TARGETS))
+def test_a_few_inputs_of_every_target(script: ModuleType, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.fuzz(name, 1, range(120)) == (120, 0), capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(fuzz_targets.TARGETS))
+def test_many_inputs_of_every_target(name: str) -> None:
+    """In a process of its own, whose memory is measured; ``make fuzz`` has 100,000 inputs of each."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(SCRIPT), "--target", name, "--inputs", "3000", "--seed", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"{name}: 3000 inputs, 0 findings" in done.stdout
+
+
+def test_mutations_keep_some_inputs_valid_and_break_most() -> None:
+    for name, make in fuzz_targets.TARGETS.items():
+        target: Any = make()
+        taken = 0
+        for number in range(300):
+            try:
+                target.inner.read(target.input(0, number))
+            except target.error:
+                continue
+            taken += 1
+        assert 1 <= taken < 150, (name, taken)
+
+
+def test_the_script_names_every_target(script: ModuleType) -> None:
+    assert tuple(fuzz_targets.TARGETS) == script.NAMES
+
+
+def test_an_input_is_the_same_every_time() -> None:
+    for make in fuzz_targets.TARGETS.values():
+        assert [make().input(0, number) for number in range(20)] == [make().input(0, number) for number in range(20)]
+
+
+def test_a_finding_is_named_and_ends_the_target_after_a_few(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(fuzz_targets.Codec):
+        def read(self, data: bytes) -> None:
+            if data not in self.seeds:
+                raise KeyError("undocumented")
+
+    monkeypatch.setitem(fuzz_targets.TARGETS, "codec", lambda: fuzz_targets.Refusing(Broken(), ValueError))
+    assert script.fuzz("codec", 0, range(100)) == (5, 5)
+    said = capsys.readouterr().out
+    assert "FINDING: --target codec --seed 0 --number 0" in said
+    assert "KeyError: 'undocumented'" in said
+
+
+def test_coverage_guides_the_mutations() -> None:
+    pytest.importorskip("atheris", reason="the extra fedspan[fuzz] is not installed")
+    command = [sys.executable, str(SCRIPT), "--target", "codec", "--coverage", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr

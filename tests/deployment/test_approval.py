@@ -1,0 +1,140 @@
+"""A node that asks its operator does nothing for a run before it is approved, and stops when approval is withdrawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fedspan.cli import app
+from fedspan.deployment.approval import Approvals, NotApprovedError, job_of
+from fedspan.deployment.node import AUDIT, NodeService
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import decode_reply
+from fedspan.logs import AuditLog
+from helpers.node_service import introduced, invitation, node, served, values
+
+ASK = {"approve": "ask"}
+
+
+@pytest.fixture
+def approvals(tmp_path: Path) -> Approvals:
+    return Approvals(tmp_path, AuditLog(tmp_path / AUDIT))
+
+
+def events(folder: Path) -> list[str]:
+    return [str(row["event"]) for row in AuditLog(folder / AUDIT).read()]
+
+
+def test_a_new_job_waits_for_its_operator(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+    service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
+    for _ in range(2):
+        told = introduced(service, values(tiny_folder))
+        assert told.waiting
+        assert "has to approve job" in (told.refused or "")
+    assert events(tmp_path) == ["job requested"]  # asked twice, one job
+    (request,) = approvals.requests()
+    assert request.summary()["method"] == "fedit"
+    assert request.summary()["decision"] == "waits for fedspan approve"
+    approvals.decide(request.job[:8], "approved")
+    told = introduced(service, values(tiny_folder))
+    assert (told.refused, told.waiting) == (None, False)
+    assert told.examples > 0
+
+
+def test_a_changed_config_is_another_job(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+    service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
+    introduced(service, values(tiny_folder))
+    approvals.decide(approvals.requests()[0].job, "approved")
+    assert introduced(service, values(tiny_folder, training={"lr": 0.5})).waiting
+    assert introduced(service, values(tiny_folder), run="another").waiting
+    assert len(approvals.requests()) == 3
+
+
+def test_a_refusal_reaches_the_server_with_its_reason(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+    service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
+    introduced(service, values(tiny_folder))
+    approvals.decide(approvals.requests()[0].job, "refused", "no consent for this model")
+    told = introduced(service, values(tiny_folder))
+    assert not told.waiting
+    assert "refused job" in (told.refused or "")
+    assert "no consent for this model" in (told.refused or "")
+    assert events(tmp_path) == ["job requested", "job refused", "invitation refused"]
+
+
+def test_approval_can_be_withdrawn_from_a_run_at_work(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+    service = NodeService(node(tiny_folder, tmp_path, limits=ASK))
+    introduced(service, values(tiny_folder))
+    approvals.decide(approvals.requests()[0].job, "approved")
+    run, transport = served(tiny_folder, service)
+    first = run.federation.run_round(run.federation.begin())
+    assert not first.failures
+    approvals.decide(approvals.requests()[0].job, "refused")
+    with pytest.raises(FedspanError):
+        run.federation.run_round(first.progress)
+    answer = decode_reply(service.answer(transport.sent[-1]))
+    assert answer.failed is not None
+
+
+def test_what_was_asked_and_answered_is_in_the_audit_log(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node(tiny_folder, tmp_path))
+    run, transport = served(tiny_folder, service)
+    run.federation.run_round(run.federation.begin())
+    service.answer(transport.sent[0])  # sent again, and refused
+    rows = AuditLog(tmp_path / AUDIT).read()
+    assert [row["event"] for row in rows] == ["joined", "asked", "answered", "asked", "refused"]
+    order, reply = rows[1], rows[2]
+    assert (order["task"], order["round"], order["run"]) == ("train", 0, "run")
+    assert order["bytes"] == len(transport.sent[0].header.encode()) + len(transport.sent[0].body)
+    assert order["sha256"] == rows[3]["sha256"] != reply["sha256"]
+    text = (tmp_path / AUDIT).read_text()
+    assert "symptom" not in text  # neither labels nor paths
+    assert str(tiny_folder) not in text
+
+
+def test_no_more_jobs_wait_than_a_disk_bears(tiny_folder: Path, tmp_path: Path, approvals: Approvals) -> None:
+    for number in range(32):
+        with pytest.raises(NotApprovedError):
+            approvals.require(invitation(values(tiny_folder), run=str(number)))
+    with pytest.raises(FedspanError, match="32 jobs wait"):
+        approvals.require(invitation(values(tiny_folder), run="one more"))
+    assert len(approvals.requests()) == 32
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"job": 1}', b"[" * 9999])
+def test_a_damaged_decision_approves_nothing(
+    tiny_folder: Path, tmp_path: Path, approvals: Approvals, content: bytes
+) -> None:
+    asked = invitation(values(tiny_folder))
+    with pytest.raises(NotApprovedError):
+        approvals.require(asked)
+    (tmp_path / "jobs" / f"{job_of(asked)}.json").write_bytes(content)
+    with pytest.raises(FedspanError, match=r"\.json`: the file is damaged"):
+        approvals.require(asked)
+
+
+def test_the_commands_show_and_decide(tiny_folder: Path, tmp_path: Path) -> None:
+    own = node(tiny_folder, tmp_path / "kept", limits=ASK)
+    file = tmp_path / "node.yaml"
+    file.write_text(yaml.safe_dump({**own.model_dump(mode="json", exclude={"key", "authority"})}))
+    hostile: dict[str, Any] = {**values(tiny_folder)}
+    introduced(NodeService(own), hostile, run="run \x1b[31mred")
+    runner = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"})
+    shown = runner.invoke(app, ["approve", str(file), "--settings"])
+    assert shown.exit_code == 0, shown.output
+    for words in ("fedit", "waits for fedspan approve", "local_steps", "secure sums", "lora_alpha"):
+        assert words in shown.output
+    assert "\x1b" not in shown.output
+    (request,) = Approvals(tmp_path / "kept", AuditLog(tmp_path / "kept" / AUDIT)).requests()
+    assert runner.invoke(app, ["approve", str(file), "0" * 64]).exit_code == 2
+    assert runner.invoke(app, ["approve", str(file), "--refuse"]).exit_code == 2
+    decided = runner.invoke(app, ["approve", str(file), request.job[:6]])
+    assert decided.output.startswith(f"approved job {request.job[:16]}")
+    audited = runner.invoke(app, ["audit", str(tmp_path / "kept")])
+    assert audited.exit_code == 0
+    assert "job approved" in audited.output
+    assert "2 entries, head " in audited.output
+    assert "\x1b" not in audited.output

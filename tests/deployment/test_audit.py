@@ -1,0 +1,49 @@
+"""A server's audit log has every order and reply, with the digests that the node's own log has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedspan.deployment.audit import AuditedTransport, describe_envelope
+from fedspan.deployment.node import AUDIT, NodeService
+from fedspan.federation.protocol import Envelope, Orders
+from fedspan.logs import AuditLog
+from helpers.node_service import CLIENT, node, served
+
+
+def test_both_sides_log_the_same_orders_and_replies(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node(tiny_folder, tmp_path / "node"))
+    run, transport = served(tiny_folder, service)
+    log = AuditLog(tmp_path / "server" / AUDIT)
+    federation: Any = run.federation
+    federation.transport = AuditedTransport(transport, log, "run", {CLIENT: 2**63})
+    assert not federation.run_round(federation.begin()).failures
+    ours, theirs = log.read(), AuditLog(tmp_path / "node" / AUDIT).read()
+    shared = ("event", "task", "round", "bytes", "sha256", "run")
+    asked = [{name: row[name] for name in shared} for row in ours if row["event"] in ("asked", "answered")]
+    assert asked == [{name: row[name] for name in shared} for row in theirs if row["event"] in ("asked", "answered")]
+    assert len(asked) == 2
+    assert {row["node"] for row in ours} == {str(2**63)}
+
+
+def test_a_missing_reply_is_logged_with_its_reason(tmp_path: Path) -> None:
+    class Broken(AuditedTransport):
+        def exchange(self, orders: Any, on_reply: Any, seconds: float, *, patient: bool = False) -> None:
+            on_reply("a", "no reply within 5 s")
+
+    log = AuditLog(tmp_path / AUDIT)
+    inner = Broken(None, log, "", {})  # type: ignore[arg-type]
+    heard: list[Any] = []
+    transport = AuditedTransport(inner, log, "run", {"a": 1})
+    transport.exchange(Orders("train", "a", lambda _: Envelope("{}")), lambda *one: bool(heard.append(one)), 5.0)
+    (row,) = log.read()
+    assert (row["event"], row["client"], row["why"]) == ("failed", "a", "no reply within 5 s")
+    assert heard == [("a", "no reply within 5 s")]
+
+
+def test_a_hostile_header_is_described_in_few_bytes() -> None:
+    for header in ("[" * 9999, '{"task": "' + "x" * 9999 + '", "round": [1], "serial": {}}', "\ud800", "{}"):
+        told = describe_envelope(Envelope(header, b"abc"))
+        assert len(str(told)) < 300
+        assert set(told) <= {"task", "bytes", "sha256"}

@@ -1,0 +1,483 @@
+"""What comes from another machine, or from a file, mutated: a target takes bytes, and raises its one documented error.
+
+A target has valid inputs, a mutator that knows their form, and a function that reads them. Input number n of a seed is
+always the same bytes, so a finding is a target, a seed and a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fedspan import __version__
+from fedspan.config import parse_config, parse_text
+from fedspan.config.node import NodeConfig
+from fedspan.config.validation_errors import first_mistake
+from fedspan.core.base import BasePatch, BaseUpdate, Increment
+from fedspan.core.lowrank import LowRank
+from fedspan.core.values import Client, Message, ServerState
+from fedspan.deployment.approval import JobRequest
+from fedspan.deployment.handshake import Introduction, Invitation, node_values
+from fedspan.errors import FedspanError
+from fedspan.federation import serialization
+from fedspan.federation.protocol import Envelope, Masking, Order, Part, Reply, decode_reply, read_header
+from fedspan.federation.secagg.messages import (
+    KeysOrder,
+    KeysReply,
+    PublicKeys,
+    SharesOrder,
+    SharesReply,
+    UnmaskOrder,
+    UnmaskReply,
+    decode_request,
+)
+from helpers.hostile_node import name_of, tree_of
+
+__all__ = ["TARGETS", "Codec", "Refusing", "Target"]
+
+_JUNK: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, 1e308, -1e-320, float("nan"), float("inf")),
+    *(
+        "",
+        "a",
+        "x" * 300,
+        "\x1b[31m",
+        "\ud800",
+        "\0",
+        "train",
+        "invite",
+        "fedit",
+        "../../etc",
+        "1e9",
+        [],
+        {},
+        [[]],
+        [0],
+    ),
+    *({"a": 1}, [None], ["a", "a"], {"": {}}),
+)
+_BYTES = (b"\0", b"\xff", b"{", b"[" * 2000, b'"', b",", b"\n", b"9" * 400, b"\xed\xa0\x80", b"null", b"&a *a", b"...")
+
+
+class Target(ABC):
+    """A reader of foreign bytes.
+
+    Args:
+        name: Name of the target.
+        seeds: Valid inputs.
+    """
+
+    name: str
+    seeds: Sequence[bytes]
+
+    @abstractmethod
+    def read(self, data: bytes) -> None:
+        """Read an input.
+
+        Raises:
+            ValueError: If the input is refused (``FedspanError`` for configs); any other error is a finding.
+        """
+
+    def mutate(self, data: bytes, draws: random.Random) -> bytes:
+        """Change an input: its structure in most cases, its bytes in the others."""
+        return mangled(data, draws)
+
+    def input(self, seed: int, number: int) -> bytes:
+        """Return input ``number`` of a seed."""
+        draws = random.Random(f"{self.name} {seed} {number}")
+        data = draws.choice(self.seeds)
+        for _ in range(draws.choice((1, 1, 1, 2, 4))):
+            made = self.mutate(data, draws)
+            if len(made) < 2**20:  # a larger one takes long to make, and is refused by its size
+                data = made
+        return data
+
+
+def mangled(data: bytes, draws: random.Random) -> bytes:
+    """Some bytes changed, dropped, doubled or put in."""
+    made = bytearray(data)
+    for _ in range(draws.choice((1, 1, 2, 5))):
+        at, kind = draws.randrange(len(made) + 1), draws.random()
+        if kind < 0.35 and made:
+            made[min(at, len(made) - 1)] ^= 1 << draws.randrange(8)
+        elif kind < 0.55:
+            del made[at : at + draws.choice((1, 1, 8, 100))]
+        elif kind < 0.8:
+            made[at:at] = draws.choice(_BYTES)
+        else:
+            start = draws.randrange(len(made) + 1)
+            made[at:at] = made[start : start + 40]
+    return bytes(made)
+
+
+def changed(value: Any, draws: random.Random) -> Any:
+    """A JSON value with something else at a few places in it."""
+    value = json.loads(json.dumps(value))
+    for _ in range(draws.choice((1, 1, 1, 2, 3))):
+        places = _places(value)
+        if not places:
+            return _junk(draws)
+        container, key = draws.choice(places)
+        kind = draws.random()
+        if kind < 0.2:
+            del container[key]
+        elif kind < 0.35 and isinstance(container, dict):
+            container[draws.choice(("", "extra", "task", "format", "x" * 300))] = _junk(draws)
+        elif kind < 0.45 and isinstance(container, list):
+            repeated = container[key]
+            small = not isinstance(repeated, dict | list) or len(_dumped(repeated)) < 200
+            container.extend([repeated] * draws.choice((1, 3, 500 if small else 5)))
+        elif kind < 0.5:
+            nested = _junk(draws)
+            for _ in range(draws.choice((3, 60, 3000))):
+                nested = [nested]
+            container[key] = nested
+        else:
+            container[key] = _junk(draws)
+    return value
+
+
+def _junk(draws: random.Random) -> Any:
+    return copy.deepcopy(draws.choice(_JUNK))
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Every container in a value with each of its keys, to a depth of 30."""
+    found: list[tuple[Any, Any]] = []
+    level = [value]
+    for _ in range(30):
+        below: list[Any] = []
+        for one in level:
+            items = one.items() if isinstance(one, dict) else enumerate(one) if isinstance(one, list) else ()
+            for key, inside in list(items)[:300]:
+                found.append((one, key))
+                below.append(inside)
+        level = below
+    return found
+
+
+def _dumped(value: Any) -> bytes:
+    try:
+        return json.dumps(value).encode(errors="surrogatepass")
+    except RecursionError:
+        return b"[" * 3000
+
+
+class _Json(Target):
+    """A target whose inputs are JSON."""
+
+    def mutate(self, data: bytes, draws: random.Random) -> bytes:
+        """``Target.mutate``."""
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            return mangled(data, draws)
+        return mangled(data, draws) if draws.random() < 0.25 else _dumped(changed(value, draws))
+
+
+class Codec(Target):
+    """Messages and server states: a safetensors header, the structure in its metadata, and the tensors' bytes."""
+
+    name = "codec"
+
+    def __init__(self) -> None:
+        pair = LowRank(torch.ones(4, 2), torch.ones(2, 3), 0.5)
+        increment = Increment(1, {"layer": pair, "dense": torch.ones(3, 3)}, 0.9)
+        tensors = {"a/A": torch.ones(2, 3), "b": torch.tensor(True), "c": torch.arange(3), "d": torch.zeros(0)}
+        patch = BasePatch(2, (increment,), True, 0.9, {"layer": pair})
+        state = ServerState(2, tensors, BaseUpdate().add(increment), {"m": torch.ones(2)}, {"s": 1.0, "t": "x"}, 3)
+        self.seeds = (
+            serialization.encode(Message(tensors, {"x": 1, "y": "z"}, patch)),
+            serialization.encode(Message({}, {})),
+            serialization.encode_state(state),
+        )
+
+    def read(self, data: bytes) -> None:
+        """``Target.read``; what was read can be written, and is then read as the same."""
+        try:
+            message = serialization.decode(data)
+        except ValueError:
+            serialization.decode_state(data)
+            return
+        try:
+            again = serialization.encode(message)
+        except UnicodeEncodeError as error:  # names are any text, and half a character is none
+            raise ValueError(str(error)) from error
+        if serialization.encode(serialization.decode(again)) != again:
+            raise AssertionError("a message that was read is written as another one")
+
+    def mutate(self, data: bytes, draws: random.Random) -> bytes:
+        """``Target.mutate``."""
+        size = int.from_bytes(data[:8], "little")
+        if draws.random() < 0.3 or size > len(data):
+            return mangled(data, draws)
+        try:
+            header = json.loads(data[8 : 8 + size])
+            text = header["__metadata__"]["fedspan"]
+            if draws.random() < 0.6:
+                header["__metadata__"]["fedspan"] = _dumped(changed(json.loads(text), draws)).decode(errors="replace")
+            else:
+                header = changed(header, draws)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return mangled(data, draws)
+        made = _dumped(header)
+        return len(made).to_bytes(8, "little") + made + data[8 + size :]
+
+
+_MASKING = Masking(session=1, peers=("a", "b"), clients=3, clip=1.0, bits=32, top=1.0, layout="0" * 64)
+_CLIENT = Client("a", 2, 1.0, 5, 1.0, None)
+_KEYS = PublicKeys(sealing=bytes(32), masking=bytes(32))
+_FACTS: dict[str, Any] = {"run": "run", "serial": 5, "round": 1, "attempt": 0, "to": "a", "session": 1}
+
+
+class Orders(_Json):
+    """Headers of a server's orders, phases of secure aggregation and invitations, as a node reads them."""
+
+    name = "orders"
+
+    def __init__(self) -> None:
+        envelopes = (
+            Order("train", 0, 0, 0.1, "a", _CLIENT, b"", 0, "run", 7, _MASKING).envelope(),
+            Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).envelope(),
+            KeysOrder(**_FACTS).envelope(),
+            SharesOrder(**_FACTS, threshold=2, peers={"a": _KEYS, "b": _KEYS}).envelope(),
+            UnmaskOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(30)}).envelope(),
+            Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).envelope(),
+        )
+        self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
+
+    def read(self, data: bytes) -> None:
+        """``Target.read``."""
+        envelope = Envelope(data.decode(errors="surrogateescape"))
+        try:
+            decode_request(envelope)
+        except ValueError:
+            read_header(Invitation, envelope).values()
+
+
+class Answers(_Json):
+    """Headers of a node's replies, as a server reads them; reasons are text that a terminal can show."""
+
+    name = "answers"
+
+    def __init__(self) -> None:
+        scores: Any = {"validation": {"loss": 0.5, "examples": 4.0}}
+        envelopes = (
+            Reply("train", 1, 0, "a", (Part(loss=0.5, examples=4.0),), scores).envelope(),
+            Reply("train", 1, 0, "a", failed="no memory", lost=True).envelope(),
+            KeysReply(id="a", session=1, keys=_KEYS).envelope(),
+            SharesReply(id="a", session=1, sealed={"b": bytes(30)}).envelope(),
+            UnmaskReply(id="a", session=1, shares={"b": bytes(34)}, failed="no").envelope(),
+            Introduction(id="a", version=__version__, examples=5, base="0" * 64).envelope(),
+        )
+        self.seeds = tuple(envelope.header.encode() for envelope in envelopes)
+
+    def read(self, data: bytes) -> None:
+        """``Target.read``."""
+        envelope, refusals = Envelope(data.decode(errors="surrogateescape")), 0
+        kinds: tuple[Callable[[], Any], ...] = (
+            lambda: decode_reply(envelope).failed,
+            *((lambda kind=kind: read_header(kind, envelope).failed) for kind in (KeysReply, SharesReply, UnmaskReply)),
+            lambda: read_header(Introduction, envelope).refused,
+        )
+        for kind in kinds:
+            try:
+                reason = kind()
+            except ValueError:
+                refusals += 1
+                continue
+            if reason is not None and not reason.isprintable():
+                raise AssertionError(f"a reason that a terminal obeys: {reason!r}")
+        if refusals == len(kinds):
+            raise ValueError("no reply")
+
+
+class Door(Target):
+    """Requests at the door: signed headers, the path, the declared length, and the message that a node announces."""
+
+    name = "door"
+
+    def __init__(self) -> None:
+        self._request = name_of("flwr.proto.fleet_pb2", "PushMessagesRequest")
+        request = self._request()
+        request.node.node_id = 7
+        message = request.messages_list.add()
+        message.metadata.src_node_id, message.metadata.dst_node_id = 7, 1
+        message.metadata.message_id, message.metadata.reply_to_message_id = "m", "o"
+        tree = tree_of("m", [tree_of(name) for name in "abc"])
+        request.message_object_trees.append(tree)
+        self.seeds = (request.SerializeToString(), b"", bytes(200))
+
+    def mutate(self, data: bytes, draws: random.Random) -> bytes:
+        """``Target.mutate``."""
+        request = self._request()
+        try:
+            request.ParseFromString(data)
+        except Exception:  # protobuf's own error class depends on its implementation
+            return mangled(data, draws)
+        if draws.random() < 0.4 or not request.messages_list or not request.message_object_trees:
+            return mangled(data, draws)
+        head, tree = request.messages_list[0].metadata, request.message_object_trees[0]
+        match draws.randrange(6):
+            case 0:
+                head.src_node_id = draws.choice((0, 1, 7, 8, 2**64 - 1))
+            case 1:
+                head.dst_node_id = draws.choice((0, 1, 7, 2**64 - 1))
+            case 2:
+                request.messages_list.add().CopyFrom(request.messages_list[0])
+            case 3:
+                for _ in range(draws.choice((3, 60, 90))):
+                    tree = tree.children.add()
+                    tree.object_id = "d"
+            case 4:
+                for number in range(draws.choice((3, 300, 20_000))):
+                    tree.children.add().object_id = str(number)
+            case _:
+                head.reply_to_message_id = draws.choice(("", "o", "x" * 1000))
+        return request.SerializeToString()
+
+    def read(self, data: bytes) -> None:
+        """``Target.read``; the door answers every request with one status, and passes on what a role allows."""
+        from fedspan.transports.flower import adapter, door
+
+        draws = random.Random(data[:64])
+        names = [adapter.FLEET_HTTP_PUBLIC_KEY_HEADER, adapter.FLEET_HTTP_SIGNATURE_HEADER, adapter.TIMESTAMP_HEADER]
+        values = (data[:80], base64.b64encode(data[:80]), b"2026-01-01T00:00:00+00:00", b"", b"\xff")
+        headers = [(name.lower().encode(), draws.choice(values)) for name in names]
+        if adapter.verify_node_headers(dict(headers)) is not None:
+            raise AssertionError("headers that nobody signed are valid")
+        lengths = (str(len(data)).encode(), b"-1", b"9" * 40, b"", b"1e3", "٣".encode())
+        headers.append((b"content-length", draws.choice((lengths[0], lengths[0], *lengths))))
+        path = draws.choice(("push-messages", "push-messages", "push-object", "pull-messages", "../x", ""))
+        keyed, sent, passed = draws.random() < 0.2, list[Any](), list[bytes]()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            passed.append((await receive())["body"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        scope = {
+            "type": "http",
+            "path": f"{adapter.NODE_API}{path}",
+            "method": "POST",
+            "client": ("192.0.2.1", 7),
+            "server": ("127.0.0.1", 1),
+            "headers": headers,
+            "app": SimpleNamespace(state=SimpleNamespace(enable_supernode_auth=keyed)),
+        }
+        asyncio.run(door.Door(app)(scope, receive, send))
+        status = sent[0]["status"]
+        if keyed and passed:
+            raise AssertionError("a request without a valid signature passed the door")
+        if passed and path == "push-messages":
+            reply = adapter.read_pushed_reply(data)
+            if reply is None or reply.sender != reply.node or not reply.is_to_server or reply.depth > 8:
+                raise AssertionError("a message that is no reply of the node passed the door")
+        if status != 200:
+            raise ValueError(f"refused with {status}")
+
+
+_CONFIG: dict[str, Any] = {
+    "task": "sequence-classification",
+    "model": {"name": "bert", "targets": ["query", "value"], "max_length": 32},
+    "data": {"labels": ["a", "b"], "train": "t.csv"},
+    "partition": {"partitioner": "dirichlet", "clients": 3, "alpha": 0.3, "validation": 0.1},
+    "method": {"name": "fedit", "r": 4, "wrappers": [{"name": "fedprox", "mu": 0.1}]},
+    "federation": {"rounds": 3, "secure": {"clip": 10.0}, "ranks": None, "deadline": 5.0},
+    "training": {"lr": 0.1, "betas": [0.9, 0.99], "local_steps": 2},
+    "privacy": None,
+    "evaluation": {"every": 1, "metric": "accuracy"},
+}
+_NODE: dict[str, Any] = {
+    "id": "clinic-a",
+    "server": "fl.example.org:9092",
+    "data": {"train": "messages.csv", "text": "message"},
+    "limits": {"methods": ["fedit"], "rounds": 50, "round_seconds": 60.0, "approve": "ask"},
+}
+
+
+def _values(text: str) -> Any:
+    """The values of a config as a server sends it."""
+    try:
+        return Invitation(run="run", version=__version__, config=text).values()
+    except (ValueError, RecursionError) as error:
+        raise FedspanError("config", None, problem="no JSON object") from error
+
+
+class Configs(_Json):
+    """Configs of runs, as text and as a server sends them to a node, and nodes' files."""
+
+    name = "configs"
+    seeds = (
+        json.dumps(_CONFIG).encode(),
+        json.dumps({**_CONFIG, "federation": {}}).encode(),
+        json.dumps(_NODE).encode(),
+    )
+
+    def read(self, data: bytes) -> None:
+        """``Target.read``."""
+        import pydantic
+
+        text = data.decode(errors="replace")
+        # YAML takes a hundred times as long as JSON.
+        values = parse_text(text, "config.yaml") if random.Random(data).random() < 0.1 else _values(text)
+        if isinstance(values, dict) and "server" in values:
+            try:
+                NodeConfig.model_validate(values)
+            except pydantic.ValidationError as error:
+                raise first_mistake(error, root=NodeConfig) from None
+            return
+        config = parse_config(values)
+        given = config.model_dump(mode="json")
+        summary = JobRequest("0" * 64, "run", given, "now").summary()
+        if not all(value.isprintable() for value in summary.values()):
+            raise AssertionError("a summary that a terminal obeys")
+        parse_config(node_values(given, {"data": {"train": "t.csv"}}))
+
+
+class Refusing(Target):
+    """A target whose errors are all of one documented kind.
+
+    Args:
+        inner: The target.
+        error: The documented error.
+    """
+
+    def __init__(self, inner: Target, error: type[Exception]) -> None:
+        self.inner, self.error, self.name, self.seeds = inner, error, inner.name, inner.seeds
+
+    def mutate(self, data: bytes, draws: random.Random) -> bytes:
+        """``Target.mutate``."""
+        return self.inner.mutate(data, draws)
+
+    def read(self, data: bytes) -> None:
+        """``Target.read``; the documented error is no finding."""
+        try:
+            self.inner.read(data)
+        except self.error as refusal:
+            if isinstance(refusal, FedspanError) and str(refusal).splitlines() != [str(refusal)]:
+                raise AssertionError("a refusal of several lines") from refusal
+
+
+TARGETS: dict[str, Callable[[], Target]] = {
+    "codec": lambda: Refusing(Codec(), ValueError),
+    "orders": lambda: Refusing(Orders(), ValueError),
+    "answers": lambda: Refusing(Answers(), ValueError),
+    "door": lambda: Refusing(Door(), ValueError),
+    "configs": lambda: Refusing(Configs(), FedspanError),
+}
+"""The targets by name. A read of theirs that raises anything is a finding."""

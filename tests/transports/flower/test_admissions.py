@@ -1,0 +1,173 @@
+"""Nodes are admitted and revoked, one command at a time, in a list that is rebuilt when it is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedspan.cli import app
+from fedspan.errors import FedspanError
+
+servers = pytest.importorskip("fedspan.transports.flower.server", reason="the extra fedspan[flower] is not installed")
+admissions = pytest.importorskip("fedspan.transports.flower.admissions")
+
+
+class Flower:
+    """Flower's side: registered keys, of which none is ever registered twice."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, tuple[int, bool]] = {}
+        self.failures = 0
+
+    def call(self, link: Any, *arguments: str) -> dict[str, Any]:
+        if "register" in arguments:
+            key = Path(arguments[2]).read_text().strip()
+            if key in self.nodes:
+                raise FedspanError("server", "flwr supernode register", problem="Public key already in use")
+            self.nodes[key] = (len(self.nodes) + 1, True)
+            if self.failures:
+                self.failures -= 1
+                raise KeyboardInterrupt
+            return {"node-id": str(self.nodes[key][0])}
+        if "unregister" in arguments:
+            for key, (id, _) in self.nodes.items():
+                if str(id) == arguments[2]:
+                    self.nodes[key] = (id, False)
+            return {}
+        return {"nodes": [{"node-id": str(id), "status": "online"} for id, active in self.nodes.values() if active]}
+
+    def look_up(self, database: Path, key: bytes) -> tuple[int | None, bool]:
+        return self.nodes.get(key.decode().strip(), (None, False))
+
+
+@pytest.fixture
+def flower(monkeypatch: pytest.MonkeyPatch) -> Flower:
+    made = Flower()
+    for module in (servers, admissions):
+        monkeypatch.setattr(module, "call_flower", made.call)
+    monkeypatch.setattr(admissions, "read_node_id", made.look_up)
+    return made
+
+
+@pytest.fixture
+def link(tmp_path: Path, flower: Flower) -> Any:
+    return servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        path = tmp_path / f"{name}.pub"
+        path.write_text(f"ecdsa-sha2-nistp384 {name}\n")
+        return path
+
+    return make
+
+
+def names(link: Any) -> list[str]:
+    return sorted(one.name for one in admissions.admissions(link).values())
+
+
+def test_a_revoked_node_is_out_for_good_and_logged(link: Any, flower: Flower, key: Callable[[str], Path]) -> None:
+    admissions.admit_node(link, key("a"), "clinic-a")
+    admissions.admit_node(link, key("b"), "clinic-b")
+    assert admissions.revoke_node(link, "clinic-a", "stolen") == [1]
+    assert names(link) == ["clinic-b"]
+    assert flower.nodes["ecdsa-sha2-nistp384 a"] == (1, False)
+    rows = admissions.audit_log(link).read()
+    assert [(row["event"], row["name"]) for row in rows] == [
+        ("admitted", "clinic-a"),
+        ("admitted", "clinic-b"),
+        ("revoked", "clinic-a"),
+    ]
+    assert rows[-1]["why"] == "stolen"
+    with pytest.raises(FedspanError, match="this key was revoked, and stays so"):
+        admissions.admit_node(link, key("a"), "clinic-a")
+    with pytest.raises(FedspanError, match="no node 'clinic-a' was admitted"):
+        admissions.revoke_node(link, "clinic-a")
+    with pytest.raises(FedspanError, match="no node '' was admitted"):
+        admissions.revoke_node(link, "")
+
+
+def test_a_key_is_replaced_under_its_name(link: Any, flower: Flower, key: Callable[[str], Path]) -> None:
+    admissions.admit_node(link, key("old"), "clinic-a")
+    with pytest.raises(FedspanError, match=r"'clinic-a' has another key\. Use --replace"):
+        admissions.admit_node(link, key("new"), "clinic-a")
+    admissions.admit_node(link, key("new"), "clinic-a", replace=True)
+    assert {id: one.key for id, one in admissions.admissions(link).items()} == {2: "ecdsa-sha2-nistp384 new"}
+    assert flower.nodes["ecdsa-sha2-nistp384 old"] == (1, False)
+
+
+def test_a_lost_list_is_rebuilt_and_a_damaged_one_stops_the_server(link: Any, key: Callable[[str], Path]) -> None:
+    for name in ("a", "b", "c"):
+        admissions.admit_node(link, key(name), name)
+    admissions.revoke_node(link, "b")
+    before = admissions.admissions(link)
+    (link.folder / "nodes.json").unlink()
+    assert admissions.admissions(link) == before
+    admissions.admit_node(link, key("d"), "d")
+    assert names(link) == ["a", "c", "d"]
+    for content in ("{", "[]", '{"a": {}}', '{"11": "clinic-a"}'):
+        (link.folder / "nodes.json").write_text(content)
+        with pytest.raises(FedspanError, match=r"nodes\.json is damaged .* Remove it: it is rebuilt"):
+            admissions.admissions(link)
+    (link.folder / "nodes.json").unlink()
+    log = link.folder / "audit.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"name": "c"', b'"name": "x"', 1))
+    with pytest.raises(FedspanError, match=r"audit\.jsonl, line 3"):
+        admissions.admissions(link)
+
+
+def test_parallel_admissions_lose_none(link: Any, key: Callable[[str], Path]) -> None:
+    made = [key(str(number)) for number in range(12)]
+    threads = [Thread(target=admissions.admit_node, args=(link, path, path.stem)) for path in made]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(admissions.admissions(link)) == 12
+
+
+def test_an_admission_that_was_killed_halfway_is_finished_by_the_same_command(
+    link: Any, flower: Flower, key: Callable[[str], Path]
+) -> None:
+    flower.failures = 1
+    with pytest.raises(KeyboardInterrupt):
+        admissions.admit_node(link, key("a"), "clinic-a")
+    assert names(link) == []
+    admissions.admit_node(link, key("a"), "clinic-a")
+    assert names(link) == ["clinic-a"]
+
+
+def test_admissions_end(link: Any, flower: Flower, key: Callable[[str], Path]) -> None:
+    admissions.admit_node(link, key("a"), "clinic-a", days=10)
+    admissions.admit_node(link, key("b"), "clinic-b", days=0)
+    assert admissions.end_admissions(link) == []
+    assert 9 <= admissions.admissions(link)[1].days_left <= 10
+    path = link.folder / "nodes.json"
+    content = json.loads(path.read_text())
+    content["1"]["until"] = (datetime.now(UTC) - timedelta(days=1)).date().isoformat()
+    path.write_text(json.dumps(content))
+    assert admissions.end_admissions(link) == [1]
+    assert names(link) == ["clinic-b"]
+    assert "the admission ended on" in str(admissions.audit_log(link).read()[-1]["why"])
+
+
+def test_the_commands_warn_of_ends_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:
+    runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
+    done = runner.invoke(app, ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])
+    assert done.exit_code == 0, done.output
+    shown = runner.invoke(app, ["status", *server])
+    assert "the admission of clinic-a ends in 2 days" in shown.stderr
+    gone = runner.invoke(app, ["revoke", "clinic-a", "--why", "over", *server])
+    assert gone.output == "revoked the key of clinic-a (node 1)\n"
+    audited = runner.invoke(app, ["audit", str(link.folder)])
+    assert "revoked  node=1 name=clinic-a" in audited.output
+    assert runner.invoke(app, ["revoke", "clinic-a", *server]).exit_code == 2
