@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
+from fedspan.core.method import Memory
+from fedspan.core.values import OptimizerState
+from fedspan.federation.progress import Progress
+from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Orders, Transport
 from fedspan.logs import AuditLog
 
 __all__ = ["AuditedTransport", "describe_envelope"]
@@ -47,6 +50,20 @@ class AuditedTransport(Transport):
 
     def __init__(self, inner: Transport, log: AuditLog, run: str, nodes: Mapping[str, int]) -> None:
         self.inner, self.log, self.run, self.nodes = inner, log, run, nodes
+
+    def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
+        """``Transport.begin``."""
+        self.inner.begin(progress, on_trained)
+
+    def stored(
+        self, accepted: Collection[str]
+    ) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
+        """``Transport.stored``."""
+        return self.inner.stored(accepted)
+
+    def simulated_seconds(self) -> float | None:
+        """``Transport.simulated_seconds``."""
+        return self.inner.simulated_seconds()
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""

@@ -18,6 +18,7 @@ from pydantic import Field
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
 from fedspan.federation.protocol import REPLY_HEADER, Count, Envelope, HeaderPart, Name, Reason
+from fedspan.files import from_json
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import PROBLEMS, RunModel
 
@@ -61,7 +62,7 @@ class Invitation(HeaderPart):
         Raises:
             ValueError: If the config is not a JSON object.
         """
-        values = json.loads(self.config)
+        values = from_json(self.config.encode())
         if not isinstance(values, dict):
             raise ValueError("a config is an object")
         return values

@@ -15,6 +15,7 @@ from fedspan.core.values import Client, Message, OptimizerState, Trained
 from fedspan.errors import escape_controls
 from fedspan.federation import serialization
 from fedspan.federation.progress import Progress
+from fedspan.files import from_json
 from fedspan.training.jobs import Assignment
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "decode_reply",
     "open_reply",
     "read_header",
+    "read_task",
     "serial",
     "share_tensors",
 ]
@@ -250,6 +252,24 @@ def decode_reply(envelope: Envelope) -> Reply:
     """
     facts = {name: value for name, value in read_header(_ReplyHeader, envelope) if name != "format"}
     return Reply(**facts, body=envelope.body)
+
+
+def read_task(envelope: Envelope) -> str:
+    """Return the task that an envelope's header names, so that it is parsed as one kind and not as each in turn.
+
+    Raises:
+        ValueError: If the header is too long, no JSON object, or names none; no input raises any other error.
+    """
+    if len(envelope.header) > HeaderPart.longest:
+        raise ValueError(f"a header of {len(envelope.header)} characters, of {HeaderPart.longest} at most")
+    try:
+        header = from_json(envelope.header.encode())
+    except ValueError as error:
+        raise ValueError("not a fedspan header: no JSON") from error
+    task = header.get("task") if isinstance(header, dict) else None
+    if not isinstance(task, str):
+        raise ValueError("not a fedspan header: no task")
+    return task
 
 
 def read_header(kind: type[H], envelope: Envelope) -> H:

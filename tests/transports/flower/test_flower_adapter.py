@@ -316,7 +316,7 @@ def test_a_registered_node_is_found_in_the_superlink_s_database(tmp_path: Path) 
     from fedspan.transports.flower.adapter import read_node_id
     from fedspan.transports.flower.keys import load_node_key, make_node_key
 
-    model = lookup("flwr.supercore.state.schema.linkstate_models", "NodeModel", "finding a registered node")
+    model = lookup("flwr.supercore.state.schema.linkstate_models", "Node", "finding a registered node")
     if model.__tablename__ != "node" or not {"node_id", "public_key", "status"} <= set(model.__table__.columns.keys()):
         broken("the table node with node_id, public_key and status", "finding a registered node")
     to_bytes = lookup("flwr.supercore.primitives.asymmetric", "public_key_to_bytes", "finding a registered node")

@@ -46,6 +46,7 @@ from fedspan.federation.protocol import (
     Reason,
     decode_order,
     read_header,
+    read_task,
 )
 
 __all__ = [
@@ -238,6 +239,7 @@ class UnmaskReply(PhaseReply):
     shares: dict[Name, _Share] = Field(default_factory=dict)
 
 
+_PHASES: dict[str, type[Phase]] = {"keys": KeysOrder, "shares": SharesOrder, "unmask": UnmaskOrder}
 _ANSWERS: dict[str, type[PhaseReply]] = {"keys": KeysReply, "shares": SharesReply, "unmask": UnmaskReply}
 
 
@@ -247,12 +249,7 @@ def decode_phase(envelope: Envelope) -> Phase:
     Raises:
         ValueError: If it is no such order; no input raises any other error.
     """
-    for kind in (KeysOrder, SharesOrder):
-        try:
-            return read_header(kind, envelope)
-        except ValueError:
-            continue
-    return read_header(UnmaskOrder, envelope)
+    return read_header(_PHASES.get(read_task(envelope), KeysOrder), envelope)
 
 
 def decode_request(envelope: Envelope) -> Order | Phase:
@@ -261,10 +258,7 @@ def decode_request(envelope: Envelope) -> Order | Phase:
     Raises:
         ValueError: If it is neither an ``Order`` nor a ``Phase``; no input raises any other error.
     """
-    try:
-        return decode_order(envelope)
-    except ValueError:
-        return decode_phase(envelope)
+    return decode_phase(envelope) if read_task(envelope) in _PHASES else decode_order(envelope)
 
 
 def refuse_phase(order: Phase, why: str) -> PhaseReply:

@@ -30,7 +30,6 @@ DAYS = 730
 """Days for which a key is admitted, unless the operator says otherwise."""
 
 _NAMES, _LOCK = "nodes.json", "nodes.lock"
-_PARTS = "name", "key", "until"
 _ADMITTED, _REVOKED = "admitted", "revoked"
 
 
@@ -193,7 +192,7 @@ def admissions(link: ServerLink) -> dict[int, Admission]:
     path = link.folder / _NAMES
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {int(id): Admission(**{part: str(one[part]) for part in _PARTS}) for id, one in found.items()}
+        return {int(id): Admission(str(one["name"]), str(one["key"]), str(one["until"])) for id, one in found.items()}
     except FileNotFoundError:
         return _rebuild(link)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
