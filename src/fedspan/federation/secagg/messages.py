@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from fedspan.federation.protocol import (
     HeaderPart,
     Name,
     Order,
+    OrderKind,
     Reason,
     decode_order,
     read_header,
@@ -258,7 +259,12 @@ def decode_request(envelope: Envelope) -> Order | Phase:
     Raises:
         ValueError: If it is neither an ``Order`` nor a ``Phase``; no input raises any other error.
     """
-    return decode_phase(envelope) if read_task(envelope) in _PHASES else decode_order(envelope)
+    task = read_task(envelope)
+    if task in _PHASES:
+        return decode_phase(envelope)
+    if task not in get_args(OrderKind):
+        raise ValueError("not a fedspan header: no order")
+    return decode_order(envelope)
 
 
 def refuse_phase(order: Phase, why: str) -> PhaseReply:
