@@ -19,6 +19,7 @@ SAID = [
     {"node-id": "11", "status": "online", "online-elapsed": 75.4, "offline-at": "N/A"},
     {"node-id": "12", "status": "offline", "online-elapsed": 9.0, "offline-at": "2026-01-02 03:04:05Z"},
     {"node-id": "13", "status": "registered", "online-elapsed": 0.0, "offline-at": "N/A"},
+    {"node-id": "14", "status": "unregistered", "online-elapsed": 0.0, "offline-at": "N/A"},
 ]
 
 

@@ -163,7 +163,7 @@ class Node:
 
 
 def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
-    """Return the nodes that a server knows.
+    """Return the nodes that a server knows, without those whose keys were revoked.
 
     Args:
         link: Connection data of the server.
@@ -172,6 +172,8 @@ def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
     found: list[Node] = []
     for one in call_flower(link, "supernode", "list", "@").get("nodes", []):
         id, status = str(one.get("node-id")), str(one.get("status"))
+        if status == "unregistered":  # its key was revoked
+            continue
         online = float(one.get("online-elapsed") or 0.0) if status == "online" else 0.0
         name = names.get(int(id), "") if id.isdigit() else ""
         found.append(Node(id, name, status, online, _moment(one.get("offline-at"))))

@@ -1,0 +1,67 @@
+"""A run waits for nodes whose operators have not decided, and says who they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedspan import __version__
+from fedspan.deployment import deploy
+from fedspan.deployment.handshake import Introduction, server_config
+from fedspan.errors import FedspanError
+from fedspan.runs.callbacks import Listener
+from helpers.node_service import CLIENT, values
+
+transport = pytest.importorskip(
+    "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
+)
+servers = pytest.importorskip("fedspan.transports.flower.server")
+
+WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def met(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replies: list[dict[str, Any]]
+) -> tuple[Any, list[str]]:
+    """What the nodes of a run are after some replies of node 7, which is invited again while it has not decided."""
+
+    def invite(grid: Any, envelope: Any, seconds: float, signer: Any, undecided: set[int]) -> Iterator[tuple[int, Any]]:
+        for reply in replies:
+            yield 7, Introduction(**{"id": CLIENT, "version": __version__, **reply}).envelope()
+            if 7 not in undecided:
+                return
+            undecided.discard(7)
+
+    monkeypatch.setattr(transport, "invite", invite)
+    monkeypatch.setattr(deploy, "base_digest", lambda model: "b")
+    prepared: Any = SimpleNamespace(config=server_config(values(tiny_folder)), model=None)
+    link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
+    notes = Notes()
+    return deploy._met(None, prepared, "run", 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
+
+
+def test_a_run_begins_when_the_operator_has_agreed(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = [{"refused": WAITING, "waiting": True}] * 3 + [{"examples": 5, "base": "b"}]
+    found, notes = met(tiny_folder, tmp_path, monkeypatch, replies)
+    assert found == ({CLIENT: 7}, {CLIENT: 5})
+    assert notes == [f"{CLIENT} does not take part yet: {WAITING}"]  # once, however often it was invited
+
+
+def test_a_refusal_is_final_and_named(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = "`limits.approve`: the node's operator refused job 3f9c: no consent"
+    with pytest.raises(FedspanError, match="refused job 3f9c: no consent"):
+        met(tiny_folder, tmp_path, monkeypatch, [{"refused": WAITING, "waiting": True}, {"refused": refused}])
