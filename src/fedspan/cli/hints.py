@@ -5,7 +5,9 @@ from __future__ import annotations
 __all__ = ["PAGES", "hint"]
 
 PAGES = {
+    "audit log": "deployment.md#audit-logs",
     "baselines": "config.md#top-level",
+    "certificates": "deployment.md#renewing-certificates",
     "config": "config.md",
     "data": "config.md#data",
     "data.dataset": "data.md",
@@ -17,6 +19,7 @@ PAGES = {
     "federation.secure": "deployment.md#secure-aggregation",
     "good replies": "deployment.md#which-replies-count",
     "limits": "node.md#limits",
+    "limits.approve": "deployment.md#the-data-owner-decides-about-a-job",
     "method": "config.md#method",
     "method.name": "choosing.md",
     "model": "config.md#model",
