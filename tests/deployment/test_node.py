@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from fedspan import __version__
 from fedspan.config.node import load_node
-from fedspan.deployment.handshake import server_config
+from fedspan.deployment.handshake import Introduction, Invitation, server_config
 from fedspan.deployment.node import NodeService
 from fedspan.errors import FedspanError
-from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply
-from helpers.node_service import CLIENT, introduced, invitation, node, served, values
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order, decode_reply, read_header
+from helpers.node_service import CLIENT, introduced, node, served, values
 
 
 def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, tmp_path: Path) -> None:
@@ -133,8 +134,9 @@ def test_a_node_s_file_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_an_invitation_s_config_that_is_nested_too_deeply_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    told = introduced(NodeService(node(tiny_folder, tmp_path)), {}, config="[" * 100_000)
-    assert told.refused is not None
-    for config in ("[" * 100_000, '{"a": ' * 50_000, "\ud800", "[1]"):
-        with pytest.raises(ValueError):  # noqa: PT011
-            invitation({}, config=config).values()
+    service = NodeService(node(tiny_folder, tmp_path))
+    for config in ("[" * 100_000, '{"a": ' * 50_000, "[1]"):
+        asked = Invitation(run="run", version=__version__, config=config)
+        assert read_header(Introduction, service.answer(asked.envelope())).refused is not None
+        with pytest.raises(ValueError, match=r"nested too deeply|a config is an object"):
+            asked.values()

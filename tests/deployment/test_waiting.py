@@ -14,7 +14,7 @@ from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Introduction, server_config
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
-from helpers.node_service import CLIENT, values
+from helpers.node_service import CLIENT, invitation, values
 
 transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
@@ -49,7 +49,7 @@ def met(
     prepared: Any = SimpleNamespace(config=server_config(values(tiny_folder)), model=None)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
-    return deploy._met(None, prepared, "run", 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
+    return deploy._met(None, prepared, invitation({}), 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
 
 
 def test_a_run_begins_when_the_operator_has_agreed(

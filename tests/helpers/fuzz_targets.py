@@ -31,6 +31,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.protocol import Envelope, Masking, Order, Part, Reply, decode_reply, read_header
 from fedspan.federation.secagg.messages import (
+    Agreement,
     KeysOrder,
     KeysReply,
     PublicKeys,
@@ -233,9 +234,21 @@ class Codec(Target):
         return len(made).to_bytes(8, "little") + made + data[8 + size :]
 
 
-_MASKING = Masking(session=1, peers=("a", "b"), clients=3, clip=1.0, bits=32, top=1.0, layout="0" * 64)
+_MASKING = Masking(session=1, peers=("a", "b"))
+_AGREEMENT = Agreement(
+    config="0" * 64,
+    task="train",
+    round=1,
+    lr=0.1,
+    model="0" * 64,
+    clients=3,
+    clip=1.0,
+    bits=32,
+    top=1.0,
+    layout="0" * 64,
+)
 _CLIENT = Client("a", 2, 1.0, 5, 1.0, None)
-_KEYS = PublicKeys(sealing=bytes(32), masking=bytes(32))
+_KEYS = PublicKeys(sealing=bytes(32), masking=bytes(32), identity="ecdsa", signature=bytes(90))
 _FACTS: dict[str, Any] = {"run": "run", "serial": 5, "round": 1, "attempt": 0, "to": "a", "session": 1}
 
 
@@ -249,7 +262,7 @@ class Orders(_Json):
             Order("train", 0, 0, 0.1, "a", _CLIENT, b"", 0, "run", 7, _MASKING).envelope(),
             Order("evaluate", 3, 1, 0.0, "a", None, b"", run="run", serial=8).envelope(),
             KeysOrder(**_FACTS).envelope(),
-            SharesOrder(**_FACTS, threshold=2, peers={"a": _KEYS, "b": _KEYS}).envelope(),
+            SharesOrder(**_FACTS, threshold=2, peers={"a": _KEYS, "b": _KEYS}, agreement=_AGREEMENT).envelope(),
             UnmaskOrder(**_FACTS, survivors=("a",), dropped=("b",), sealed={"a": bytes(30)}).envelope(),
             Invitation(run="run", version=__version__, config=json.dumps(_CONFIG)).envelope(),
         )

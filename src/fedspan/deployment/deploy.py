@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import secrets
@@ -24,7 +23,7 @@ from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import describe_config, require_intact
+from fedspan.runs.integrity import require_intact
 from fedspan.runs.remote import connect, prepare_server, server_clients
 from fedspan.runs.session import RunReport, is_run, read_report
 from fedspan.runs.setup import Prepared
@@ -123,8 +122,7 @@ def submit(
                     link.folder, lambda: {node: one.key.encode() for node, one in admissions(link).items()}
                 )
             invitation, audit = _invitation(prepared.config, run), audit_log(link)
-            config = hashlib.sha256(describe_config(prepared.config).encode()).hexdigest()
-            audit.write("run submitted", run=run, folder=str(place.path.resolve()), config_sha256=config)
+            audit.write("run submitted", run=run, folder=str(place.path.resolve()), config_sha256=invitation.digest)
             nodes, examples = _met(grid, prepared, invitation, wait, listener or Listener(), link, signer)
             for id, node in nodes.items():
                 audit.write("joined", run=run, client=id, node=str(node), examples=examples[id])

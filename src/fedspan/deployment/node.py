@@ -152,7 +152,8 @@ class NodeService:
 
     def _job(self, invitation: Invitation) -> dict[str, str]:
         """Return what the audit log says of an invitation."""
-        return {"run": escape_controls(invitation.run), "job": job_of(invitation)}
+        run = escape_controls(invitation.run)
+        return {"run": run, "job": job_of(invitation), "config_sha256": invitation.digest}
 
     def _require_small(self, what: str, body: bytes) -> None:
         most = self.node.limits.message_bytes
