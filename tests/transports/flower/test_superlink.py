@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import ssl
+import time
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -26,3 +28,41 @@ def test_a_port_that_is_taken_is_named(insecure: bool, tmp_path: Path) -> None:
     with pytest.raises(FedspanError, match="--host"):
         superlink_process.supervise(tmp_path, link, "192.0.2.1", Event(), lambda: None)
     assert not (tmp_path / "superlink.log").exists()
+
+
+@pytest.mark.slow
+def test_a_running_server_takes_renewed_certificates(tmp_path: Path) -> None:
+    """A node that trusts the new authority alone is let in some seconds later; the old one is not presented again."""
+    keys = pytest.importorskip("fedspan.transports.flower.keys")
+    folder = tmp_path / "server"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    link = servers.prepare_folder(folder, port, [], insecure=False)
+    stop, ready = Event(), Event()
+    server = Thread(target=superlink_process.supervise, args=(folder, link, "127.0.0.1", stop, ready.set))
+    server.start()
+    try:
+        assert ready.wait(120), (folder / "superlink.log").read_text()
+        end = "-----END CERTIFICATE-----\n"
+        new = tmp_path / "new.crt"
+        new.write_text(keys.renew_authority(folder, []).read_text().partition(end)[0] + end)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            greeted(port, new)
+        keys.activate_authority(folder)
+        until = time.monotonic() + 120
+        while True:
+            try:
+                greeted(port, new)
+                break
+            except OSError:
+                assert time.monotonic() < until
+                time.sleep(0.5)
+    finally:
+        stop.set()
+        server.join()
+
+
+def greeted(port: int, authority: Path) -> None:
+    """Shake hands as a node that trusts an authority."""
+    with socket.create_connection(("127.0.0.1", port), 10) as plain:
+        ssl.create_default_context(cafile=str(authority)).wrap_socket(plain, server_hostname="localhost").close()
