@@ -57,12 +57,12 @@ class Defence:
 
 
 DEFENCES = (
-    Defence("mean", {}),
-    Defence("mean, validated", {}, validation=True),
-    Defence("mean, validated, ratio 2", {"max_norm_ratio": 2.0}, validation=True),
+    Defence("mean", {"clip_ratio": None}),
+    Defence("mean, validated", {"clip_ratio": None}, validation=True),
+    Defence("mean, validated, ratio 2", {"clip_ratio": None, "max_norm_ratio": 2.0}, validation=True),
     Defence("median", {"reduction": "median"}),
     Defence("trimmed-mean", {"reduction": "trimmed-mean", "trim": 0.3}),
-    Defence("clipped-mean", {"reduction": "clipped-mean"}),
+    Defence("clipped-mean", {"clip_ratio": 1.0}),
 )
 PLAIN, DEFAULT, STRICT = DEFENCES[0].name, DEFENCES[1].name, DEFENCES[2].name
 ROBUST = tuple(defence.name for defence in DEFENCES[3:])

@@ -171,7 +171,7 @@ def test_validation_finds_some_faults(kind: str, reason: str | None, tiny_folder
 
 def test_without_validation_every_reply_counts(tiny_folder: Path) -> None:
     simulation = {"faults": {"share": 0.25, "kind": "nan"}, "validation": False}
-    (result,) = rounds(built(tiny_folder, simulation=simulation), 1)
+    (result,) = rounds(built(tiny_folder, simulation=simulation, federation={"clip_ratio": None}), 1)
     assert not result.failures
     assert any(bool(value.isnan().any()) for value in result.progress.state.tensors.values())
 
@@ -245,11 +245,12 @@ def test_conditions_that_fit_nothing_are_refused(values: dict[str, Any], field: 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"federation": {"reduction": "clipped-mean"}},
+        {"federation": {"reduction": "mean"}},
+        {"federation": {"reduction": "flame"}},
         {"federation": {"weights": "uniform"}, "privacy": {"mechanism": "central", "noise": 1.0}},
         {"federation": {"secure": {}}},
     ],
-    ids=["clipped", "central", "secure"],
+    ids=["clipped", "flame", "central", "secure"],
 )
 def test_a_reply_that_cannot_be_reduced_fails_its_own_client(changes: dict[str, Any], tiny_folder: Path) -> None:
     """Also without validation, and whichever client's turn it is."""

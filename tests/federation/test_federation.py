@@ -33,9 +33,10 @@ def with_rounds(prepared: Prepared, rounds: int, cohort: int | None, seed: int =
 
 
 def around(prepared: Prepared, wrapper: type[Wrapper]) -> Federation:
-    """The prepared federation with a wrapper around its method."""
+    """The prepared federation with a wrapper around its method, which the clients alone run."""
     old = prepared.federation
-    return simulate(wrapper(inner=old.method), old.engine, list(old.clients.values()), old.examples, old.settings)
+    settings = replace(old.settings, clip_ratio=None)  # the server runs it, too, to see what an untrained client sends
+    return simulate(wrapper(inner=old.method), old.engine, list(old.clients.values()), old.examples, settings)
 
 
 def same(left: Progress, right: Progress) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedspan.core.noise import key_of_seed
 from fedspan.core.tensors import norm as norm_of
 from fedspan.core.values import Client, Contribution, Reduced
-from fedspan.federation.aggregation.reduction import reducer_for
+from fedspan.federation.aggregation.reducers import reducer_for
 from fedspan.federation.privacy import (
     client_noise,
     poisson_cohort,

@@ -204,3 +204,10 @@ def use_engine(federation: Federation, engine: Engine) -> None:
 def use_clients(federation: Federation, clients: Mapping[str, ClientData]) -> None:
     """Give a simulation other clients."""
     federation.clients = host_of(federation).clients = clients
+
+
+def reweight(federation: Federation, weights: Mapping[str, float]) -> None:
+    """Give the clients of a simulation other weights."""
+    members = federation.clients
+    changed = {id: replace(one, client=replace(one.client, weight=weights[id])) for id, one in members.items()}
+    use_clients(federation, changed)

@@ -55,7 +55,8 @@ def method_config(folder: Path, key: str, kind: str = "bert", **changes: Mapping
     """
     values = {
         "method": {"name": key, "r": 3, "lora_alpha": 6, **OPTIONS.get(key, {}), **changes.pop("method", {})},
-        "federation": {"rounds": 4, **changes.pop("federation", {})},
+        # clipping lets the server run the method, too, to see what an untrained client sends
+        "federation": {"rounds": 4, "clip_ratio": None, **changes.pop("federation", {})},
         "training": {"optimizer_state": "keep", "weight_decay": 0.1, **changes.pop("training", {})},
     }
     return tiny.config(folder, kind, **values, **changes)

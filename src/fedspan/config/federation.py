@@ -10,7 +10,7 @@ from fedspan.config.section import Section
 from fedspan.config.validation_errors import VARIANT
 from fedspan.core.method import Claims
 from fedspan.errors import FedspanError
-from fedspan.federation.settings import SecureSettings
+from fedspan.federation.settings import Reduction, SecureSettings
 from fedspan.federation.validation import ReplyRules
 
 __all__ = ["DrawnRanks", "FederationConfig", "FractionRanks", "Ranks", "SecureConfig"]
@@ -119,21 +119,38 @@ class FederationConfig(Section):
         description="Factor on a client's B A under different ranks. by-rank: lora_alpha over its own rank. equal: "
         "lora_alpha over method.r for all, as if each had its own alpha.",
     )
-    reduction: Literal["mean", "median", "trimmed-mean", "clipped-mean"] = Field(
-        default="mean",
-        description="How replies are combined: their weighted mean; coordinate by coordinate the median or a trimmed "
-        "mean, which count all clients alike; or the weighted mean of changes that are scaled down to max_norm. A few "
-        "bad replies can't move the last three far; they are for methods that sum.",
+    max_weight_ratio: float | None = Field(
+        default=4.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="No client weighs more than this many times the cohort's median: nodes declare their numbers of "
+        "examples themselves. Clients that it limits are named. null: no limit. Not under secure.",
     )
-    trim: float = Field(
-        default=0.1, gt=0, lt=0.5, description="trimmed-mean: share of the replies dropped at each end, rounded up."
+    reduction: Reduction = Field(
+        default="mean",
+        description="How replies are combined: their weighted mean, after clip_ratio; or, for methods that sum, by a "
+        "rule that a few hostile clients cannot move far. See docs/robustness.md.",
+    )
+    clip_ratio: float | None = Field(
+        default=2.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="mean: a reply whose change has a norm of more than this many times the round's median is scaled "
+        "down to that norm, from 3 replies on, also in methods that stack; null: none is. Not under secure, which has "
+        "a clip of its own, nor under central privacy.",
     )
     max_norm: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="clipped-mean: L2 norm to which a larger change of a client is scaled down; left out: the median "
-        "of the round's.",
+        description="mean: L2 norm to which a larger change of a client is scaled down, in place of clip_ratio.",
+    )
+    trim: float = Field(
+        default=0.1,
+        gt=0,
+        lt=0.5,
+        description="trimmed-mean: share of the replies dropped at each end, rounded up. multi-krum: share of hostile "
+        "clients that it withstands, rounded up.",
     )
     over_select: int = Field(
         default=0,

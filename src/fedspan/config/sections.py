@@ -418,7 +418,17 @@ class RunConfig(Section):
     def round_settings(self, key: bytes | None = None) -> RoundSettings:
         """Return the settings of rounds for the engines; ``key`` as in ``privacy_settings``."""
         f, privacy = self.federation, self.privacy_settings(key)
-        return RoundSettings(f.rounds, f.clients_per_round, self.seed, f.reduction, f.trim, f.max_norm, privacy)
+        return RoundSettings(
+            rounds=f.rounds,
+            cohort=f.clients_per_round,
+            seed=self.seed,
+            reduction=f.reduction,
+            trim=f.trim,
+            clip_ratio=f.clip_ratio,
+            max_norm=f.max_norm,
+            max_weight_ratio=f.max_weight_ratio,
+            privacy=privacy,
+        )
 
     def build_method(self, spec: Spec) -> RegisteredMethod:
         """Build the method, bound to a model's target layers.

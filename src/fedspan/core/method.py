@@ -53,6 +53,8 @@ class Claims:
         sends: ``values``: a reply holds new values of tensors that all clients of the round start from alike, under
             their names, and where replies sum, ``contribute`` passes them on unchanged; ``other``: it also holds
             anything else (the client's own tensors, changes, sketches, moments); ``nothing``.
+        directions: Slots of a reply that hold directions of norm 1 at most (projectors), which ``contribute`` checks;
+            scaling a reply's change down leaves them as they are.
     """
 
     paper: str
@@ -67,6 +69,7 @@ class Claims:
     budgets: bool = False
     moves_base: bool = False
     sends: Literal["values", "other", "nothing"] = "values"
+    directions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

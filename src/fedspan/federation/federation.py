@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from fedspan.federation.protocol import (
     OnTrained,
     OrderEncoder,
     Orders,
+    Reply,
     Transport,
     open_reply,
 )
@@ -182,8 +184,6 @@ class Round:
         """Return the result of a successful round."""
         context, state, tally = self.context, self.context.state, self._tally
         answers = {id: self.aggregation.answers[id] for id in context.ids if id in self.aggregation.answers}
-        parts = [part for answer in answers.values() for part in answer.parts]
-        examples = sum(part.examples for part in parts)
         failed = {failure.client for failure in tally.failures if failure.attempt == attempt}
         memories, optimizers = context.transport.stored(answers)
         return RoundResult(
@@ -196,11 +196,13 @@ class Round:
             transfers=tuple(sorted(tally.transfers, key=lambda transfer: (transfer.client, transfer.direction))),
             cohort=context.ids,
             lr=self.lr,
-            loss=sum(part.loss * part.examples for part in parts) / examples if examples else math.nan,
+            loss=_mean_loss(answers.values(), context.settings.max_weight_ratio),
             failures=tuple(tally.failures),
             charges=tuple(self._charges),
             simulated_seconds=context.transport.simulated_seconds(),
             late=tuple(id for id in context.ids if id not in self.aggregation.answers and id not in failed),
+            clipped=dict(sorted(self.aggregation.clipped.items())),
+            lowered=dict(sorted(self.aggregation.lowered.items())),
         )
 
 
@@ -215,6 +217,23 @@ def client_charges(context: RoundContext, clients: Mapping[str, Client]) -> dict
             known[kind] = expected_charges(privacy, context.training, context.method, state, client)
         found[id] = tuple(replace(one, payer=id) for one in known[kind])
     return found
+
+
+def _mean_loss(answers: Iterable[Reply], ratio: float | None) -> float:
+    """Return the mean training loss over the examples that clients trained on; NaN if no client reported one.
+
+    Args:
+        answers: The accepted replies.
+        ratio: Maximum number of examples that counts for a phase of one client, as a multiple of the median; None: no
+            limit.
+    """
+    parts = [part for answer in answers for part in answer.parts]
+    counts = [part.examples for part in parts]
+    if ratio is not None and counts:
+        limit = ratio * statistics.median(counts)
+        counts = [min(count, limit) for count in counts]
+    total = sum(counts)
+    return sum(part.loss * count for part, count in zip(parts, counts, strict=True)) / total if total else math.nan
 
 
 def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "train") -> Transfer:

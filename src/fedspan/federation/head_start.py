@@ -159,7 +159,9 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     ids = tuple(clients)
     context = RoundContext(
         method=exchange,
-        settings=replace(federation.settings, reduction="mean", cohort=None, privacy=None),
+        settings=replace(
+            federation.settings, reduction="mean", clip_ratio=None, max_norm=None, cohort=None, privacy=None
+        ),
         training=federation.training,
         clients=clients,
         state=state,

@@ -130,6 +130,8 @@ class RoundResult:
         charges: Privacy costs of the round.
         late: Selected clients that the round did not wait for.
         simulated_seconds: Time that the round took on the simulated clock, in seconds; None: there is none.
+        clipped: Factors by which the changes of replies were scaled down, by client, sorted.
+        lowered: Factors by which weights were lowered, by client, sorted.
     """
 
     progress: Progress
@@ -141,6 +143,8 @@ class RoundResult:
     charges: tuple[Charge, ...] = ()
     late: tuple[str, ...] = ()
     simulated_seconds: float | None = None
+    clipped: Mapping[str, float] = field(default_factory=dict)
+    lowered: Mapping[str, float] = field(default_factory=dict)
 
 
 def stored_moments(job: Job, kept: tuple[OptimizerState, int] | None, wanted: bool) -> OptimizerState | None:

@@ -7,7 +7,10 @@ from typing import Literal
 
 from fedspan.training.jobs import Privacy
 
-__all__ = ["RoundSettings", "SecureSettings"]
+__all__ = ["Reduction", "RoundSettings", "SecureSettings"]
+
+Reduction = Literal["mean", "median", "trimmed-mean", "multi-krum", "geometric-median", "flame"]
+"""Rules that combine replies; all but the mean are for replies that sum."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,12 @@ class RoundSettings:
         cohort: Number of clients selected in each round; None: all.
         seed: Seed of every random draw.
         reduction: Rule that combines summed replies.
-        trim: Fraction of the replies that ``trimmed-mean`` drops at each end.
-        max_norm: Norm to which ``clipped-mean`` clips changes; None: the median norm of the round.
+        trim: Fraction of the replies that ``trimmed-mean`` drops at each end, and that ``multi-krum`` withstands.
+        clip_ratio: Maximum norm of a reply's change under ``mean``, as a multiple of the round's median; larger changes
+            are scaled down. None: no limit.
+        max_norm: Maximum norm of a reply's change under ``mean``, in place of ``clip_ratio``; None: no such limit.
+        max_weight_ratio: Maximum weight of a client in means of replies, losses and metrics, as a multiple of the
+            cohort's median; None: no limit.
         privacy: Privacy settings; with ``central``, a cohort is a Poisson sample of ``cohort`` clients on average.
         agreed: Digest of the config that all nodes were sent, which secure sums are bound to; empty in a simulation.
     """
@@ -28,11 +35,19 @@ class RoundSettings:
     rounds: int
     cohort: int | None = None
     seed: int = 0
-    reduction: Literal["mean", "median", "trimmed-mean", "clipped-mean"] = "mean"
+    reduction: Reduction = "mean"
     trim: float = 0.1
+    clip_ratio: float | None = None
     max_norm: float | None = None
+    max_weight_ratio: float | None = None
     privacy: Privacy | None = None
     agreed: str = ""
+
+    @property
+    def clips(self) -> bool:
+        """Whether changes are scaled down before they are combined; central privacy has a clipping norm of its own."""
+        central = self.privacy is not None and self.privacy.mechanism == "central"
+        return self.reduction == "mean" and not central and (self.clip_ratio is not None or self.max_norm is not None)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ server and client can compute the reference.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from fedspan.core.method import Memory, Method
 from fedspan.core.tensors import Tensors, is_extra, norm
 from fedspan.core.values import Client, Contribution, Job, Message, OptimizerState, Trained
 from fedspan.errors import FedspanError
+from fedspan.federation.changes import ChangeSize, measure_change, norm_limits
 from fedspan.federation.protocol import Reply
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "apply_change",
     "change_of",
     "clip_change",
-    "distance",
     "find_outliers",
     "origin_of",
     "require_requested",
@@ -37,8 +36,6 @@ __all__ = [
 
 _LARGEST = 1e15
 """Largest number that a reply may hold: far above a trained value, and its square fits into every format."""
-_ENOUGH = 3
-"""Minimum number of replies for outlier detection."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +116,11 @@ class ValidatedReply:
 
     Args:
         contribution: The reply in the form in which replies are combined.
-        distance: Distance from the untrained reply.
+        change: Size of its change from the untrained reply.
     """
 
     contribution: Contribution
-    distance: float
+    change: ChangeSize
 
 
 def validate_reply(method: Method, message: Message, client: Client, expected: Message) -> ValidatedReply:
@@ -148,7 +145,7 @@ def validate_reply(method: Method, message: Message, client: Client, expected: M
         raise ValueError(f"no client of the method sends such contents ({type(error).__name__}: {error})") from error
     made = {**contribution.sum, **contribution.stack}
     _require_moderate({name: value for name, value in made.items() if value is not message.tensors.get(name)})
-    return ValidatedReply(contribution, distance(message, contribution, expected, method, client))
+    return ValidatedReply(contribution, measure_change(message, contribution, expected, method, client))
 
 
 def require_requested(answer: Reply, id: str, round: int, attempt: int, task: str = "train") -> None:
@@ -211,44 +208,14 @@ def _require_structure(message: Message, expected: Message, shrinks: bool) -> No
             raise ValueError(f"{name} is {found}, not {right}")
 
 
-def distance(message: Message, contribution: Contribution, expected: Message, method: Method, client: Client) -> float:
-    """Return the norm of a reply's change; a tensor whose shape differs from the untrained one counts as a whole.
-
-    It is measured on what is summed, because what is transmitted may be compressed; where the server needs replies one
-    by one, on the reply.
-
-    Args:
-        message: The reply.
-        contribution: Its contribution.
-        expected: The untrained reply.
-        method: The run's method.
-        client: The client.
-    """
-    measured, untrained = message.tensors, expected.tensors
-    if not any(value.is_floating_point() for value in contribution.stack.values()):
-        measured, untrained = contribution.sum, method.contribute(expected, client).sum
-    total = 0.0
-    for name, value in measured.items():
-        wanted = untrained[name]
-        if not value.is_floating_point():
-            continue
-        change = value.double()
-        if value.shape == wanted.shape:
-            change = change - wanted.double().nan_to_num(0.0, 0.0, 0.0)
-        total += float(change.square().sum())
-    return math.sqrt(total)
-
-
-def find_outliers(replies: Mapping[str, ValidatedReply], factor: float | None) -> dict[str, str]:
+def find_outliers(changes: Mapping[str, ChangeSize], factor: float | None) -> dict[str, str]:
     """Return the clients whose replies are too far from the untrained one, compared with the others, with reasons."""
-    if factor is None or len(replies) < _ENOUGH:
-        return {}
-    middle = statistics.median(reply.distance for reply in replies.values())
-    limit = factor * middle
+    limits = {} if factor is None else norm_limits(changes, factor)
     return {
-        id: f"its change has a norm of {reply.distance:.3g}; the cohort's median is {middle:.3g}, the limit {limit:.3g}"
-        for id, reply in replies.items()
-        if reply.distance > limit and middle > 0
+        id: f"its change has a norm of {change.norm:.3g}; the cohort's median is {limits[id] / (factor or 1):.3g}, the "
+        f"limit {limits[id]:.3g}"
+        for id, change in changes.items()
+        if limits and not change.norm <= limits[id]
     }
 
 

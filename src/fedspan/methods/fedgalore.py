@@ -61,6 +61,8 @@ __all__ = ["FedGaLore"]
 
 _MOST_STEPS = 10**9
 """Largest number of steps that a reply may state where the run's epochs decide."""
+_LONGEST = 1.01
+"""Largest squared norm of a projector's row; honest ones have norm 1 to rounding."""
 _ROUND = "round"
 """Layer name of the counts of a round in a reply."""
 
@@ -101,6 +103,7 @@ class FedGaLore(RegisteredMethod):
         reinitialises=True,
         moves_base=True,
         sends="other",
+        directions=("P",),
     )
 
     projectors: Literal["rsvd", "svd"] = "rsvd"
@@ -204,6 +207,10 @@ class FedGaLore(RegisteredMethod):
         decay, steps = float(message.scalars["decay"]), int(message.scalars["steps"])
         if not 0.0 <= decay <= 1.0 or not 0 <= steps <= (self.steps or _MOST_STEPS):
             raise ValueError(f"a decay of {decay:g} after {steps} steps")
+        for layer in self.spec.layers:
+            P = message.tensors.get(tensor_name(layer.name, "P"))
+            if P is not None and P.numel() and not float(P.double().square().sum(1).max()) <= _LONGEST:
+                raise ValueError(f"a projector of {layer.name} whose rows are longer than 1")
         counts = {name: torch.tensor(float(message.scalars[name]), dtype=torch.float64) for name in ("decay", "steps")}
         return Contribution(stack={**message.tensors, **{f"{_ROUND}/{name}": value for name, value in counts.items()}})
 

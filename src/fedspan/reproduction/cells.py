@@ -19,6 +19,8 @@ __all__ = ["DATA", "MODEL", "Cell", "cells_of", "row_folders", "settings_table"]
 
 DATA, MODEL = "{data}", "{model}"
 """Placeholders in presets for the data folder and for the folder of a model that no package provides."""
+_AS_PUBLISHED: Mapping[str, Any] = {"federation": {"clip_ratio": None, "max_weight_ratio": None}}
+"""What no paper has: replies are averaged as they are sent, by all of their examples."""
 _DIVISIONS = {"dirichlet": "Dirichlet {alpha:g}", "iid": "IID", "natural": "by {column}"}
 
 
@@ -57,7 +59,8 @@ def cells_of(
         FedspanError: If an override is invalid.
     """
     axes = preset.axes_at(scale)
-    base = preset.config if scale == "full" else merged(preset.config, preset.small.config)
+    published = merged(_AS_PUBLISHED, preset.config)
+    base = published if scale == "full" else merged(published, preset.small.config)
     wheres = preset.where if scale == "full" else preset.small.where
     given = {token: value for token, value in ((DATA, data), (MODEL, model)) if value is not None}
     cells: list[Cell] = []

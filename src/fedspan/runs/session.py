@@ -36,6 +36,7 @@ from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
 from fedspan.runs.setup import Prepared, engine_note, load_stacking_plan, prepare, store_stacking_plan
+from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
 
 __all__ = [
@@ -271,6 +272,10 @@ class _Session:
             row["failures"] = [asdict(failure) for failure in failures]
         if result.late:
             row["late"] = list(result.late)
+        if result.clipped:
+            row["clipped"] = dict(result.clipped)
+        if result.lowered:
+            row["lowered_weights"] = dict(result.lowered)
         if result.simulated_seconds is not None:
             row["simulated_seconds"] = result.simulated_seconds
         totals = self.ledger.totals
@@ -343,8 +348,11 @@ class _Session:
             other_bytes=totals.beside,
             failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
             learning_rate=read_range_test(place.learning_rate),
-            warnings=find_divergence(
-                read_lines(place.metrics), prepared.task.metric, prepared.federation.training.optimizer.lr
+            warnings=(
+                *find_divergence(
+                    read_lines(place.metrics), prepared.task.metric, prepared.federation.training.optimizer.lr
+                ),
+                *find_limited(read_lines(place.metrics)),
             ),
             start={key: start[key] for key in ("head_init", "validation", "clients", "test") if key in start},
         )

@@ -1,45 +1,58 @@
-"""The median and the trimmed mean of replies, against numpy and scipy, and the mean of clipped changes."""
+"""Robust reductions against numpy, scipy and definitions written out; what hostile minorities reach; where they fit."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 import scipy.stats
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedspan.config import parse_config
 from fedspan.core.values import Client, Contribution, Reduced
 from fedspan.errors import FedspanError
-from fedspan.federation.aggregation.reduction import Reducer, reducer_for
+from fedspan.federation.aggregation.reducers import reducer_for
+from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.aggregation.robust import geometric_median, largest_cluster, multi_krum
 from fedspan.federation.settings import RoundSettings
+
+RULES = ("median", "trimmed-mean", "multi-krum", "geometric-median", "flame")
+WEIGHTLESS = ("median", "trimmed-mean", "multi-krum", "flame")
 
 
 def reducer_of(clients: list[Client], origin: torch.Tensor | None = None, **settings: Any) -> Reducer:
-    def known() -> dict[str, torch.Tensor]:
-        assert origin is not None
-        return {"layer/A": origin}
-
-    return reducer_for(RoundSettings(1, **settings), clients, len(clients), 0, known)
+    return reducer_for(
+        RoundSettings(1, **settings),
+        clients,
+        len(clients),
+        0,
+        lambda: {"layer/A": torch.zeros(2) if origin is None else origin},
+    )
 
 
 def reduced(
-    values: list[torch.Tensor], order: list[int], origin: torch.Tensor | None = None, **settings: Any
+    values: list[torch.Tensor], order: list[int] | None = None, origin: torch.Tensor | None = None, **settings: Any
 ) -> Reduced:
     clients = [Client(f"c{number:03}", 2, 1.0, 5, float(number + 1)) for number in range(len(values))]
-    reducer = reducer_of(clients, origin, **settings)
-    for number in order:
+    reducer = reducer_of(clients, torch.zeros_like(values[0]) if origin is None else origin, **settings)
+    for number in order or range(len(values)):
         reducer.add(clients[number].id, Contribution(sum={"layer/A": values[number]}))
     return reducer.result()
 
 
+def drawn(rng: Any, count: int, *shape: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(rng.randrange(2**30))
+    return [torch.randn(shape, generator=draw) for _ in range(count)]
+
+
 @given(st.integers(1, 9), st.floats(0.01, 0.49), st.randoms(use_true_random=False))
 def test_coordinates_are_reduced_one_by_one_in_any_order(count: int, trim: float, rng: Any) -> None:
-    draw = torch.Generator().manual_seed(rng.randrange(2**30))
-    values = [torch.randn(3, 2, generator=draw) for _ in range(count)]
+    values = drawn(rng, count, 3, 2)
     order = list(range(count))
     rng.shuffle(order)
     stacked = torch.stack(values).double().numpy()
@@ -53,13 +66,107 @@ def test_coordinates_are_reduced_one_by_one_in_any_order(count: int, trim: float
     assert np.allclose(found.numpy(), expected, atol=1e-6)
 
 
-def test_one_reply_of_five_can_t_move_them_far() -> None:
-    good = [torch.full((2,), 1.0 + number / 10) for number in range(4)]
-    for rule in ("median", "trimmed-mean", "clipped-mean"):
-        replies, origin = [*good, torch.full((2,), 1e9)], torch.ones(2)
-        found = reduced(replies, [0, 1, 2, 3, 4], origin, reduction=rule, trim=0.2).mean["layer/A"]
-        assert 1.0 <= float(found.min()) <= float(found.max()) <= 1.3
-    assert float(reduced([*good, torch.full((2,), 1e9)], [0, 1, 2, 3, 4]).mean["layer/A"].max()) > 1e8
+@given(st.integers(1, 9), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_multi_krum_selects_by_the_definition(count: int, hostile: int, rng: Any) -> None:
+    rows = torch.stack(drawn(rng, count, 4)).double()
+    known = min(hostile, (count - 3) // 2)
+    expected = list(range(count))
+    if known > 0:
+        scores = [
+            sum(sorted(float((rows[i] - rows[j]).square().sum()) for j in range(count) if j != i)[: count - known - 2])
+            for i in range(count)
+        ]
+        expected = sorted(sorted(range(count), key=scores.__getitem__)[: count - known])
+    assert multi_krum(rows, hostile) == expected
+
+
+@given(st.integers(1, 7), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_the_geometric_median_minimizes_the_weighted_distances(count: int, rng: Any) -> None:
+    rows = torch.stack(drawn(rng, count, 3)).double()
+    weights = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(rng.randrange(2**30)))
+    weights = weights / weights.sum()
+
+    def cost(at: Any) -> float:
+        return float(weights @ (rows - torch.as_tensor(at)).norm(dim=1))
+
+    starts = [rows.mean(0).numpy(), *rows.numpy()]
+    best = min(scipy.optimize.minimize(cost, start, method="Nelder-Mead", tol=1e-9).fun for start in starts)
+    assert cost(geometric_median(rows, weights)) <= best * (1 + 1e-3) + 1e-9
+
+
+def test_the_geometric_median_of_a_line_is_the_weighted_median() -> None:
+    rows = torch.tensor([[0.0], [1.0], [10.0], [1e9]], dtype=torch.float64)
+    weights = torch.tensor([0.2, 0.4, 0.2, 0.2], dtype=torch.float64)
+    assert float(geometric_median(rows, weights)) == pytest.approx(1.0, abs=1e-4)
+    same = torch.ones(3, 2, dtype=torch.float64)
+    assert torch.equal(geometric_median(same, torch.full((3,), 1 / 3, dtype=torch.float64)), same[0])
+
+
+def test_flame_keeps_the_majority_by_direction_clips_to_the_median_norm_and_adds_little_noise() -> None:
+    rng = torch.Generator().manual_seed(0)
+    main, origin = torch.randn(200, generator=rng), torch.randn(200, generator=rng)
+    honest = [main + 0.1 * torch.randn(200, generator=rng) for _ in range(6)]
+    honest[0] = 50 * honest[0]  # a long one in the same direction
+    hostile = [-honest[1], -honest[2]]
+    rows = torch.stack([*honest, *hostile]).double()
+    kept = largest_cluster(rows)
+    assert set(kept) <= set(range(6))
+    assert len(kept) >= 5
+    norms = sorted(rows.norm(dim=1).tolist())
+    limit = (norms[3] + norms[4]) / 2
+    clipped = [honest[at] * min(1.0, limit / float(honest[at].norm())) for at in kept]
+    found = reduced([origin + change for change in (*honest, *hostile)], origin=origin, reduction="flame")
+    difference = found.mean["layer/A"] - origin - torch.stack(clipped).mean(0)
+    assert float(difference.std()) == pytest.approx(0.001 * limit, rel=0.3)
+    assert largest_cluster(rows[:2]) == [0, 1]  # too few to compare
+
+
+def test_a_seed_decides_the_noise_of_flame() -> None:
+    values = [torch.ones(50) + number / 100 for number in range(5)]
+    one, again, other = (reduced(values, reduction="flame", seed=seed).mean["layer/A"] for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_hostile_minority_cannot_move_them_far(rule: str) -> None:
+    rng = torch.Generator().manual_seed(1)
+    good = [torch.ones(30) + 0.1 * torch.randn(30, generator=rng) for _ in range(8)]
+    bad = [torch.full((30,), -1e6), torch.full((30,), 1e6)]
+    found = reduced([*good, *bad], reduction=rule, trim=0.2).mean["layer/A"]
+    assert float((found - 1).abs().max()) < 0.3
+    assert float((reduced([*good, *bad]).mean["layer/A"] - 1).abs().max()) > 1e4
+
+
+@given(rule=st.sampled_from(RULES), rng=st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_moving_all_replies_moves_the_result_alike(rule: str, rng: Any) -> None:
+    values, step = drawn(rng, 7, 4), drawn(rng, 1, 4)[0]
+    here = reduced(values, origin=torch.zeros(4), reduction=rule, trim=0.2).mean["layer/A"]
+    there = reduced([value + step for value in values], origin=step, reduction=rule, trim=0.2).mean["layer/A"]
+    assert torch.allclose(there - step, here, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_order_of_arrival_changes_no_bit(rule: str) -> None:
+    values = [torch.randn(4, generator=torch.Generator().manual_seed(number)) for number in range(4)]
+    first = reduced(values, reduction=rule).mean["layer/A"]
+    for order in itertools.permutations(range(4)):
+        assert torch.equal(first, reduced(values, list(order), reduction=rule).mean["layer/A"])
+
+
+@pytest.mark.parametrize("rule", WEIGHTLESS)
+def test_weights_do_not_count(rule: str) -> None:
+    values = [torch.randn(4, generator=torch.Generator().manual_seed(number)) for number in range(5)]
+    found: list[torch.Tensor] = []
+    for heavy in (1.0, 1e6):
+        clients = [Client(f"c{number}", 2, 1.0, 5, heavy if not number else 1.0) for number in range(5)]
+        reducer = reducer_of(clients, torch.zeros(4), reduction=rule)
+        for client, value in zip(clients, values, strict=True):
+            reducer.add(client.id, Contribution(sum={"layer/A": value}))
+        found.append(reducer.result().mean["layer/A"])
+    assert torch.equal(*found)
 
 
 def test_a_tensor_that_a_client_leaves_out_counts_as_zero_and_a_stack_is_refused() -> None:
@@ -72,35 +179,25 @@ def test_a_tensor_that_a_client_leaves_out_counts_as_zero_and_a_stack_is_refused
     reducer.add("c", Contribution(sum={"y": torch.ones(1)}))
     assert reducer.result().mean["x"].tolist() == [2.0]
     assert reducer.result().mean["y"].tolist() == [0.0]
-    other = reducer_of(clients[:1], reduction="median")
-    with pytest.raises(ValueError, match="no median"):
-        other.add("a", Contribution(stack={"x": torch.ones(1)}))
+    for rule in RULES:
+        other = reducer_of(clients[:1], reduction=rule)
+        with pytest.raises(ValueError, match="not summed"):
+            other.add("a", Contribution(stack={"x": torch.ones(1)}))
+        other.add("a", None)
+        with pytest.raises(ValueError, match="no reply in this round"):
+            other.result()
     assert type(reducer_of(clients)) is Reducer
 
 
-@given(st.integers(1, 7), st.floats(0.05, 20) | st.none(), st.randoms(use_true_random=False))
-def test_changes_are_clipped_to_a_norm_and_averaged_by_weight(count: int, most: float | None, rng: Any) -> None:
-    draw = torch.Generator().manual_seed(rng.randrange(2**30))
-    origin = torch.randn(3, 2, generator=draw)
-    values = [origin + torch.randn(3, 2, generator=draw) * 4**number for number in range(count)]
-    order = list(range(count))
-    rng.shuffle(order)
-    found = reduced(values, order, origin, reduction="clipped-mean", max_norm=most)
-    changes = np.stack([(value.double() - origin.double()).numpy() for value in values])
-    norms = np.linalg.norm(changes.reshape(count, -1), axis=1)
-    limit = np.median(norms) if most is None else most
-    changes *= np.minimum(1, limit / norms)[:, None, None]
-    expected = origin.numpy() + np.average(changes, axis=0, weights=np.arange(count) + 1)
-    assert found.count == count
-    assert found.mean["layer/A"].dtype == torch.float32
-    assert np.allclose(found.mean["layer/A"].numpy(), expected, atol=1e-5)
-
-
-def test_methods_that_stack_refuse_them() -> None:
-    for rule in ("median", "trimmed-mean", "clipped-mean"):
-        values = {"data": {"train": "x.csv"}, "method": {"name": "flora"}, "federation": {"reduction": rule}}
-        why = f"{rule} cannot be combined with flora, whose server needs single replies"
-        with pytest.raises(FedspanError, match=why) as refused:
-            parse_config(values)
-        assert refused.value.field == "federation.reduction"
-        parse_config({**values, "method": {"name": "fedit"}})
+@pytest.mark.parametrize("rule", RULES)
+def test_methods_that_stack_and_secure_sums_refuse_them(rule: str) -> None:
+    rules: dict[str, Any] = {"reduction": rule}
+    values: dict[str, Any] = {"data": {"train": "x.csv"}, "method": {"name": "flora"}, "federation": rules}
+    why = f"{rule} cannot be combined with flora, whose server needs single replies"
+    with pytest.raises(FedspanError, match=why) as refused:
+        parse_config(values)
+    assert refused.value.field == "federation.reduction"
+    summed = {**values, "method": {"name": "fedit"}}
+    assert parse_config(summed).round_settings().reduction == rule
+    with pytest.raises(FedspanError, match=f"federation.reduction {rule} compares single replies"):
+        parse_config({**summed, "federation": {"reduction": rule, "secure": {}}})

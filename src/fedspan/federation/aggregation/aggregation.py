@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from fedspan.core.method import Method
 from fedspan.core.tensors import Tensors
-from fedspan.core.values import Client, Message, Reduced, ServerState
+from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.reduction import Reducer, reducer_for
+from fedspan.federation.aggregation.held import HeldBodies
+from fedspan.federation.aggregation.reducers import reducer_for
+from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.changes import ChangeSize, measure_change, norm_limits, shrink_reply
 from fedspan.federation.progress import ClientData, Failure, TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply, Transport
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import (
     ReplyRules,
-    ValidatedReply,
     find_outliers,
     origin_of,
     require_requested,
     untrained_reply,
     validate_reply,
 )
+from fedspan.federation.weights import weight_limit
 from fedspan.training.jobs import TrainingSettings
 
 __all__ = ["Aggregation", "AggregationFactory", "PlaintextAggregation", "RoundContext", "Tally"]
@@ -92,6 +96,10 @@ class Aggregation(Protocol):
     """Number of replies that the round needs."""
     answers: dict[str, Reply]
     """The accepted replies without their bodies, by client."""
+    clipped: Mapping[str, float]
+    """The factors by which changes were scaled down, by client."""
+    lowered: Mapping[str, float]
+    """The factors by which weights were lowered, by client."""
 
     def missing(self) -> tuple[str, ...]:
         """Return the clients that receive an order in the next attempt."""
@@ -150,8 +158,9 @@ AggregationFactory = Callable[[RoundContext, Tally], Aggregation]
 class PlaintextAggregation:
     """Aggregation of replies that the server sees individually.
 
-    If a rule compares replies with each other, all of them stay in memory until the attempt ends; otherwise each reply
-    is folded into the reduction on arrival. A later attempt sends orders only to clients without an accepted reply.
+    If a rule compares replies with each other, all of them are held, encoded, until the attempt ends: in memory, beyond
+    256 MiB in a temporary file. Otherwise each reply is folded into the reduction on arrival. A later attempt sends
+    orders only to clients without an accepted reply.
 
     Args:
         context: The round.
@@ -162,13 +171,19 @@ class PlaintextAggregation:
         self.context, self.tally = context, tally
         self.quorum = context.rules.quorum(context.wanted)
         self.answers: dict[str, Reply] = {}
-        self._held: dict[str, ValidatedReply] = {}
+        self.clipped: dict[str, float] = {}
+        self._held: dict[str, ChangeSize] = {}
+        self._bodies = HeldBodies()
         self._expected: dict[str, Message] = {}
-        self._folds = not context.rules.validate and not context.rules.over_select
+        rules, settings = context.rules, context.settings
+        self._folds = not rules.validate and not rules.over_select and not settings.clips
         clients = [replace(context.clients[id].client, held=None) for id in context.ids]
-        self._reducer: Reducer = reducer_for(
-            context.settings, clients, len(context.clients), context.state.round, self._origin
-        )
+        limit = weight_limit([client.weight for client in clients], settings.max_weight_ratio)
+        self.lowered = {
+            client.id: limit / client.weight for client in clients if limit is not None and client.weight > limit
+        }
+        clients = [client if limit is None else replace(client, weight=min(client.weight, limit)) for client in clients]
+        self._reducer: Reducer = reducer_for(settings, clients, len(context.clients), context.state.round, self._origin)
 
     def missing(self) -> tuple[str, ...]:
         """``Aggregation.missing``."""
@@ -180,27 +195,30 @@ class PlaintextAggregation:
 
     def take(self, client: Client, answer: Reply, attempt: int) -> bool:
         """``Aggregation.take``."""
-        context, rules = self.context, self.context.rules
+        context = self.context
         require_requested(answer, client.id, context.state.round, attempt, context.task)
-        if self._folds:
-            message = serialization.decode(answer.body)
-            self._check(message, client)
-            self._reducer.add(client.id, context.method.contribute(message, client))
-            self._count(client.id, answer, message)
-            return False
         message = serialization.decode(answer.body)
-        self._check(message, client)
-        if rules.validate:
-            reply = validate_reply(context.method, message, client, self._untrained(client))
+        if context.check is not None:
+            context.check(message, client)
+        if self._folds:
+            self._reducer.add(client.id, context.method.contribute(message, client))
         else:
-            reply = ValidatedReply(context.method.contribute(message, client), 0.0)
-        self._held[client.id] = reply
-        self._count(client.id, answer, message)
-        return len(self._held) - len(self._outliers()) >= context.wanted
+            self._held[client.id] = self._measured(message, client)
+            self._bodies.store(client.id, answer.body)
+        self.answers[client.id] = replace(answer, body=b"")
+        size, payload = len(answer.body), serialization.payload_size(message)
+        self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.task))
+        return not self._folds and len(self._held) - len(self._outliers()) >= context.wanted
 
-    def _check(self, message: Message, client: Client) -> None:
-        if self.context.check is not None:
-            self.context.check(message, client)
+    def _measured(self, message: Message, client: Client) -> ChangeSize:
+        """Validate a reply, if the rules ask for it, and return the size of its change."""
+        method, expected = self.context.method, self._untrained(client)
+        if self.context.rules.validate:
+            return validate_reply(method, message, client, expected).change
+        change = measure_change(message, method.contribute(message, client), expected, method, client)
+        if self.context.settings.clips and not math.isfinite(change.norm):
+            raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
+        return change
 
     def _untrained(self, client: Client) -> Message:
         """Return the reply of the client if its training changed nothing; one for all where ranks do not differ."""
@@ -219,20 +237,13 @@ class PlaintextAggregation:
             return {}  # under central privacy one client must not decide whether others count; replies are clipped
         return find_outliers(self._held, rules.norm_factor)
 
-    def _count(self, id: str, answer: Reply, message: Message) -> None:
-        self.answers[id] = replace(answer, body=b"")
-        size, payload = len(answer.body), serialization.payload_size(message)
-        self.tally.transfers.append(Transfer(id, "up", size, payload, self.context.task))
-
     def close(self, attempt: int) -> Reduced:
         """``Aggregation.close``."""
         context, held = self.context, self._held
         if self._folds:
             if len(self.answers) < self.quorum:
                 raise TooFew
-            for id in self.missing():
-                self._reducer.add(id, None)
-            return self._reduced()
+            return self._reduced({})
         for id, why in self._outliers().items():
             self._drop(id)
             self.tally.failures.append(Failure(id, attempt, why, context.task))
@@ -240,18 +251,46 @@ class PlaintextAggregation:
             raise TooFew
         for id in [id for id in context.drawn if id in held][context.wanted :]:
             self._drop(id)
-        for id in context.ids:
-            reply = held.get(id)
-            self._reducer.add(id, None if reply is None else reply.contribution)
-        return self._reduced()
+        self.clipped = self._factors()
+        reduced = self._reduced(held)
+        self._bodies.close()
+        return reduced
 
-    def _reduced(self) -> Reduced:
-        """Return the reduction of all replies that were added.
+    def _factors(self) -> dict[str, float]:
+        """Return the factors by which changes have to be scaled down, by client."""
+        settings = self.context.settings
+        if not settings.clips:
+            return {}
+        if settings.max_norm is not None:
+            limits = dict.fromkeys(self._held, settings.max_norm)
+        else:
+            assert settings.clip_ratio is not None
+            limits = norm_limits(self._held, settings.clip_ratio)
+        return {
+            id: limits[id] / change.norm for id, change in self._held.items() if limits and limits[id] < change.norm
+        }
+
+    def _contribution(self, id: str) -> Contribution:
+        """Return a held reply's contribution, scaled down if its change is too large."""
+        context = self.context
+        client = replace(context.clients[id].client, held=None)
+        message = serialization.decode(self._bodies.load(id))
+        contribution = context.method.contribute(message, client)
+        if id not in self.clipped:
+            return contribution
+        expected = self._untrained(client)
+        return shrink_reply(context.method, message, contribution, expected, client, self.clipped[id])
+
+    def _reduced(self, held: Collection[str]) -> Reduced:
+        """Add the held replies of clients, skip the clients without a reply, and return the reduction.
 
         Raises:
             FedspanError: If the reduction cannot take a reply that was not validated, such as one with NaN.
         """
         try:
+            for id in self.context.ids:
+                if id in held or id not in self.answers:
+                    self._reducer.add(id, self._contribution(id) if id in held else None)
             return self._reducer.result()
         except ValueError as error:
             reduction = self.context.settings.reduction
@@ -268,8 +307,14 @@ class PlaintextAggregation:
         return self.answers
 
     def remark(self) -> str | None:
-        """``Aggregation.remark``."""
-        return None
+        """``Aggregation.remark``: the clients whose weights are lowered."""
+        if not self.lowered:
+            return None
+        ratio = self.context.settings.max_weight_ratio
+        return (
+            f"{', '.join(sorted(self.lowered))} declared so many examples that the weight is lowered to {ratio:g} "
+            "times the cohort's median (federation.max_weight_ratio)"
+        )
 
     def _origin(self) -> Tensors:
         context = self.context

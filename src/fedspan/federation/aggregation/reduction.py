@@ -1,22 +1,19 @@
-"""Reductions of replies: mean, stack, median, trimmed and clipped means, and the noise of local and central privacy."""
+"""The weighted mean of replies, their stack, and the noisy mean of central privacy."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import Tensors, norm
+from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Reduced, StackItem
 from fedspan.federation.privacy import private_mean, sampling_rate
 from fedspan.federation.settings import RoundSettings
-from fedspan.federation.validation import apply_change, change_of, clip_change
+from fedspan.federation.validation import change_of, clip_change
 
-__all__ = ["Reducer", "reducer_for"]
+__all__ = ["PrivateReducer", "Reducer"]
 
 
 class Reducer:
@@ -85,8 +82,7 @@ class Reducer:
         Raises:
             ValueError: If a client is missing, or no client contributed with a positive weight.
         """
-        if self._position < len(self._order):
-            raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
+        self._require_all()
         total = sum(self._weights.values())
         if not total > 0:
             raise ValueError("no reply of positive weight in this round")
@@ -98,82 +94,14 @@ class Reducer:
             count=len(self._weights),
         )
 
-
-class RobustReducer(Reducer):
-    """Collect all replies of a round and reduce each coordinate separately.
-
-    Args:
-        cohort: The clients selected for this round.
-        rule: Name of the rule, ``median`` or ``trimmed-mean``.
-        trim: Fraction of the replies that ``trimmed-mean`` drops at each end, rounded up.
-    """
-
-    def __init__(self, cohort: Sequence[Client], rule: str, trim: float) -> None:
-        super().__init__(cohort)
-        self._rule, self._trim = rule, trim
-        self._held: list[Contribution] = []
-
-    def _checked(self, contribution: Contribution) -> Contribution:
-        if contribution.stack:
-            raise ValueError("replies that are stacked have no median")
-        return contribution
-
-    def _fold(self, client: Client, contribution: Contribution | None) -> None:
-        if contribution is not None:
-            self._held.append(contribution)
-
-    def result(self) -> Reduced:
-        self._require_all()
-        names = dict.fromkeys(name for one in self._held for name in one.sum)
-        return Reduced(mean={name: self._reduced(name) for name in names}, count=len(self._held))
-
     def _require_all(self) -> None:
+        """Check that every client of the cohort was added.
+
+        Raises:
+            ValueError: If one is missing.
+        """
         if self._position < len(self._order):
             raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
-        if not self._held:
-            raise ValueError("no reply in this round")
-
-    def _reduced(self, name: str) -> Tensor:
-        like = next(one.sum[name] for one in self._held if name in one.sum)
-        nothing = torch.zeros_like(like)
-        values = torch.stack([one.sum.get(name, nothing) for one in self._held]).to(torch.float64).sort(dim=0).values
-        count, most = len(values), (len(values) - 1) // 2  # the median drops all but the middle one or two
-        dropped = most if self._rule == "median" else min(math.ceil(self._trim * count), most)
-        kept = values[dropped : count - dropped].mean(0)
-        return kept.to(like.dtype) if like.is_floating_point() else kept
-
-
-class ClippedReducer(RobustReducer):
-    """Weighted mean of replies whose changes are clipped to a norm.
-
-    Args:
-        cohort: The clients selected for this round.
-        origin: Contribution of a client that trained nothing.
-        max_norm: Maximum norm of a change; None: the median norm of the round.
-    """
-
-    def __init__(self, cohort: Sequence[Client], origin: Tensors, max_norm: float | None) -> None:
-        super().__init__(cohort, "clipped-mean", 0.0)
-        self._origin, self._max_norm = origin, max_norm
-        self._shares: list[float] = []
-
-    def _checked(self, contribution: Contribution) -> Contribution:
-        return replace(contribution, sum=change_of(contribution, self._origin))
-
-    def _fold(self, client: Client, contribution: Contribution | None) -> None:
-        super()._fold(client, contribution)
-        if contribution is not None:
-            self._shares.append(client.weight if contribution.weight is None else contribution.weight)
-
-    def result(self) -> Reduced:
-        self._require_all()
-        changes = [one.sum for one in self._held]
-        limit = statistics.median(map(norm, changes)) if self._max_norm is None else self._max_norm
-        plain = Reducer([Client(f"{number:09}", 0, 0.0, 0, share) for number, share in enumerate(self._shares)])
-        for number, change in enumerate(changes):
-            plain.add(f"{number:09}", Contribution(sum=clip_change(change, limit)))
-        found = plain.result()
-        return Reduced(mean=apply_change(found.mean, self._origin), count=found.count)
 
 
 class PrivateReducer(Reducer):
@@ -205,27 +133,7 @@ class PrivateReducer(Reducer):
                 self._total[name] += value
 
     def result(self) -> Reduced:
-        if self._position < len(self._order):
-            raise ValueError(f"no contribution yet of client {self._order[self._position]!r}")
+        self._require_all()
         expected = self._rate * self._all
         mean = private_mean(self._total, self._origin, self._privacy, self._rate, expected, self._round)
         return Reduced(mean=mean, count=expected)
-
-
-def reducer_for(
-    settings: RoundSettings, cohort: Sequence[Client], clients: int, round: int, origin: Callable[[], Tensors]
-) -> Reducer:
-    """Create the reducer that the settings request.
-
-    Args:
-        settings: Round settings of the run.
-        cohort: The clients selected for this round.
-        clients: Number of clients in the federation.
-        round: Number of the round, from 0.
-        origin: Returns the contribution of a client that trained nothing.
-    """
-    if settings.privacy is not None and settings.privacy.mechanism == "central":
-        return PrivateReducer(cohort, origin(), settings, clients, round)
-    if settings.reduction == "clipped-mean":
-        return ClippedReducer(cohort, origin(), settings.max_norm)
-    return Reducer(cohort) if settings.reduction == "mean" else RobustReducer(cohort, settings.reduction, settings.trim)

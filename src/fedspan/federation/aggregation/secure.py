@@ -58,6 +58,8 @@ class SecureAggregation:
         self.context, self.tally, self.secure = context, tally, secure
         self.quorum = max(2, context.rules.quorum(len(context.ids)))
         self.answers: dict[str, Reply] = {}
+        self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
+        self.lowered: Mapping[str, float] = {}  # clients weigh their own vectors, by no weight but their own
         self._origin = self._begun()
         self._session: SecureSession | None = None
         self._clients: dict[str, Client] = {}

@@ -1,0 +1,255 @@
+"""Robust reductions, which a minority of hostile clients cannot move far: they hold all replies of a round.
+
+Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018, arXiv:1803.01498:
+median and trimmed mean of each coordinate.
+
+Multi-Krum (Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017,
+arXiv:1703.02757): a reply's score is the sum of its squared distances to its n - f - 2 nearest replies; the result is
+the mean of the n - f replies with the smallest scores.
+
+Geometric median (RFA; Pillutla et al., "Robust Aggregation for Federated Learning", IEEE TSP 2022, arXiv:1912.13445):
+argmin_v sum_i p_i ||v - x_i||, by the smoothed Weiszfeld iteration with weights p_i / max(nu, ||v - x_i||).
+
+FLAME (Nguyen et al., "FLAME: Taming Backdoors in Federated Learning", USENIX Security 2022, arXiv:2101.02281): HDBSCAN
+on the cosine distances of changes keeps the one cluster that holds more than half of them; changes are clipped to the
+median norm S of all, averaged plainly, and get Gaussian noise of standard deviation lambda S.
+
+Deviations: All of them act on what a method sums, which for low-rank methods are factors rather than models. Median,
+trimmed mean, multi-Krum and FLAME count all clients alike, as the papers do; RFA weighs them. nu is relative to the
+median distance; RFA's three communication rounds are one computation here, which iterates until v rests. FLAME's
+cosines are those of changes, not of models, since a model's frozen part is common to all; lambda is the paper's 0.001.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedspan.core.tensors import Tensors, generator
+from fedspan.core.values import Client, Contribution, Reduced
+from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.validation import apply_change, change_of
+
+__all__ = [
+    "CoordinateReducer",
+    "FlameReducer",
+    "GeometricMedianReducer",
+    "MultiKrumReducer",
+    "RobustReducer",
+    "geometric_median",
+    "largest_cluster",
+    "multi_krum",
+]
+
+_ITERATIONS = 100
+_AT_REST = 1e-8
+"""Step of the geometric median, over the median distance from it, at which the iteration ends."""
+_SMOOTHING = 1e-6
+"""nu of the smoothed Weiszfeld iteration, over the median distance."""
+_NOISE = 0.001
+"""FLAME's lambda."""
+_FEWEST = 3
+"""Replies below which there is no majority to compare with, so that all of them count."""
+
+
+class RobustReducer(Reducer):
+    """Collects all replies of a round, in client-id order.
+
+    Args:
+        cohort: The clients selected for this round.
+    """
+
+    def __init__(self, cohort: Sequence[Client]) -> None:
+        super().__init__(cohort)
+        self._held: list[Contribution] = []
+        self._shares: list[float] = []
+
+    def _checked(self, contribution: Contribution) -> Contribution:
+        if contribution.stack:
+            raise ValueError("replies that are stacked are not summed")
+        return contribution
+
+    def _fold(self, client: Client, contribution: Contribution | None) -> None:
+        if contribution is not None:
+            self._held.append(contribution)
+            self._shares.append(client.weight if contribution.weight is None else contribution.weight)
+
+    def result(self) -> Reduced:
+        self._require_all()
+        if not self._held:
+            raise ValueError("no reply in this round")
+        return Reduced(mean=self._combined(), count=len(self._held))
+
+    def _combined(self) -> dict[str, Tensor]:
+        """Return the result of the held replies."""
+        raise NotImplementedError
+
+    def _names(self) -> dict[str, Tensor]:
+        """Return the name of every summed tensor with one reply's tensor of that name."""
+        return {name: value for one in reversed(self._held) for name, value in one.sum.items()}
+
+    def _flat(self) -> Tensor:
+        """Return all replies as rows in float64; tensors that a client omits are zero."""
+        names = self._names()
+        rows = [
+            torch.cat([one.sum.get(name, torch.zeros_like(like)).double().flatten() for name, like in names.items()])
+            for one in self._held
+        ]
+        return torch.stack(rows)
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return a flat result by name, in the replies' formats; means of integers are float64."""
+        names = self._names()
+        parts = flat.split([like.numel() for like in names.values()])
+        return {
+            name: part.view(like.shape).to(like.dtype if like.is_floating_point() else torch.float64)
+            for (name, like), part in zip(names.items(), parts, strict=True)
+        }
+
+
+class CoordinateReducer(RobustReducer):
+    """Reduces each coordinate separately.
+
+    Args:
+        cohort: The clients selected for this round.
+        rule: Name of the rule, ``median`` or ``trimmed-mean``.
+        trim: Fraction of the replies that ``trimmed-mean`` drops at each end, rounded up.
+    """
+
+    def __init__(self, cohort: Sequence[Client], rule: str, trim: float) -> None:
+        super().__init__(cohort)
+        self._rule, self._trim = rule, trim
+
+    def _combined(self) -> dict[str, Tensor]:
+        return {name: self._reduced(name, like) for name, like in self._names().items()}
+
+    def _reduced(self, name: str, like: Tensor) -> Tensor:
+        nothing = torch.zeros_like(like)
+        values = torch.stack([one.sum.get(name, nothing) for one in self._held]).to(torch.float64).sort(dim=0).values
+        count, most = len(values), (len(values) - 1) // 2  # the median drops all but the middle one or two
+        dropped = most if self._rule == "median" else min(math.ceil(self._trim * count), most)
+        kept = values[dropped : count - dropped].mean(0)
+        return kept.to(like.dtype) if like.is_floating_point() else kept
+
+
+class MultiKrumReducer(RobustReducer):
+    """Mean of the replies that are nearest to their neighbours.
+
+    Args:
+        cohort: The clients selected for this round.
+        trim: Fraction of the replies that may be hostile, f / n, rounded up.
+    """
+
+    def __init__(self, cohort: Sequence[Client], trim: float) -> None:
+        super().__init__(cohort)
+        self._trim = trim
+
+    def _combined(self) -> dict[str, Tensor]:
+        flat = self._flat()
+        return self._named(flat[multi_krum(flat, math.ceil(self._trim * len(flat)))].mean(0))
+
+
+class GeometricMedianReducer(RobustReducer):
+    """Weighted geometric median of the replies."""
+
+    def _combined(self) -> dict[str, Tensor]:
+        flat, weights = self._flat(), torch.tensor(self._shares, dtype=torch.float64)
+        if not float(weights.sum()) > 0:
+            raise ValueError("no reply of positive weight in this round")
+        return self._named(geometric_median(flat, weights / weights.sum()))
+
+
+class FlameReducer(RobustReducer):
+    """Clipped and noisy mean of the majority's changes.
+
+    Args:
+        cohort: The clients selected for this round.
+        origin: Contribution of a client that trained nothing.
+        seed: Seed of the noise.
+        round: Number of the round, from 0.
+    """
+
+    def __init__(self, cohort: Sequence[Client], origin: Tensors, seed: int, round: int) -> None:
+        super().__init__(cohort)
+        self._origin, self._seed, self._round = origin, seed, round
+
+    def _checked(self, contribution: Contribution) -> Contribution:
+        return Contribution(sum=change_of(super()._checked(contribution), self._origin))
+
+    def _combined(self) -> dict[str, Tensor]:
+        flat = self._flat()
+        norms = flat.norm(dim=1)
+        limit = statistics.median(norms.tolist())
+        kept = largest_cluster(flat)
+        clipped = flat[kept] * (limit / norms[kept].clamp_min(1e-300)).clamp_max(1.0)[:, None]
+        rng = generator(self._seed, "flame", self._round)
+        noise = torch.randn(flat.shape[1], generator=rng, dtype=torch.float64)
+        return apply_change(self._named(clipped.mean(0) + _NOISE * limit * noise), self._origin)
+
+
+def multi_krum(replies: Tensor, hostile: int) -> list[int]:
+    """Return the positions of the replies that multi-Krum selects, in ascending order.
+
+    Args:
+        replies: Replies, one a row, float64 (n, d).
+        hostile: Number f of replies that may be hostile; at most (n - 3) / 2 are taken into account.
+    """
+    count = len(replies)
+    hostile = min(hostile, (count - _FEWEST) // 2)
+    if hostile < 1:
+        return list(range(count))
+    squared = torch.cdist(replies, replies, compute_mode="donot_use_mm_for_euclid_dist").square()
+    squared.fill_diagonal_(math.inf)
+    scores = squared.sort(dim=1).values[:, : count - hostile - 2].sum(1)
+    return sorted(scores.argsort(stable=True)[: count - hostile].tolist())
+
+
+def geometric_median(replies: Tensor, weights: Tensor) -> Tensor:
+    """Compute argmin_v sum_i p_i ||v - x_i|| by the smoothed Weiszfeld iteration, from the weighted mean.
+
+    Args:
+        replies: Replies x, one a row, float64 (n, d).
+        weights: Weights p, which sum to 1, float64 (n,).
+
+    Returns:
+        The geometric median v, (d,).
+    """
+    middle = weights @ replies
+    for _ in range(_ITERATIONS):
+        distances = (replies - middle).norm(dim=1)
+        spread = float(distances.median()) or float(distances.mean())  # few replies cannot move the median
+        if not spread > 0:
+            break
+        shares = weights / distances.clamp_min(_SMOOTHING * spread)
+        last, middle = middle, (shares / shares.sum()) @ replies
+        if float((middle - last).norm()) <= _AT_REST * spread:
+            break
+    return middle
+
+
+def largest_cluster(changes: Tensor) -> list[int]:
+    """Return the positions of the changes in the cluster of more than half of them, by cosine distance.
+
+    Args:
+        changes: Changes, one a row, float64 (n, d).
+
+    Returns:
+        The positions in ascending order; all of them if they form no cluster, or if there are too few to compare.
+    """
+    count = len(changes)
+    if count < _FEWEST:
+        return list(range(count))
+    from sklearn.cluster import HDBSCAN  # it is slow to import, and only this rule needs it
+
+    directions = torch.nn.functional.normalize(changes, dim=1)
+    distances = (1 - directions @ directions.T).clamp_min(0.0).fill_diagonal_(0.0)
+    distances = (distances + distances.T) / 2
+    found = HDBSCAN(
+        min_cluster_size=count // 2 + 1, min_samples=1, allow_single_cluster=True, metric="precomputed", copy=True
+    ).fit_predict(distances.numpy())
+    kept = [position for position, label in enumerate(found.tolist()) if label == 0]
+    return kept or list(range(count))

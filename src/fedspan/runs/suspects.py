@@ -1,0 +1,42 @@
+"""Clients whose replies or weights were limited often, for a run's report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["find_limited"]
+
+_OFTEN = 0.5
+"""Share of a client's rounds beyond which its changes are named."""
+_ROUNDS = 3
+"""Rounds that a client's changes must have been limited in to be named."""
+
+
+def find_limited(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Find clients whose changes were scaled down in more than half of their rounds, or whose weight was lowered.
+
+    Args:
+        rows: Lines of metrics.jsonl.
+
+    Returns:
+        Sentences for the user, by client.
+    """
+    selected, clipped, lowered = Counter[str](), Counter[str](), Counter[str]()
+    for row in rows:
+        selected.update(row.get("cohort", ()))
+        clipped.update(list(row.get("clipped", ())))
+        lowered.update(list(row.get("lowered_weights", ())))
+    changes = tuple(
+        f"The changes of {id} were scaled down in {count} of its {selected[id]} rounds (federation.clip_ratio): its "
+        "data or training differs from that of the other clients, or it is hostile."
+        for id, count in sorted(clipped.items())
+        if count >= _ROUNDS and count > _OFTEN * selected[id]
+    )
+    weights = tuple(
+        f"The weight of {id} was lowered in {count} of its {selected[id]} rounds (federation.max_weight_ratio): it "
+        "declares many more examples than the median client."
+        for id, count in sorted(lowered.items())
+    )
+    return changes + weights

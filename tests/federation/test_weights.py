@@ -1,0 +1,39 @@
+"""The limit on the weights of clients that declare more examples than the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedspan.federation.weights import weight_limit
+from fedspan.runs.setup import prepare
+from helpers import tiny
+
+
+@pytest.mark.parametrize(
+    ("weights", "ratio", "limit"),
+    [((100, 90, 2**53 - 1, 110, 80), 4.0, 400), ((100, 90, 5000), None, None), ((0, 0, 7), 4.0, None), ((), 4.0, None)],
+)
+def test_a_limit_is_a_multiple_of_the_median(
+    weights: tuple[int, ...], ratio: float | None, limit: float | None
+) -> None:
+    assert weight_limit(weights, ratio) == limit
+
+
+def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit(tiny_folder: Path) -> None:
+    def state(weight: float, ratio: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
+        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": ratio})
+        federation = prepare(config).federation
+        tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
+        result = federation.run_round(federation.begin())
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.remark()
+
+    limited, lowered, remark = state(2.0**53 - 1, 4.0)
+    expected, unchanged, silent = state(4.0, None)
+    assert all(torch.equal(value, expected[name]) for name, value in limited.items())
+    assert lowered == {"west": 4.0 / (2.0**53 - 1)}
+    assert remark is not None
+    assert remark.startswith("west declared so many examples")
+    assert (unchanged, silent) == ({}, None)
