@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,15 +16,22 @@ from fedspan.core.method import Memory
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job
 from fedspan.federation import serialization
+from fedspan.federation.changes import ENOUGH_REPLIES
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
 from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPart, Scores, open_reply
+from fedspan.federation.weights import weight_limit
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
-__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "summarised"]
+__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "possible_metrics", "summarised"]
 
 Metrics = Mapping[str, float]
+
+_FAR = 1000.0
+"""Multiple of the median beyond which a loss or perplexity is not believed."""
+_TRIMMED_FROM = 5
+"""Number of clients from which a trimmed mean decides between rounds."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,18 @@ class ClientScores:
     Args:
         pooled: Metrics over the examples of all clients together.
         by_client: Metrics of each client.
+        trimmed: Metrics without the clients at both ends, where the clients' machines report them; None: these scores
+            were measured here.
     """
 
     pooled: Metrics
     by_client: Mapping[str, Metrics]
+    trimmed: Metrics | None = None
+
+    @property
+    def deciding(self) -> Metrics:
+        """The metrics by which rounds are compared, which no single client decides if there are at least five."""
+        return self.pooled if self.trimmed is None else self.trimmed
 
     def summary(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
@@ -175,7 +191,7 @@ class Evaluator:
 class RemoteEvaluator(Evaluator):
     """Evaluate on the clients' machines: clients receive the models and reply with metrics.
 
-    Pooled metrics are means over clients, weighted by their numbers of examples.
+    Pooled metrics are means over clients, weighted by their numbers of examples. Rounds are compared by trimmed means.
 
     Args:
         federation: The federation to evaluate.
@@ -240,24 +256,80 @@ class RemoteEvaluator(Evaluator):
         return self._pooled("validation", found["validation"]), self._pooled("test", found["test"])
 
     def _pooled(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:
-        """Pool the metrics that most clients report; clients that lack one of them are excluded and recorded."""
-        rows = {id: dict(by_client[id]) for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
+        """Pool the clients' metrics.
+
+        Impossible values do not count. A client without the loss or the run's metric, where at least half of the
+        clients have it, is excluded; of the other metrics, those that at least half have are pooled over the clients
+        that have them. What does not count is recorded with the client's name.
+        """
+        reported = {id: by_client[id] for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
+        rows, impossible = possible_metrics(reported)
+        for id, why in impossible:
+            self.federation.note(Failure(id, 0, f"of its {part} part, {why}", "evaluate"))
         counts = Counter(name for row in rows.values() for name in row)
-        names = [name for name, count in counts.items() if 2 * count > len(rows)]
+        names = [name for name, count in counts.items() if 2 * count >= len(rows)]
+        deciding = (self.federation.engine.task.metric, "loss")
+        required = [name for name in deciding if name in names and METRICS[name].always]
         for id in list(rows):
-            if missing := [name for name in names if name not in rows[id]]:
+            if missing := [name for name in required if name not in rows[id]]:
                 self.federation.note(Failure(id, 0, f"not measured: no {missing[0]} of its {part} part", "evaluate"))
                 del rows[id]
-            else:
-                rows[id]["examples"] = self._weight(id, part, rows[id]["examples"])
         if not rows:
             return None
-        weights = np.array([row["examples"] for row in rows.values()])
-        pooled = {name: float(np.average([row[name] for row in rows.values()], weights=weights)) for name in names}
-        return ClientScores({**pooled, "examples": float(weights.sum())}, rows)
+        weights = self._weights(part, {id: reported[id]["examples"] for id in rows})
+        pooled = {name: _weighted(rows, weights, name) for name in names if any(name in row for row in rows.values())}
+        trimmed = {name: _weighted(_trimmed(rows, name), weights, name) for name in pooled}
+        by_client = {id: {**row, "examples": weights[id]} for id, row in rows.items()}
+        return ClientScores({**pooled, "examples": sum(weights.values())}, by_client, trimmed)
 
-    def _weight(self, id: str, part: ScoredPart, stated: float) -> float:
-        """Return a client's weight: its number of examples, or a stated one that is at most its training examples."""
-        member = self.federation.clients[id]
-        known = len(getattr(member, part))
-        return float(known) if known else min(stated, float(max(1, member.client.examples)))
+    def _weights(self, part: ScoredPart, stated: Mapping[str, float]) -> dict[str, float]:
+        """Return the clients' weights: their known numbers of examples, or stated ones up to what is plausible.
+
+        A stated number counts up to the client's training examples, and up to ``max_weight_ratio`` times the median.
+        """
+        members = {id: self.federation.clients[id] for id in stated}
+        known = {id: len(getattr(member, part)) for id, member in members.items()}
+        counts = {id: known[id] or min(stated[id], max(1, members[id].client.examples)) for id in stated}
+        limit = weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
+        return {
+            id: float(count) if known[id] or limit is None else min(float(count), limit) for id, count in counts.items()
+        }
+
+
+def possible_metrics(reported: Mapping[str, Scores]) -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
+    """Remove metrics that no client can have.
+
+    Impossible are values outside the metric's range and, of metrics without an upper bound, those of more than 1000
+    times the clients' median, or 1000 if the median is smaller than 1.
+
+    Args:
+        reported: Reported metrics by client.
+
+    Returns:
+        The possible ones by client, and the client and the reason of each one that was removed.
+    """
+    rows: dict[str, dict[str, float]] = {id: {} for id in reported}
+    impossible: list[tuple[str, str]] = []
+    for name, metric in METRICS.items():
+        values = {id: row[name] for id, row in reported.items() if name in row}
+        middle = float(np.median(list(values.values()))) if len(values) >= ENOUGH_REPLIES else math.inf
+        far = math.inf if metric.bounded else _FAR * max(1.0, middle)
+        for id, value in values.items():
+            if metric.accepts(value) and value <= far:
+                rows[id][name] = value
+            else:
+                most = min(metric.most, far)
+                impossible.append((id, f"{metric.title} {value:.3g} is not from {metric.least:g} to {most:.3g}"))
+    return rows, impossible
+
+
+def _weighted(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:
+    having = [id for id, row in rows.items() if name in row]
+    return float(np.average([rows[id][name] for id in having], weights=[weights[id] for id in having]))
+
+
+def _trimmed(rows: Mapping[str, Metrics], name: str) -> dict[str, Metrics]:
+    """Return the clients that have a metric, without a tenth of them at each end, rounded up; all, if they are few."""
+    order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
+    dropped = math.ceil(len(order) / 10) if len(order) >= _TRIMMED_FROM else 0
+    return {id: rows[id] for id in sorted(order[dropped : len(order) - dropped])}

@@ -248,12 +248,14 @@ class _Session:
         validation, own = prepared.evaluator.clients(progress)
         if validation is not None:
             scores["validation"] = dict(validation.pooled)
+            if validation.trimmed is not None and validation.trimmed != validation.pooled:
+                scores["validation_trimmed"] = dict(validation.trimmed)
         if own is not None:
             scores["clients"] = own.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
             scores["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
         metric = prepared.config.evaluation.deciding(prepared.task.metric)
-        rated = rate_round(metric, number, None if validation is None else validation.pooled)
+        rated = rate_round(metric, number, None if validation is None else validation.deciding)
         if self.best is None or rated > self.best:
             self.best = rated
             prepared.federation.remember(progress)

@@ -21,24 +21,43 @@ class Metric:
         title: Name in tables.
         higher: Whether higher is better.
         percent: Whether it is a share, shown in percent.
+        least: Smallest possible value.
+        most: Largest possible value; of metrics without a bound, far above any that a trained model has.
+        always: Whether it is defined for any examples; correlations are not.
     """
 
     title: str
     higher: bool
     percent: bool = False
+    least: float = 0.0
+    most: float = 1.0
+    always: bool = True
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the metric itself has an upper bound."""
+        return self.most < _UNBOUNDED
+
+    def accepts(self, value: float) -> bool:
+        """Check whether a value is possible, but for rounding; NaN is not."""
+        return self.least - _ROUNDING <= value <= self.most + _ROUNDING
+
+
+_UNBOUNDED = 1e15
+_ROUNDING = 1e-6
 
 
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric("accuracy", True, percent=True),
     "macro_f1": Metric("macro-F1", True, percent=True),
     "f1": Metric("F1", True, percent=True),
-    "matthews": Metric("Matthews", True),
-    "pearson": Metric("Pearson", True),
-    "spearman": Metric("Spearman", True),
+    "matthews": Metric("Matthews", True, least=-1.0),
+    "pearson": Metric("Pearson", True, least=-1.0, always=False),
+    "spearman": Metric("Spearman", True, least=-1.0, always=False),
     "exact_match": Metric("exact match", True, percent=True),
     "token_accuracy": Metric("token accuracy", True, percent=True),
-    "perplexity": Metric("perplexity", False),
-    "loss": Metric("loss", False),
+    "perplexity": Metric("perplexity", False, least=1.0, most=_UNBOUNDED),
+    "loss": Metric("loss", False, most=_UNBOUNDED),
 }
 """Metrics by name, in the order of tables."""
 

@@ -1,0 +1,119 @@
+"""Metrics that clients report: what no client can have, what one alone could decide, and who is named for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedspan.federation.evaluation import ClientScores, RemoteEvaluator, possible_metrics
+from fedspan.federation.federation import Federation
+from fedspan.federation.protocol import Envelope, Reply, decode_order
+from fedspan.runs.callbacks import rate_round
+from fedspan.runs.setup import Prepared, prepare
+from helpers import tiny
+from helpers.reply_transport import Replies, ReplyingTransport
+
+HONEST = {"accuracy": 0.5, "loss": 0.7, "examples": 4.0}
+
+
+class Reporting(ReplyingTransport):
+    """Reports given metrics of the validation parts."""
+
+    def __init__(self, rows: Mapping[str, Mapping[str, float]]) -> None:
+        self.rows = rows
+
+    def replies(self, envelopes: Mapping[str, Envelope], seconds: float, *, patient: bool = False) -> Replies:
+        for id, envelope in envelopes.items():
+            order = decode_order(envelope)
+            scores = {"validation": dict(self.rows[id])}
+            yield id, Reply("evaluate", order.round, 0, id, scores=scores).envelope()  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_folder: Path) -> Prepared:
+    return prepare(tiny.config(tiny_folder))
+
+
+def reported(prepared: Prepared, rows: list[Mapping[str, float]]) -> tuple[ClientScores, dict[str, str]]:
+    """The pooled scores of clients of 20 training examples each, whose parts the server does not know."""
+    old, nobody = prepared.federation, np.zeros(0, np.int64)
+    member = next(iter(old.clients.values()))
+    clients = {
+        id: replace(member, client=replace(member.client, id=id, examples=20), validation=nobody, test=nobody)
+        for id in (f"c{number}" for number in range(len(rows)))
+    }
+    transport = Reporting(dict(zip(clients, rows, strict=True)))
+    federation = Federation(old.method, old.engine, clients, old.examples, old.settings, transport)
+    scores, _ = RemoteEvaluator(federation, 32).clients(federation.begin())
+    assert scores is not None
+    return scores, {failure.client: failure.reason for failure in federation.beside().failures}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("accuracy", 1e308), ("accuracy", -0.1), ("loss", 1e308), ("loss", 1e9), ("loss", -1.0), ("perplexity", 1e12)],
+)
+def test_an_impossible_metric_does_not_count_and_its_client_is_named(
+    prepared: Prepared, name: str, value: float
+) -> None:
+    rows = [{**HONEST, "perplexity": 2.0}] * 2 + [{**HONEST, "perplexity": 2.0, name: value}]
+    scores, failures = reported(prepared, rows)
+    assert {key: scores.pooled[key] for key in ("accuracy", "loss", "perplexity")} == pytest.approx(
+        {"accuracy": 0.5, "loss": 0.7, "perplexity": 2.0}
+    )
+    assert set(failures) == {"c2"}
+    assert ("c2" in scores.by_client) == (name == "perplexity")  # the loss and the run's metric are required
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("name", ["accuracy", "loss"])
+def test_a_client_without_a_metric_removes_it_for_nobody_else(prepared: Prepared, count: int, name: str) -> None:
+    silent = {key: value for key, value in HONEST.items() if key != name}
+    scores, failures = reported(prepared, [HONEST] * (count - 1) + [silent])
+    assert scores.pooled == pytest.approx({"accuracy": 0.5, "loss": 0.7, "examples": 4.0 * (count - 1)})
+    assert failures == {f"c{count - 1}": f"not measured: no {name} of its validation part"}
+
+
+def test_an_honest_client_is_not_excluded_for_a_metric_that_another_invents(prepared: Prepared) -> None:
+    scores, failures = reported(prepared, [HONEST, {**HONEST, "f1": 1.0, "unheard": 7.0}])
+    assert set(scores.by_client) == {"c0", "c1"}
+    assert not failures
+    assert "unheard" not in scores.pooled
+
+
+def test_stated_examples_weigh_what_is_plausible(prepared: Prepared) -> None:
+    scores, _ = reported(prepared, [HONEST, HONEST, {"accuracy": 1.0, "loss": 0.1, "examples": 2.0**53}])
+    assert [row["examples"] for row in scores.by_client.values()] == [4.0, 4.0, 16.0]
+
+
+def test_one_client_does_not_choose_the_best_round(prepared: Prepared) -> None:
+    """It reports a perfect first round; the honest clients become better in the second."""
+    liar = {"accuracy": 1.0, "loss": 0.0, "examples": 20.0}
+    first, _ = reported(prepared, [{**HONEST, "accuracy": 0.4 + number / 100} for number in range(4)] + [liar])
+    second, _ = reported(
+        prepared,
+        [{**HONEST, "accuracy": 0.44 + number / 100} for number in range(4)] + [{**liar, "accuracy": 0.0, "loss": 1.0}],
+    )
+    assert first.pooled["accuracy"] > second.pooled["accuracy"]
+    assert rate_round("accuracy", 2, second.deciding) > rate_round("accuracy", 1, first.deciding)
+
+
+def test_deciding_metrics_are_those_of_all_clients_where_they_are_few(prepared: Prepared) -> None:
+    scores, _ = reported(prepared, [HONEST, {**HONEST, "accuracy": 0.9}, HONEST, HONEST])
+    assert scores.deciding["accuracy"] == pytest.approx(scores.pooled["accuracy"])
+    assert ClientScores({"loss": 1.0}, {}).deciding == {"loss": 1.0}
+
+
+def test_a_loss_is_compared_with_the_median_from_three_clients_on() -> None:
+    rows, impossible = possible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}})
+    assert rows == {"a": {"loss": 0.2}, "b": {"loss": 5000.0}}
+    assert not impossible
+    rows, impossible = possible_metrics({"a": {"loss": 20.0}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
+    assert [id for id, _ in impossible] == []
+    rows, impossible = possible_metrics({"a": {"loss": 0.2}, "b": {"loss": 5000.0}, "c": {"loss": 0.1}})
+    assert impossible == [("b", "loss 5e+03 is not from 0 to 1e+03")]
+    assert rows["b"] == {}
