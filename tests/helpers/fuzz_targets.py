@@ -417,6 +417,7 @@ _CONFIG: dict[str, Any] = {
     "privacy": None,
     "evaluation": {"every": 1, "metric": "accuracy"},
 }
+_OWN: dict[str, Any] = {"validation": 0.1, "test": 0.1, "split_seed": 0}
 _NODE: dict[str, Any] = {
     "id": "clinic-a",
     "server": "fl.example.org:9092",
@@ -461,7 +462,7 @@ class Configs(_Json):
         summary = JobRequest("0" * 64, "run", given, "now").summary()
         if not all(value.isprintable() for value in summary.values()):
             raise AssertionError("a summary that a terminal obeys")
-        parse_config(node_values(given, {"data": {"train": "t.csv"}}))
+        parse_config(node_values(given, {**_OWN, "data": {"train": "t.csv"}}))
 
 
 class Refusing(Target):

@@ -113,7 +113,8 @@ class Lying(Transport):
 
 @pytest.fixture(scope="module")
 def scene(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    from fedspan.transports.flower.server import admissions, link_of
+    from fedspan.transports.flower.admissions import admissions
+    from fedspan.transports.flower.server import link_of
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
 
