@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def prepared(tiny_folder: Path) -> Prepared:
     return prepare(tiny.config(tiny_folder))
 
 
-def reported(prepared: Prepared, rows: list[Mapping[str, float]]) -> tuple[ClientScores, dict[str, str]]:
+def reported(prepared: Prepared, rows: Sequence[Mapping[str, float]]) -> tuple[ClientScores, dict[str, str]]:
     """The pooled scores of clients of 20 training examples each, whose parts the server does not know."""
     old, nobody = prepared.federation, np.zeros(0, np.int64)
     member = next(iter(old.clients.values()))
@@ -66,7 +66,7 @@ def test_an_impossible_metric_does_not_count_and_its_client_is_named(
         {"accuracy": 0.5, "loss": 0.7, "perplexity": 2.0}
     )
     assert set(failures) == {"c2"}
-    assert ("c2" in scores.by_client) == (name == "perplexity")  # the loss and the run's metric are required
+    assert ("c2" in scores.by_client) == (name == "perplexity")  # the loss and the accuracy are required
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])

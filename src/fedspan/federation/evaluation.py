@@ -28,6 +28,8 @@ __all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "possible_
 
 Metrics = Mapping[str, float]
 
+_REQUIRED = ("accuracy", "loss")
+"""Metrics without which a client is not counted where others have them: rounds are compared by them."""
 _FAR = 1000.0
 """Multiple of the median beyond which a loss or perplexity is not believed."""
 _TRIMMED_FROM = 5
@@ -258,7 +260,7 @@ class RemoteEvaluator(Evaluator):
     def _pooled(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:
         """Pool the clients' metrics.
 
-        Impossible values do not count. A client without the loss or the run's metric, where at least half of the
+        Impossible values do not count. A client without the loss or the accuracy, where at least half of the
         clients have it, is excluded; of the other metrics, those that at least half have are pooled over the clients
         that have them. What does not count is recorded with the client's name.
         """
@@ -268,8 +270,8 @@ class RemoteEvaluator(Evaluator):
             self.federation.note(Failure(id, 0, f"of its {part} part, {why}", "evaluate"))
         counts = Counter(name for row in rows.values() for name in row)
         names = [name for name, count in counts.items() if 2 * count >= len(rows)]
-        deciding = (self.federation.engine.task.metric, "loss")
-        required = [name for name in deciding if name in names and METRICS[name].always]
+        metric = getattr(self.federation.engine.task, "metric", "loss")  # a task without one is compared by the loss
+        required = [name for name in _REQUIRED if name in names and name in ("loss", metric)]
         for id in list(rows):
             if missing := [name for name in required if name not in rows[id]]:
                 self.federation.note(Failure(id, 0, f"not measured: no {missing[0]} of its {part} part", "evaluate"))

@@ -23,7 +23,6 @@ class Metric:
         percent: Whether it is a share, shown in percent.
         least: Smallest possible value.
         most: Largest possible value; of metrics without a bound, far above any that a trained model has.
-        always: Whether it is defined for any examples; correlations are not.
     """
 
     title: str
@@ -31,7 +30,6 @@ class Metric:
     percent: bool = False
     least: float = 0.0
     most: float = 1.0
-    always: bool = True
 
     @property
     def bounded(self) -> bool:
@@ -52,8 +50,8 @@ METRICS: Mapping[str, Metric] = {
     "macro_f1": Metric("macro-F1", True, percent=True),
     "f1": Metric("F1", True, percent=True),
     "matthews": Metric("Matthews", True, least=-1.0),
-    "pearson": Metric("Pearson", True, least=-1.0, always=False),
-    "spearman": Metric("Spearman", True, least=-1.0, always=False),
+    "pearson": Metric("Pearson", True, least=-1.0),
+    "spearman": Metric("Spearman", True, least=-1.0),
     "exact_match": Metric("exact match", True, percent=True),
     "token_accuracy": Metric("token accuracy", True, percent=True),
     "perplexity": Metric("perplexity", False, least=1.0, most=_UNBOUNDED),

@@ -171,7 +171,7 @@ class PlaintextAggregation:
         self.context, self.tally = context, tally
         self.quorum = context.rules.quorum(context.wanted)
         self.answers: dict[str, Reply] = {}
-        self.clipped: dict[str, float] = {}
+        self.clipped: Mapping[str, float] = {}
         self._held: dict[str, ChangeSize] = {}
         self._bodies = HeldBodies()
         self._expected: dict[str, Message] = {}
@@ -179,7 +179,7 @@ class PlaintextAggregation:
         self._folds = not rules.validate and not rules.over_select and not settings.clips
         clients = [replace(context.clients[id].client, held=None) for id in context.ids]
         limit = weight_limit([client.weight for client in clients], settings.max_weight_ratio)
-        self.lowered = {
+        self.lowered: Mapping[str, float] = {
             client.id: limit / client.weight for client in clients if limit is not None and client.weight > limit
         }
         clients = [client if limit is None else replace(client, weight=min(client.weight, limit)) for client in clients]

@@ -249,7 +249,11 @@ def largest_cluster(changes: Tensor) -> list[int]:
     distances = (1 - directions @ directions.T).clamp_min(0.0).fill_diagonal_(0.0)
     distances = (distances + distances.T) / 2
     found = HDBSCAN(
-        min_cluster_size=count // 2 + 1, min_samples=1, allow_single_cluster=True, metric="precomputed", copy=True
+        min_cluster_size=count // 2 + 1,
+        min_samples=1,
+        allow_single_cluster=True,
+        metric="precomputed",
+        copy=True,  # pyright: ignore[reportArgumentType]  scikit-learn's own annotation is wrong
     ).fit_predict(distances.numpy())
     kept = [position for position, label in enumerate(found.tolist()) if label == 0]
     return kept or list(range(count))
