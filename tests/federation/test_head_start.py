@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedspan.clients.statistics import StatisticsLimits
-from fedspan.core.heads import statistics_shapes, summarize
+from fedspan.clients.statistics import StatisticsLimits, client_statistics
+from fedspan.core.heads import HeadKind, statistics_shapes, summarize
 from fedspan.core.tensors import extra_name
 from fedspan.core.values import Client, Message
 from fedspan.errors import FedspanError
@@ -157,6 +157,22 @@ def test_limits_of_a_data_owner(prepared: Prepared) -> None:
     host.limits = StatisticsLimits(allowed=False)
     with pytest.raises(FedspanError, match=r"limits\.head_statistics"):
         begin(run.federation, prepared.head)
+
+
+@pytest.mark.parametrize("kind", ["class-means", "lda", "least-squares"])
+def test_every_kind_leaves_out_what_has_too_few_examples(prepared: Prepared, kind: HeadKind) -> None:
+    engine, labels = prepared.engine, prepared.train.labels  # type: ignore[attr-defined]
+    rare = np.flatnonzero(labels == 0)[:2]
+    indices = np.sort(np.concatenate([rare, np.flatnonzero(labels == 1)[:3]])) if kind != "least-squares" else rare
+    found = client_statistics(engine, None, prepared.train, indices, kind, 0.0, 3)
+    whole = client_statistics(engine, None, prepared.train, indices, kind, 0.0, 1)
+    if kind == "least-squares":
+        assert all(not value.any() for value in found.values())
+        assert float(whole["shares"].sum()) == 1.0
+        return
+    assert found["shares"].tolist() == pytest.approx([0.0, 0.6, 0.0, 0.0])
+    assert not found["sums"][0].any()
+    assert float(found["square"]) < float(whole["square"])  # nothing of the others' examples is in any number
 
 
 def honest(kind: Any = "lda") -> tuple[Message, Client]:

@@ -9,15 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import fedspan
 from fedspan import FedspanError
+from fedspan.cli.run_summary import show_report
+from fedspan.clients.statistics import StatisticsLimits
 from fedspan.config import parse_config
+from fedspan.deployment.handshake import server_config
 from fedspan.deployment.node import NodeService
+from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.head_setup import begin
-from fedspan.runs.setup import prepare
+from fedspan.runs.model_setup import ModelObjects
+from fedspan.runs.setup import Objects, Prepared, prepare
 from helpers import node_service, tiny, tiny_images
 
 
@@ -170,3 +177,78 @@ def test_a_node_may_refuse_statistics(tiny_folder: Path, tmp_path: Path) -> None
     with pytest.raises(FedspanError, match=r"no statistics of examples leave this node"):
         begin(run.federation, run.head)
     assert not run.federation.run_round(run.federation.begin()).failures
+
+
+def test_an_untrained_head_that_was_passed_from_python_starts_from_statistics(tiny_folder: Path) -> None:
+    def prepared(model: object, **changes: Any) -> Prepared:
+        values = tiny.settings(tiny_folder, model={"head_init": "auto", **changes})
+        objects = Objects(model=ModelObjects(model, AutoTokenizer.from_pretrained(tiny_folder / "bert")))
+        values["model"]["name"] = "python:bert"
+        return prepare(parse_config(values), objects=objects)
+
+    model: Any = tiny.fresh_classifier(tiny_folder / "bert")
+    run = prepared(model)
+    assert run.head is not None
+    assert run.head.kind == "lda"
+    with torch.no_grad():
+        model.classifier.bias.fill_(0.01)  # as after a step of training
+    trained = prepared(model)
+    assert trained.head is None
+    assert any("starts with the weights of the model that was passed" in remark for remark in trained.remarks)
+    assert prepared(model, head_init="lda").head is not None
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def half_lost(folder: Path, kind: str) -> dict[str, Any]:
+    """A run in which two of four clients never reply, and only the others train."""
+    values = tiny.settings(
+        folder,
+        model={"head_init": kind},
+        federation={"rounds": 2, "clients_per_round": 1},
+        simulation={"dropout": {"north": 1.0, "west": 1.0}},
+    )
+    return {**values, "seed": 9}
+
+
+def test_without_enough_statistics_auto_starts_at_random_and_says_so(tiny_folder: Path, tmp_path: Path) -> None:
+    values, notes = half_lost(tiny_folder, "auto"), Notes()
+    report = fedspan.run({**values, "baselines": ["centralised"]}, tmp_path / "run", listener=notes)
+    assert report.rounds == 2
+    assert report.start["head_init"] == "random"
+    assert set(report.start) == {"head_init", "reason"}
+    words = "the exchange of statistics needs good replies of at least 3 of 4 clients, and has 2"
+    assert words in report.start["reason"]
+    assert any(note.startswith(f"the head starts at random: {words}") for note in notes.notes)
+    assert fedspan.read_report(tmp_path / "run").start == report.start
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {failure["client"] for failure in rows[0]["failures"]} == {"north", "west"}
+    screen = Console(record=True, width=200)
+    show_report(screen, report, tmp_path / "run")
+    assert "The head started at random, because too few clients sent statistics" in screen.export_text()
+    plain = fedspan.run({**half_lost(tiny_folder, "random"), "baselines": ["centralised"]}, tmp_path / "plain")
+    assert report.scores == plain.scores
+    assert report.baselines == plain.baselines
+
+
+def test_without_enough_statistics_a_named_start_is_an_error(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FedspanError, match=r"has 2 .*Fix the cause and resume, or start a run with model.head_init: a"):
+        fedspan.run(half_lost(tiny_folder, "lda"), tmp_path / "run")
+
+
+def test_nodes_that_refuse_statistics_do_not_stop_a_deployment(tiny_folder: Path, tmp_path: Path) -> None:
+    service = NodeService(node_service.node(tiny_folder, tmp_path / "node", limits={"head_statistics": False}))
+
+    def build(config: Any, partition: Any, key: bytes | None) -> Prepared:
+        return node_service.served(tiny_folder, service, model={"head_init": "auto"})[0]
+
+    config = server_config(node_service.values(tiny_folder, model={"head_init": "auto"}))
+    report = session.run(config, tmp_path / "run", build=build)
+    assert (report.rounds, report.start["head_init"]) == (3, "random")
+    assert "no statistics of examples leave this node" in report.start["reason"]

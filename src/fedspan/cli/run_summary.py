@@ -120,7 +120,7 @@ def _scores(report: RunReport) -> Table:
         table.add_column("own tests\nworst client", justify="right", no_wrap=True)
     rows = {
         report.method: report.scores,
-        **({"start": report.start} if report.start else {}),
+        **({"start": report.start} if report.start.get("head_init", "random") != "random" else {}),
         **{name: made["scores"] for name, made in report.baselines.items()},
     }
     for name, scores in rows.items():
@@ -160,6 +160,8 @@ def _start(report: RunReport) -> str:
     if not report.start:
         return ""
     kind = report.start["head_init"]
+    if kind == "random":
+        return f"The head started at random, because too few clients sent statistics: {report.start['reason']}."
     whose = {
         "local": "of a client alone from those of its own",
         "centralised": "of the central model from those of all",

@@ -29,7 +29,8 @@ class StatisticsLimits:
 
     Args:
         allowed: Whether statistics leave this client at all.
-        class_examples: Examples that a class needs here to be counted; examples of smaller classes are left out.
+        class_examples: Examples that a class needs here to be counted; examples of smaller classes are left out. Those
+            of a regression are one class.
         announced: Kinds of start that the run's config announced to the owner; None: any.
     """
 
@@ -69,7 +70,7 @@ def client_statistics(
         indices: The client's training examples, (examples,).
         kind: Kind of start.
         bound: Norm to which features are clipped before they are divided by it; 0: they are sent as they are.
-        class_examples: Examples that a class needs to be counted.
+        class_examples: Examples that a class needs to be counted; those of a regression are one class.
 
     Raises:
         NoOutputLayer: If the model's logits are not those of one linear layer.
@@ -78,8 +79,9 @@ def client_statistics(
     shapes = statistics_shapes(kind, layer.outputs, layer.features)
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     answers, own = torch.from_numpy(cast(Any, examples).labels[indices]), indices
-    if kind != "least-squares" and class_examples > 1:
-        kept = (torch.bincount(answers, minlength=layer.outputs) >= class_examples)[answers]
+    if class_examples > 1:
+        classes = torch.zeros(len(answers), dtype=torch.int64) if kind == "least-squares" else answers
+        kept = (torch.bincount(classes, minlength=layer.outputs) >= class_examples)[classes]
         own, answers = indices[kept.numpy()], answers[kept]
     engine.ready(examples, indices)
     for start in range(0, len(own), _CHUNK):

@@ -24,6 +24,7 @@ from fedspan.federation.progress import (
     Purpose,
     RoundResult,
     TooFew,
+    TooFewReplies,
     Transfer,
 )
 from fedspan.federation.protocol import (
@@ -114,7 +115,7 @@ class Round:
         """Exchange orders and replies, and return the reduction and the number of the successful attempt, from 0.
 
         Raises:
-            FedspanError: If too few replies are accepted after all attempts.
+            TooFewReplies: If too few replies are accepted after all attempts.
         """
         context, aggregation, tally = self.context, self.aggregation, self._tally
         for attempt in range(context.rules.retries + 1):
@@ -128,7 +129,7 @@ class Round:
                 for id in tally.lost:
                     self._held.pop(id, None)
             return reduced, attempt
-        raise _too_few(aggregation.good(), tally.failures, aggregation.quorum, context.state.round, context.ids)
+        raise _too_few(context, aggregation.good(), tally.failures, aggregation.quorum)
 
     def _client(self, id: str) -> Client:
         return replace(self.context.clients[id].client, held=self._held.get(id))
@@ -249,24 +250,23 @@ def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "t
 
 
 def _too_few(
-    good: Collection[str], failures: Sequence[Failure], quorum: int, round: int, ids: Sequence[str]
-) -> FedspanError:
+    context: RoundContext, good: Collection[str], failures: Sequence[Failure], quorum: int
+) -> TooFewReplies:
     """Create the error of a round with too few accepted replies.
 
     Args:
+        context: Definition of the round.
         good: Clients whose replies would be accepted.
         failures: Failures of the other clients.
         quorum: Number of replies that the round needs.
-        round: Number of the round, from 0.
-        ids: Ids of the selected clients.
     """
-    last = {failure.client: failure.reason for failure in failures}
+    last, ids = {failure.client: failure.reason for failure in failures}, context.ids
     reasons = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in good)
-    problem = (
-        f"round {round + 1} needs good replies of at least {quorum} of {len(ids)} clients, and has {len(good)} "
-        f"({reasons}). The state before the round is stored: fix the cause and resume"
-    )
-    return FedspanError("good replies", len(good), problem=problem)
+    what, cure = f"round {context.state.round + 1}", ". The state before the round is stored: fix the cause and resume"
+    if context.task == "statistics":
+        what, cure = "the exchange of statistics", ""
+    problem = f"{what} needs good replies of at least {quorum} of {len(ids)} clients, and has {len(good)} ({reasons})"
+    return TooFewReplies("good replies", len(good), problem=problem + cure)
 
 
 STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)

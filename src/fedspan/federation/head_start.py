@@ -33,10 +33,9 @@ from fedspan.core.values import (
     Trained,
     Weights,
 )
-from fedspan.errors import FedspanError
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
 from fedspan.federation.federation import Federation, Round
-from fedspan.federation.progress import ClientData, Progress
+from fedspan.federation.progress import ClientData, Progress, TooFewReplies
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import OutputLayer
 
@@ -148,7 +147,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         The progress with the head.
 
     Raises:
-        FedspanError: If too few clients reply.
+        TooFewReplies: If too few clients reply, or none of them counts any class.
     """
     state, method = progress.state, federation.method
     pretrained = starts_pretrained(method, state, federation.engine.adapted)
@@ -184,7 +183,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
     examples = sum(clients[id].client.examples for id in round.aggregation.answers)
     statistics = HeadStatistics.of(reduced.mean).rescaled(head.bound)
     if not float(statistics.shares.sum()) > 0:
-        raise FedspanError("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
+        raise TooFewReplies("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
     counted = max(1, int(examples * float(statistics.shares.sum()) + 0.5))
     tensors = {**state.tensors, **head_tensors(head, statistics.normalized(), counted)}
     return replace(progress, state=replace(state, tensors=tensors))

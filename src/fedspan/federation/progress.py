@@ -10,6 +10,7 @@ import numpy as np
 
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Job, OptimizerState, ServerState
+from fedspan.errors import FedspanError
 from fedspan.training.accounting import Charge
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Purpose",
     "RoundResult",
     "TooFew",
+    "TooFewReplies",
     "Transfer",
     "stored_moments",
 ]
@@ -31,6 +33,10 @@ Purpose = Literal["train", "statistics", "evaluate", "export"]
 
 class TooFew(Exception):
     """Too few clients remain in an attempt of a round; the failures hold the reasons."""
+
+
+class TooFewReplies(FedspanError):
+    """Too few clients sent a reply that was accepted, after all attempts."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.precision import tolerance
 
-__all__ = ["FeatureTap", "NoOutputLayer", "OutputLayer", "find_output_layer"]
+__all__ = ["FeatureTap", "NoOutputLayer", "OutputLayer", "find_output_layer", "find_untrained_head"]
 
 
 class NoOutputLayer(ValueError):
@@ -53,6 +53,19 @@ def find_output_layer(adapted: AdaptedModel) -> OutputLayer:
         raise NoOutputLayer(f"{len(found)} linear layers of its head have {outputs} outputs")
     path, module = found[0]
     return OutputLayer(path, outputs, module.in_features, module.bias is not None)
+
+
+def find_untrained_head(adapted: AdaptedModel) -> tuple[str, ...]:
+    """Find the output layer of a model of unknown origin if it looks untrained; empty if it does not.
+
+    Transformers draws a new output layer with a bias of zeros, which hardly survives a single step of training.
+    """
+    try:
+        path = find_output_layer(adapted).path
+    except NoOutputLayer:
+        return ()
+    bias = cast(nn.Linear, adapted.model.get_submodule(path)).bias
+    return (path,) if bias is not None and not bool(bias.any()) else ()
 
 
 class FeatureTap:

@@ -19,6 +19,7 @@ from fedspan.federation.progress import Progress
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import evaluating, tiny_batch
 from fedspan.models.head import FeatureTap, NoOutputLayer, OutputLayer, find_output_layer
+from fedspan.models.names import FROM_PYTHON
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs.model_setup import RunModel
 
@@ -26,6 +27,9 @@ __all__ = ["STATISTICS_CLIP", "aggregation_of", "baseline_head", "begin", "begin
 
 STATISTICS_CLIP = 2.0
 """Norm to which a client's statistics are clipped in a secure sum; with features of norm 1 it is 3 ** 0.5 at most."""
+_AS_PASSED = (
+    "the head starts with the weights of the model that was passed; if it is untrained, set model.head_init: {}"
+)
 
 
 def aggregation_of(config: RunConfig, clip: float | None = None) -> AggregationFactory:
@@ -64,7 +68,8 @@ def head_start_of(config: RunConfig, model: RunModel) -> tuple[HeadStart | None,
                 "model.head_init", wanted, "random", problem=f"the model's head cannot start: {error}"
             ) from error
     if kind is not None and layer is not None and wanted == "auto" and not _is_new(model, layer):
-        kind = None  # a head that was trained for these labels, in the checkpoint or in model.adapter
+        # A head that was trained for these labels, in the checkpoint or in model.adapter.
+        return None, (_AS_PASSED.format(kind),) if config.model.name.startswith(FROM_PYTHON) else ()
     if kind is None or layer is None:
         return None, (f"the head starts at random: {why}",) if why else ()
     return HeadStart(kind, layer, _bound(config, model.adapted, layer), aggregation_of(config, STATISTICS_CLIP)), ()
@@ -106,7 +111,7 @@ def begin(federation: Federation, head: HeadStart | None) -> Progress:
         head: How the head starts; None: as loaded.
 
     Raises:
-        FedspanError: If too few clients send statistics.
+        TooFewReplies: If too few clients send statistics.
     """
     progress = federation.begin()
     return progress if head is None else start_head(federation, progress, head)

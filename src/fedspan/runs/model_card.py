@@ -55,7 +55,8 @@ class RunReport:
             candidates, each with its ``lr``; empty unless ``training.lr`` is ``auto``.
         warnings: Sentences about a result that should not be used as it is: training diverged, or made the model worse.
         start: Scores before the first round, if the head started from statistics: ``head_init`` (the kind), and
-            ``validation``, ``clients`` and ``test`` as in a line of metrics.
+            ``validation``, ``clients`` and ``test`` as in a line of metrics. If too few clients sent statistics for
+            ``model.head_init: auto``: ``head_init`` (random) and the ``reason``.
     """
 
     method: str

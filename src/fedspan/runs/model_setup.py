@@ -24,6 +24,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.empty import META, load_empty
 from fedspan.models.export import NOTES, StartingAdapter, read_adapter
+from fedspan.models.head import find_untrained_head
 from fedspan.models.loading import Head, Loaded, Processor, adopt_loaded, load_pretrained, load_scratch, source_of
 from fedspan.models.names import FROM_PYTHON, architecture_of, published_name
 from fedspan.models.pooling import PooledClassifier, Pooling, find_pooling
@@ -298,6 +299,8 @@ def build_model(
     start = _adopt(config, adapted, labels)
     restored = {path.rpartition(".")[0] for path in start.extras}
     new = tuple(path for path in loaded.new_modules if path not in restored)
+    if objects is not None and objects.model is not None:
+        new = find_untrained_head(adapted)
     return RunModel(adapted, loaded.processor, peft_config, start.factors, new)
 
 

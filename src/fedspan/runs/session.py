@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError, nearest
-from fedspan.federation.progress import Progress, RoundResult, Transfer
+from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
@@ -203,10 +203,18 @@ class _Session:
     def _start(self) -> Progress:
         """Return the progress before the first round; one whose head starts from statistics is measured and saved."""
         prepared, began = self.prepared, time.monotonic()
-        progress = begin(prepared.federation, prepared.head)
         if prepared.head is None:
-            return progress
-        row = {"round": 0, "head_init": prepared.head.kind, **self._scores(progress)}
+            return begin(prepared.federation, None)
+        try:
+            progress = begin(prepared.federation, prepared.head)
+            row = {"round": 0, "head_init": prepared.head.kind, **self._scores(progress)}
+        except TooFewReplies as error:
+            if prepared.config.model.head_init != "auto":
+                cure = "Fix the cause and resume, or start a run with model.head_init: auto"
+                raise error.at("model.head_init", note=cure) from None
+            progress, reason = begin(prepared.federation, None), f"{error.problem}"
+            self.listener.noted(f"the head starts at random: {reason}")
+            row = {"round": 0, "head_init": "random", "reason": reason}
         self.seconds += time.monotonic() - began
         result = RoundResult(progress, transfers=(), cohort=(), lr=0.0, loss=math.nan)
         return self._commit(result, {**row, "seconds": self.seconds})
@@ -330,6 +338,8 @@ class _Session:
         examples = sample_predictions(prepared, progress)
         totals = self.ledger.totals
         start = next((row for row in read_lines(place.metrics) if row["round"] == 0), {})
+        # Baselines start like the federation, whose clients may have sent too few statistics.
+        compared = replace(prepared, head=None) if start.get("head_init") == "random" else prepared
         report = RunReport(
             method=prepared.config.method.title,
             task=prepared.config.task,
@@ -341,7 +351,7 @@ class _Session:
             bytes={"down": totals.run("down").bytes, "up": totals.run("up").bytes},
             seconds=self.seconds,
             baselines={
-                name: train_baseline(prepared, name, self.listener, place.baselines / name)
+                name: train_baseline(compared, name, self.listener, place.baselines / name)
                 for name in prepared.config.baselines
             },
             adapters={id: str(path.relative_to(place.path)) for id, path in adapters.items()},
@@ -356,7 +366,7 @@ class _Session:
                 ),
                 *find_limited(read_lines(place.metrics)),
             ),
-            start={key: start[key] for key in ("head_init", "validation", "clients", "test") if key in start},
+            start={key: start[key] for key in ("head_init", "reason", "validation", "clients", "test") if key in start},
         )
         with disk_errors(place.path):
             write_cards(prepared, report, place)

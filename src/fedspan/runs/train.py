@@ -135,6 +135,9 @@ def _model_section(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
         if section.get(option) is not None:
             problem = f"a model was passed from Python; leave model.{option} out"
             raise FedspanError(f"model.{option}", section[option], problem=problem)
+    if section.get("pooling", "auto") not in ("auto", "stock"):
+        problem = "a model that was passed from Python pools as it does; pass its name as model.name to choose"
+        raise FedspanError("model.pooling", section["pooling"], "auto", problem=problem)
     name = getattr(model, "name_or_path", "") or type(model).__name__
     dtype = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
     return {**section, "name": f"{FROM_PYTHON}{name}", "dtype": dtype}
