@@ -3,7 +3,8 @@
     python benchmarks/head_start.py --data PATH/banking77
 
 Every fifth training example, ten clients by a Dirichlet distribution of 0.3, every fourth test example. Statistics go
-through the run's own exchange, so bytes are those of the ledger.
+through the run's own exchange, so bytes are those of the ledger. A second table has the same head where every client
+leaves out classes with few examples (``limits.class_examples`` of nodes).
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import argparse
 import csv
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fedspan.runs.setup import Prepared
 
 
 def sample(source: Path, target: Path, step: int) -> str:
@@ -24,17 +30,45 @@ def sample(source: Path, target: Path, step: int) -> str:
     return str(target)
 
 
+def values_of(data: dict[str, str], model: str, pooling: str, kind: str, clients: int) -> dict[str, Any]:
+    """A run whose clients differ in their classes, as plain values."""
+    part = {"partitioner": "dirichlet", "alpha": 0.3, "clients": clients, "validation": 0.0, "test": 0.0}
+    options = {"name": model, "pooling": pooling, "head_init": kind, "max_length": 64}
+    return {"model": options, "data": data, "partition": part}
+
+
+def started(prepared: Prepared) -> tuple[str, str, int]:
+    """Accuracy (%) and cross-entropy of the start, and the bytes of the largest reply."""
+    from fedspan.runs.head_setup import begin
+
+    progress = begin(prepared.federation, prepared.head)
+    assert prepared.test is not None
+    scores = prepared.evaluator.heldout(progress, prepared.test)["global"]
+    sent = max(one.bytes for one in prepared.federation.beside().transfers if one.direction == "up")
+    return f"{100 * scores['accuracy']:.1f}", f"{scores['loss']:.3f}", sent
+
+
+def counted(prepared: Prepared, least: int) -> tuple[float, int]:
+    """Share of the examples and number of the classes that at least one client counts."""
+    labels, kept, classes = prepared.train.labels, 0, set[int]()  # type: ignore[attr-defined]
+    for member in prepared.federation.clients.values():
+        numbers = np.bincount(labels[member.train], minlength=len(prepared.labels))
+        kept += int(numbers[numbers >= least].sum())
+        classes |= set(np.flatnonzero(numbers >= least).tolist())
+    return kept / len(labels), len(classes)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.csv and test.csv")
     parser.add_argument("--model", default="builtin:all-minilm-l6-v2")
     args = parser.parse_args()
+    from fedspan.clients.statistics import StatisticsLimits
     from fedspan.config import parse_config
-    from fedspan.runs.head_setup import begin
     from fedspan.runs.setup import prepare
+    from fedspan.transports.in_process import InProcess
 
-    print("| pooling | head_init | accuracy, % | cross-entropy | sent by a client, kB |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         data = {
@@ -43,32 +77,22 @@ def main() -> None:
             "text": "text",
             "label": "category",
         }
+        print("| pooling | head_init | accuracy, % | cross-entropy | sent by a client, kB |\n|---|---|---|---|---|")
         for pooling in ("auto", "stock"):
             for kind in ("class-means", "lda"):
-                values: dict[str, Any] = {
-                    "model": {"name": args.model, "pooling": pooling, "head_init": kind, "max_length": 64},
-                    "data": data,
-                    "partition": {
-                        "partitioner": "dirichlet",
-                        "alpha": 0.3,
-                        "clients": 10,
-                        "validation": 0.0,
-                        "test": 0.0,
-                    },
-                }
-                prepared = prepare(parse_config(values))
-                progress = begin(prepared.federation, prepared.head)
-                assert prepared.test is not None
-                scores = prepared.evaluator.heldout(progress, prepared.test)["global"]
-                sent = {one.bytes for one in prepared.federation.beside().transfers if one.direction == "up"}
-                cells = (
-                    pooling,
-                    kind,
-                    f"{100 * scores['accuracy']:.1f}",
-                    f"{scores['loss']:.3f}",
-                    f"{max(sent) / 1e3:.0f}",
-                )
-                print(f"| {' | '.join(cells)} |", flush=True)
+                prepared = prepare(parse_config(values_of(data, args.model, pooling, kind, 10)))
+                accuracy, loss, sent = started(prepared)
+                print(f"| {pooling} | {kind} | {accuracy} | {loss} | {sent / 1e3:.0f} |", flush=True)
+        print("\n| clients | class_examples | examples counted, % | classes | accuracy, % | cross-entropy |")
+        print("|---|---|---|---|---|---|")
+        for clients in (10, 50):
+            prepared = prepare(parse_config(values_of(data, args.model, "auto", "lda", clients)))
+            assert isinstance(prepared.federation.transport, InProcess)
+            for least in (1, 2, 3, 5, 10):
+                prepared.federation.transport.host.limits = StatisticsLimits(class_examples=least)
+                share, classes = counted(prepared, least)
+                accuracy, loss, _ = started(prepared)
+                print(f"| {clients} | {least} | {100 * share:.0f} | {classes} | {accuracy} | {loss} |", flush=True)
 
 
 if __name__ == "__main__":

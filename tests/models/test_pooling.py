@@ -16,10 +16,13 @@ from torch import Tensor
 
 import fedspan
 from fedspan.config import parse_config
+from fedspan.errors import FedspanError
 from fedspan.models.loading import load_pretrained
 from fedspan.models.names import resolve_model
-from fedspan.models.pooling import PooledClassifier, Pooling, find_pooling
+from fedspan.models.pooling import PooledClassifier, Pooling, PoolingSearch, find_pooling
+from fedspan.runs.callbacks import Listener
 from fedspan.runs.load import load_served
+from fedspan.runs.model_setup import pooling_of
 from fedspan.runs.setup import prepare
 from helpers import tiny
 
@@ -71,7 +74,7 @@ def logits_of(folder: Path) -> Tensor:
 
 
 def test_the_builtin_encoder_is_known_as_mean_and_normalised() -> None:
-    assert find_pooling(resolve_model("builtin:all-minilm-l6-v2")) == Pooling("mean", normalize=True)
+    assert find_pooling(resolve_model("builtin:all-minilm-l6-v2")).pooling == Pooling("mean", normalize=True)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +93,75 @@ def test_what_a_repository_says_of_its_pooling(
     kinds: tuple[str, ...], config: dict[str, Any], expected: Pooling | None, tmp_path: Path
 ) -> None:
     save_modules(tmp_path, *kinds, **config)
-    assert find_pooling(str(tmp_path)) == expected
+    assert find_pooling(str(tmp_path)).pooling == expected
 
 
 def test_a_folder_without_or_with_damaged_modules_names_none(tmp_path: Path) -> None:
-    assert find_pooling(str(tmp_path)) is None
+    assert find_pooling(str(tmp_path)) == PoolingSearch(None)
     (tmp_path / "modules.json").write_text("{")
-    assert find_pooling(str(tmp_path)) is None
+    assert find_pooling(str(tmp_path)) == PoolingSearch(None, "its modules.json cannot be read")
+
+
+def test_what_is_in_doubt_is_named(tmp_path: Path) -> None:
+    save_modules(tmp_path, "Transformer", "Pooling", "Dense")
+    assert find_pooling(str(tmp_path)).doubt == "its modules are Transformer, Pooling, Dense"
+    # The tests are offline, and nothing of this repository is in the cache.
+    assert find_pooling("nobody/knows").doubt == "its modules.json could not be looked up, and is not in the cache"
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+    def round_finished(self, row: Any) -> None:
+        if row["round"] == 1 and not self.notes:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_has_the_pooling_of_its_start(encoders: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(encoders / "bert", model)
+    values = settings(encoders, "bert", engine={"name": "batched", "clients_at_once": 3})
+    values["model"]["name"] = str(model)
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values, tmp_path / "run", listener=Notes())
+    (model / "modules.json").unlink()
+    assert json.loads((tmp_path / "run" / "pooling.json").read_text()) == {"pooling": "mean", "pooling_normalize": True}
+    fedspan.resume(tmp_path / "run")
+    weights = [
+        (place / "adapter" / "3_Dense" / "model.safetensors").read_bytes() for place in (tmp_path / "run", runs["bert"])
+    ]
+    assert weights[0] == weights[1]
+    fedspan.export(tmp_path / "run", tmp_path / "last", round="last")
+    assert (tmp_path / "last" / "modules.json").is_file()
+    (tmp_path / "run" / "pooling.json").write_text("[]")
+    with pytest.raises(FedspanError, match="pooling and pooling_normalize"):
+        fedspan.export(tmp_path / "run", tmp_path / "again", round="last")
+
+
+def test_a_fallback_is_noted(encoders: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(encoders / "bert", model)
+    (model / "modules.json").write_text("{")
+    values, notes = settings(encoders, "bert", federation={"rounds": 1}), Notes()
+    values["model"]["name"] = str(model)
+    notes.notes.append("")
+    fedspan.run(values, tmp_path / "run", listener=notes)
+    assert any("model.pooling is stock" in note and "its modules.json cannot be read" in note for note in notes.notes)
+
+
+def test_normalisation_can_be_named(encoders: Path) -> None:
+    def pooling(**model: Any) -> Pooling | None:
+        return pooling_of(parse_config(settings(encoders, "bert", model=model)))
+
+    assert pooling(pooling="cls") == Pooling("cls", normalize=True)  # as modules.json has it
+    assert pooling(pooling="cls", pooling_normalize=False) == Pooling("cls")
+    assert pooling(pooling="stock") is None
+    with pytest.raises(FedspanError, match="pooling_normalize needs pooling: mean, max, cls or last"):
+        pooling(pooling_normalize=True)
 
 
 @pytest.mark.parametrize("mode", ["mean", "max", "cls", "last"])
@@ -122,7 +187,7 @@ def test_sentence_transformers_gives_the_logits_of_an_exported_adapter(kind: str
     place = runs[kind] / "adapter"
     found = torch.from_numpy(SentenceTransformer(str(place), device="cpu").encode(TEXTS))
     torch.testing.assert_close(found, logits_of(place), rtol=1e-4, atol=1e-4)
-    assert find_pooling(str(place)) is None  # its Dense is a head for these labels, not a part of an encoder
+    assert find_pooling(str(place)).pooling is None  # its Dense is a head for these labels, not a part of an encoder
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 import fedspan
 from fedspan import FedspanError
 from fedspan.cli.run_summary import show_report
-from fedspan.clients.statistics import StatisticsLimits
 from fedspan.config import parse_config
 from fedspan.deployment.handshake import server_config
 from fedspan.deployment.node import NodeService

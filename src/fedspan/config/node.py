@@ -99,10 +99,11 @@ class NodeLimits(Section):
         "node's examples, and how many of them have each label. false: the head starts without this node.",
     )
     class_examples: int = Field(
-        default=1,
+        default=2,
         ge=1,
         description="Examples that a label needs here to be counted in these statistics; examples of rarer labels are "
-        "left out.",
+        "left out. With 1, the mean of a label may be the features of a single example. A regression's numbers count "
+        "as one label.",
     )
     approve: Literal["auto", "ask"] = Field(
         default="auto",

@@ -82,8 +82,13 @@ class ModelConfig(Section):
     pooling: Literal["auto", "stock", "mean", "cls", "max", "last"] = Field(
         default="auto",
         description="Of texts, before the head. stock: Transformers' own classifier. mean, max, cls, last: over an "
-        "encoder's last hidden states, normalised where its modules.json has it. auto: a sentence encoder's own, which "
-        "it was trained with; stock for all others.",
+        "encoder's last hidden states. auto: a sentence encoder's own, which it was trained with; stock for all "
+        "others.",
+    )
+    pooling_normalize: bool | None = Field(
+        default=None,
+        description="With pooling mean, max, cls or last: whether pooled states are divided by their norm; left out: "
+        "as the encoder's modules.json has it.",
     )
     head_init: Literal["auto", "class-means", "lda", "least-squares", "random"] = Field(
         default="auto",
@@ -110,6 +115,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        if self.pooling_normalize is not None and self.pooling in ("auto", "stock"):
+            raise ValueError("pooling_normalize needs pooling: mean, max, cls or last")
         if self.scratch:
             for option, why in (
                 ("quantization", "newly drawn weights have no use for it"),

@@ -12,7 +12,6 @@ import torch
 from fedspan.core.method import Method
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Message, Reduced
-from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext, Tally
 from fedspan.federation.privacy import expected_charges, poisson_cohort, round_charges
@@ -249,9 +248,7 @@ def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "t
     return Transfer(id, "down", len(body), serialization.payload_size(message), purpose)
 
 
-def _too_few(
-    context: RoundContext, good: Collection[str], failures: Sequence[Failure], quorum: int
-) -> TooFewReplies:
+def _too_few(context: RoundContext, good: Collection[str], failures: Sequence[Failure], quorum: int) -> TooFewReplies:
     """Create the error of a round with too few accepted replies.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, Literal, cast
 
 import safetensors.torch
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MODEL_MAPPING
@@ -28,6 +31,7 @@ __all__ = [
     "PooledClassifier",
     "Pooling",
     "PoolingMode",
+    "PoolingSearch",
     "encoder_options",
     "find_pooling",
     "read_output_layer",
@@ -202,31 +206,54 @@ def encoder_options(config: Any) -> dict[str, Any]:
     return {"add_pooling_layer": False} if has else {}
 
 
-def find_pooling(source: str, revision: str | None = None) -> Pooling | None:
-    """Find the pooling that a sentence encoder was trained with.
+@dataclass(frozen=True)
+class PoolingSearch:
+    """What is known of the pooling that an encoder was trained with.
+
+    Args:
+        pooling: The pooling; None: the model is no sentence encoder, or its pooling is not known.
+        doubt: Reason why a sentence encoder's pooling is not known, as a clause; None: nothing is in doubt.
+    """
+
+    pooling: Pooling | None
+    doubt: str | None = None
+
+
+def find_pooling(source: str, revision: str | None = None) -> PoolingSearch:
+    """Find the pooling that a sentence encoder was trained with, by its ``modules.json``.
 
     Args:
         source: Local folder or hub id.
         revision: Revision of a hub repository.
-
-    Returns:
-        The pooling; None if there is no ``modules.json``, or its modules are others than a transformer, one of the
-        known poolings and a normalisation.
     """
     modules = _read(source, "modules.json", revision)
+    if modules is None and _is_unknown(source, "modules.json", revision):
+        return PoolingSearch(None, "its modules.json could not be looked up, and is not in the cache")
     if not isinstance(modules, list):
-        return None
+        damaged = modules is not None or os.path.isfile(os.path.join(source, "modules.json"))
+        return PoolingSearch(None, "its modules.json cannot be read" if damaged else None)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules if isinstance(module, dict)]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-        return None
-    settings = _read(source, f"{modules[1].get('path', '1_Pooling')}/config.json", revision)
+        return PoolingSearch(None, f"its modules are {', '.join(kinds) or 'unreadable'}")
+    path = f"{modules[1].get('path', '1_Pooling')}/config.json"
+    settings = _read(source, path, revision)
     if not isinstance(settings, dict):
-        return None
+        return PoolingSearch(None, f"its {path} cannot be read")
     found = settings.get("pooling_mode", [name for flag, name in _FLAGS.items() if settings.get(flag)] or "mean")
     names = found if isinstance(found, list) else [found]
     if len(names) != 1 or names[0] not in _MODES:
-        return None
-    return Pooling(_MODES[names[0]], "Normalize" in kinds)
+        return PoolingSearch(None, f"its pooling is {' and '.join(map(str, names))}")
+    return PoolingSearch(Pooling(_MODES[names[0]], "Normalize" in kinds))
+
+
+def _is_unknown(source: str, name: str, revision: str | None) -> bool:
+    """Check whether nobody knows if a hub repository has a file: it is not cached, and neither is its absence."""
+    if os.path.isdir(source):
+        return False
+    try:
+        return try_to_load_from_cache(source, name, revision=revision) is None
+    except HFValidationError:  # no id of a repository; loading the model reports it
+        return False
 
 
 def _read(source: str, name: str, revision: str | None) -> Any:

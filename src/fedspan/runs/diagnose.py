@@ -9,7 +9,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import is_run, read_partition
 from fedspan.runs.setup import prepare
@@ -42,7 +42,7 @@ def diagnose(
     folder = Path(run_folder)
     if not is_run(folder):
         raise FedspanError("run folder", str(folder), "the folder of a run (config.yaml is in it)")
-    place, config = RunFolder(folder), read_config(folder)
+    place, config = RunFolder(folder), read_resolved_config(folder)
     if not place.partition.is_file():
         raise FedspanError(
             "run folder",

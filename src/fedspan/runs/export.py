@@ -18,7 +18,7 @@ from fedspan.models.merging import save_model
 from fedspan.models.pooling import PooledClassifier
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import read_config, require_intact
+from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.load import ADAPTER, adapter_folder, load_served
 from fedspan.runs.model_card import CARD, cut_card, merged_card
 from fedspan.runs.model_setup import NOTES
@@ -105,7 +105,7 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
         there = client is None or "global" in report.adapters or client in report.adapters
         if there and round in ("best", report.best_round):
             return adapter_folder(folder, client)
-    kept, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_config(folder)
+    kept, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_resolved_config(folder)
     progress, prepared = kept.progress, prepare(config, read_partition(folder))
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
     if "global" in adapters:

@@ -5,6 +5,7 @@
     config.yaml          the configuration, with all defaults filled in; its presence makes the folder a run
     environment.json     versions, machine, seed, command
     learning_rate.json   the range test of training.lr: auto
+    pooling.json         the pooling of model.pooling: auto, as it was found at the start
     engine.json          the number of clients that train at once, as measured at the start
     partition.json       the examples of each client
     metrics.jsonl        one line per round, each chained to those before it
@@ -53,6 +54,7 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
+        self.pooling = self.path / "pooling.json"
         self.engine = self.path / "engine.json"
         self.learning_rate = self.path / "learning_rate.json"
         self.partition = self.path / "partition.json"

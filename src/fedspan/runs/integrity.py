@@ -23,14 +23,18 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
 
 __all__ = [
+    "RESOLVED",
     "config_text",
     "describe_config",
     "input_digests",
     "read_config",
+    "read_resolved_config",
     "require_intact",
     "require_same_run",
 ]
 
+RESOLVED = ("pooling", "pooling_normalize")
+"""Fields of ``model`` that are resolved once, at the start of a run; pooling.json holds them."""
 _END = "\n...\n"
 """YAML's mark of the end of a document: a config.yaml without it lost its end."""
 
@@ -68,6 +72,22 @@ def read_config(folder: str | Path) -> RunConfig:
     return config
 
 
+def read_resolved_config(folder: str | Path) -> RunConfig:
+    """Read the config of a run with the pooling that was found at its start, whatever a hub or its cache has now.
+
+    Raises:
+        FedspanError: If config.yaml is missing or no longer a valid config, or pooling.json was changed.
+    """
+    config, place = read_config(folder), RunFolder(folder)
+    if not place.pooling.is_file():
+        return config
+    found = place.read_json(place.pooling)
+    if not isinstance(found, dict) or set(found) != set(RESOLVED):
+        raise FedspanError(str(place.pooling), found, f"an object with {' and '.join(RESOLVED)}")
+    values = config.model_dump(mode="json")
+    return parse_config({**values, "model": {**values["model"], **found}})
+
+
 def describe_config(config: RunConfig) -> str:
     """Return a config as text for a checkpoint."""
     return json.dumps(config.model_dump(mode="json"), separators=(",", ":"))
@@ -75,7 +95,8 @@ def describe_config(config: RunConfig) -> str:
 
 def input_digests(place: RunFolder) -> dict[str, str]:
     """Return the SHA-256 of the run's files that no round changes, by name; only of those that the run has."""
-    return {path.name: _digest(path) for path in (place.partition, place.learning_rate) if path.is_file()}
+    files = (place.partition, place.learning_rate, place.pooling)
+    return {path.name: _digest(path) for path in files if path.is_file()}
 
 
 def _digest(path: Path) -> str:
@@ -147,7 +168,7 @@ def require_intact(place: RunFolder) -> None:
     Raises:
         FedspanError: If a file is not what the run wrote; the error names the file, and the line of a log.
     """
-    config, index = read_config(place.path), checkpoints.newest_index(place)
+    config, index = read_resolved_config(place.path), checkpoints.newest_index(place)
     positions: dict[str, Position] = {}
     if index is not None:
         _require_same_config(place, config, str(index["extra"]["config"]))

@@ -50,6 +50,7 @@ __all__ = [
     "pooling_of",
     "read_notes",
     "require_size",
+    "resolve_pooling",
 ]
 
 
@@ -396,15 +397,36 @@ def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device
 
 def pooling_of(config: RunConfig) -> Pooling | None:
     """Return the pooling that a run's classifier uses; None: the one of Transformers' own classifier."""
+    wanted = resolve_pooling(config)[0].model
+    if wanted.pooling in ("auto", "stock"):
+        return None
+    return Pooling(wanted.pooling, bool(wanted.pooling_normalize))
+
+
+def resolve_pooling(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """Return a config that names its classifier's pooling, and a note for the user if ``auto`` had to guess.
+
+    A config without a choice (another task, an architecture, a model that was passed from Python) is returned as it is.
+    """
     wanted = config.model
-    if wanted.name.startswith(FROM_PYTHON):
-        return None
-    if config.task not in _POOLED_TASKS or wanted.pooling == "stock" or architecture_of(wanted.name) is not None:
-        return None
+    if wanted.name.startswith(FROM_PYTHON) or architecture_of(wanted.name) is not None:
+        return config, None
+    if config.task not in _POOLED_TASKS or wanted.pooling == "stock" or wanted.pooling_normalize is not None:
+        return config, None
     known = find_pooling(source_of(wanted.name), wanted.revision)
-    if wanted.pooling == "auto":
-        return known
-    return Pooling(wanted.pooling, known is not None and known.normalize)
+    normalize, note = known.pooling is not None and known.pooling.normalize, None
+    if wanted.pooling != "auto":
+        chosen = {"pooling_normalize": normalize}
+    elif known.pooling is None:
+        chosen = {"pooling": "stock"}
+        if known.doubt is not None:
+            note = (
+                f"model.pooling is stock: whether {wanted.name} is a sentence encoder, and how it pools, is not known "
+                f"({known.doubt}); mean, cls, max and last name a pooling"
+            )
+    else:
+        chosen = {"pooling": known.pooling.mode, "pooling_normalize": normalize}
+    return config.model_copy(update={"model": wanted.model_copy(update=chosen)}), note
 
 
 def _attention(config: RunConfig, device: torch.device) -> str | None:

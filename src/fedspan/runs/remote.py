@@ -25,7 +25,7 @@ from fedspan.federation.secagg.messages import decode_request
 from fedspan.federation.validation import ReplyRules
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import aggregation_of, head_start_of
-from fedspan.runs.integrity import read_config
+from fedspan.runs.integrity import read_resolved_config
 from fedspan.runs.model_setup import PROBLEMS, Facts, build_model
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import RunReport, load_partition
@@ -219,7 +219,7 @@ def reply_as(run: str, threads: int, number: int, envelope: Envelope) -> Envelop
 @lru_cache(maxsize=1)
 def _host(run: str) -> Host:
     place = RunFolder(run)
-    config = read_config(place.path)
+    config = read_resolved_config(place.path)
     prepared = prepare(config, load_partition(place), load_noise_key(place.path, config))
     federation, folder = prepared.federation, nodes_folder(place.path)
     secure: Mapping[str, SecureClient] | None = None

@@ -30,10 +30,18 @@ from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.head_setup import begin
-from fedspan.runs.integrity import config_text, describe_config, input_digests, read_config, require_same_run
+from fedspan.runs.integrity import (
+    RESOLVED,
+    config_text,
+    describe_config,
+    input_digests,
+    read_resolved_config,
+    require_same_run,
+)
 from fedspan.runs.learning_rate import load_or_choose, read_range_test, run_range_test, with_rate
 from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport, write_cards
+from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
 from fedspan.runs.setup import Prepared, engine_note, load_stacking_plan, prepare, store_stacking_plan
 from fedspan.runs.suspects import find_limited
@@ -94,7 +102,7 @@ def run(
     command = command or tuple(sys.argv)
     if resume:
         with RunFolder.resume(folder) as place:
-            stored = read_config(place.path)
+            stored = read_resolved_config(place.path)
             if changes := record_environment(place, stored.seed, command):
                 listener.environment_changed(changes)
             return _play(place, stored, listener, resumed=True, host=host, build=build)
@@ -105,10 +113,15 @@ def run(
         raise FedspanError("evaluation.diagnostics", config.evaluation.diagnostics, problem=problem)
     with disk_errors(Path(folder), "choose another folder"):
         RunFolder(folder).require_empty()  # before a model is loaded in vain
+    written, unresolved, (config, note) = config_text(config), config.model, resolve_pooling(config)
     key = new_key(config)
     prepared = build(config, None, key)  # before the folder is created: an invalid config leaves no files
-    with RunFolder.create(folder, config_text(config)) as place:
+    with RunFolder.create(folder, written) as place:
         store_noise_key(place.path, key)
+        if config.model != unresolved:
+            place.write_json(place.pooling, {name: getattr(config.model, name) for name in RESOLVED})
+        if note is not None:
+            listener.noted(note)
         record_environment(place, config.seed, command)
         return _play(place, config, listener, resumed=False, prepared=prepared, host=host, build=build)
 
