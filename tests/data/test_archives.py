@@ -52,6 +52,7 @@ def test_images_by_class(tmp_path: Path, suffix: str) -> None:
     assert data.labels == ("rose", "tulip")
     assert data.train["label"][:] == [0, 0, 0, 1, 1, 1]
     assert [image.getpixel((0, 0)) for image in data.train["image"]] == [0, 10, 20] * 2
+    assert "left out 3 files that are no example by class" in data.remarks[0]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -65,6 +66,18 @@ def test_texts_by_domain_and_class(tmp_path: Path, suffix: str) -> None:
         "file": ["a/no/1.txt", "a/yes/1.txt", "b/no/1.txt", "b/yes/1.txt"],
     }
     assert data.remarks == (f"{tmp_path / f't{suffix}'}: detected encoding cp1252 in 4 of 4 files (data.encoding)",)
+
+
+@pytest.mark.parametrize("suffix", [".zip", ".tar.gz"])
+def test_files_that_are_no_examples_are_left_out_and_counted(tmp_path: Path, suffix: str) -> None:
+    """A README at the top, as nearly every download has one."""
+    files = {f"mails/{label}/{number}.txt": b"some words" for label in ("ham", "spam") for number in range(2)}
+    about = ["mails/README.txt", "mails/LICENSE", "__MACOSX/mails/._ham", "mails/ham/.DS_Store"]
+    path = packed(tmp_path / f"mails{suffix}", {**{name: b"about" for name in about}, **files, "notes.txt": b"about"})
+    data = load(DataConfig(train=str(path), test_fraction=0))
+    assert (data.labels, len(data.train)) == (("ham", "spam"), 4)
+    words = "left out 5 files that are no example by class (mails/README.txt, mails/LICENSE, __MACOSX/mails/._ham, ...)"
+    assert data.remarks[0] == f"{path}: {words}"
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".tar"])

@@ -161,3 +161,31 @@ def test_whole_groups_are_drawn(count: int) -> None:
     assert 0 < len(drawn) < 30
     assert abs(len(drawn) - count) <= 2
     assert len(draw_groups(np.zeros(5, np.int64), 1, np.random.default_rng(0))) == 0
+
+
+def test_whole_groups_are_drawn_with_each_label_in_proportion() -> None:
+    """60 patients with 1 to 6 visits each, a third of them of the rare label."""
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(1, 7, 60)
+    groups, labels = np.repeat(np.arange(60), sizes), np.repeat(np.arange(60) % 3 == 0, sizes).astype(np.int64)
+    for seed in range(20):
+        drawn = draw_groups(groups, len(groups) // 5, np.random.default_rng(seed), labels)
+        rest = np.setdiff1d(np.arange(len(groups)), drawn)
+        assert not set(groups[drawn]) & set(groups[rest])
+        # Each label is at most half of a group of the largest size away from its share.
+        assert np.abs(np.bincount(labels[drawn]) - np.bincount(labels) / 5).max() <= 3
+    mixed = rng.integers(0, 3, len(groups))  # groups of several labels
+    drawn = draw_groups(groups, len(groups) // 4, np.random.default_rng(0), mixed)
+    assert np.abs(np.bincount(mixed[drawn], minlength=3) - np.bincount(mixed) / 4).max() <= 3
+
+
+def test_parts_of_a_client_have_whole_groups_and_its_labels() -> None:
+    groups = np.repeat(np.arange(40), 3)
+    labels = np.repeat((np.arange(40) % 4 == 0).astype(np.int64), 3)
+    data = datasets.Dataset.from_dict({"text": ["x"] * 120, "label": labels.tolist()})
+    for seed in range(5):
+        parts = partition(data, PartitionConfig(clients=1, validation=0.2, test=0.2), seed, groups=groups)
+        (client,) = parts.clients
+        for rows in (client.validation, client.test):
+            assert len(rows) == 24
+            assert np.bincount(labels[rows]).tolist() == [18, 6]

@@ -30,6 +30,8 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
         "label": [0, 1, 1],
         "file": ["neg/1.TXT", "pos/1.txt", "pos/2.txt"],
     }
+    words = "left out 3 files that are no example by class (README.txt, neg/.hidden.txt, neg/a.pdf)"
+    assert data.remarks == (f"{root}: {words}",)
 
 
 def test_a_folder_for_each_domain_gives_natural_clients(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from fedspan.data.folders import is_visible
+from fedspan.data.folders import is_example
 
 __all__ = ["SUFFIXES", "read_archive"]
 
@@ -32,17 +32,20 @@ _CHUNK = 1 << 20
 _Entry = tuple[str, IO[bytes]]
 
 
-def read_archive(path: Path, suffixes: Collection[str]) -> dict[tuple[str, ...], bytes]:
-    """Return the files of an archive with one of the suffixes, by the parts of their names, sorted.
+def read_archive(path: Path, suffixes: Collection[str]) -> tuple[dict[tuple[str, ...], bytes], list[str]]:
+    """Read the files of an archive that may be examples: those with one of the suffixes and no README.
 
     Folders that contain everything else (``flowers/rose/1.jpg``) are left out of the names, as far as classes remain.
-    Hidden files are left out.
+
+    Returns:
+        The files by the parts of their names, sorted, and the names of the others.
 
     Raises:
         ValueError: If the archive is damaged, an entry leads out of it or is a link or a device, or it is too large.
         OSError: If it cannot be read.
     """
     files: dict[tuple[str, ...], bytes] = {}
+    others: list[str] = []
     total = 0
     try:
         with _entries(path) as entries:
@@ -50,7 +53,8 @@ def read_archive(path: Path, suffixes: Collection[str]) -> dict[tuple[str, ...],
                 if number >= _FILES:
                     raise ValueError(f"more than {_FILES:,} files")
                 parts = _parts(name)
-                if PurePosixPath(name).suffix.lower() not in suffixes or not is_visible(parts):
+                if PurePosixPath(name).suffix.lower() not in suffixes or not is_example(parts):
+                    others.append(name)
                     continue
                 files[parts] = _read(name, stream, min(_FILE_BYTES, _TOTAL_BYTES - total))
                 total += len(files[parts])
@@ -60,7 +64,7 @@ def read_archive(path: Path, suffixes: Collection[str]) -> dict[tuple[str, ...],
     ) as error:
         # RuntimeError: a password is needed; NotImplementedError: a method of compression that Python lacks.
         raise ValueError(str(error) or type(error).__name__) from error
-    return _without_shared_folders(dict(sorted(files.items())))
+    return _without_shared_folders(dict(sorted(files.items()))), others
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from fedspan.data import archives, delimited, excel
 from fedspan.data.builtin import PREFIX, corpus_file
 from fedspan.data.config import DataConfig
 from fedspan.data.encodings import decode
-from fedspan.data.folders import TEXTS, holds_texts, read_texts, texts_table
+from fedspan.data.folders import TEXTS, describe_left_out, holds_texts, read_texts, texts_table
 from fedspan.data.images import PICTURES, archived_images, holds_images, read_images
 from fedspan.data.json_files import read_json
 from fedspan.data.multiple_files import read_several
@@ -214,11 +214,13 @@ def _source(found: Read, kind: str, where: str, option: str) -> Source:
 
 
 def _archived(path: Path, where: str, config: DataConfig, option: str) -> Source:
-    files = archives.read_archive(path, {*PICTURES, *TEXTS})
+    files, left_out = archives.read_archive(path, {*PICTURES, *TEXTS})
     images = {parts: content for parts, content in files.items() if PurePath(parts[-1]).suffix.lower() in PICTURES}
+    chosen = images or {parts: content for parts, content in files.items() if len(parts) > 1}
+    left_out += ["/".join(parts) for parts in files if parts not in chosen]
     if images:
-        return Source(archived_images(images, path.name), where)
-    return _source(texts_table(files, path.name, config.encoding), "archive", where, option)
+        return Source(archived_images(images, path.name), where, notes=describe_left_out(left_out))
+    return _source(texts_table(chosen, path.name, config.encoding, left_out), "archive", where, option)
 
 
 def _read_parquet(path: Path, limit: int | None) -> Read:

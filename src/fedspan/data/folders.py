@@ -11,11 +11,14 @@ import pyarrow as pa
 
 from fedspan.data.encodings import decode_all
 from fedspan.data.reading import Read
+from fedspan.errors import escape_controls
 
-__all__ = ["TEXTS", "classes_of", "holds_texts", "is_visible", "read_texts", "texts_table"]
+__all__ = ["TEXTS", "classes_of", "describe_left_out", "holds_texts", "is_example", "read_texts", "texts_table"]
 
 TEXTS = (".txt",)
 _PARTS = {"train", "test", "val", "valid", "validation"}
+_ABOUT = frozenset({"changelog", "citation", "copying", "licence", "license", "readme"})
+"""Names, without suffixes, of files about a collection."""
 
 
 def classes_of(paths: Sequence[Sequence[str]], name: str, suffixes: Collection[str]) -> dict[str, list[str]]:
@@ -42,9 +45,21 @@ def classes_of(paths: Sequence[Sequence[str]], name: str, suffixes: Collection[s
     return {"label": label} if depths == {2} else {"label": label, "domain": [parts[0] for parts in paths]}
 
 
-def is_visible(parts: Sequence[str]) -> bool:
-    """Check whether no part of a path is hidden, or one of those that macOS adds to an archive."""
-    return not any(part.startswith(".") or part == "__MACOSX" for part in parts)
+def is_example(parts: Sequence[str]) -> bool:
+    """Check whether a file may be an example by its path: it is not hidden, of macOS, a README or a licence."""
+    if any(part.startswith(".") or part == "__MACOSX" for part in parts):
+        return False
+    return parts[-1].partition(".")[0].lower() not in _ABOUT
+
+
+def describe_left_out(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note on files that were left out, as a clause; none if there are none."""
+    if not names:
+        return ()
+    files = f"{len(names):,} files that are" if len(names) > 1 else "1 file that is"
+    more = ", ..." if len(names) > 3 else ""
+    shown = ", ".join(map(escape_controls, names[:3]))
+    return (f"left out {files} no example by class ({shown}{more})",)
 
 
 def holds_texts(path: Path) -> bool:
@@ -55,31 +70,37 @@ def holds_texts(path: Path) -> bool:
 def read_texts(root: Path, encoding: str | None) -> Read:
     """Read a folder with one folder of text files for each class, or with one for each domain that contains those.
 
-    Text files beside the folders (a README) are left out.
+    Files beside the folders, and those that are no examples (a README), are left out and counted.
 
     Raises:
         ValueError: If the folder is laid out differently, or a file cannot be decoded.
         OSError: If a file cannot be read.
     """
-    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in TEXTS and path.is_file())
-    files = {path.relative_to(root).parts: path for path in found}
-    return texts_table(
-        {parts: path.read_bytes() for parts, path in files.items() if len(parts) > 1}, root.name, encoding
-    )
+    files = {path.relative_to(root).parts: path for path in sorted(root.rglob("*")) if path.is_file()}
+    chosen = {
+        parts: path
+        for parts, path in files.items()
+        if path.suffix.lower() in TEXTS and is_example(parts) and len(parts) > 1
+    }
+    left_out = ["/".join(parts) for parts in files if parts not in chosen]
+    contents = {parts: path.read_bytes() for parts, path in chosen.items()}
+    return texts_table(contents, root.name, encoding, left_out)
 
 
-def texts_table(files: Mapping[tuple[str, ...], bytes], name: str, encoding: str | None) -> Read:
+def texts_table(
+    files: Mapping[tuple[str, ...], bytes], name: str, encoding: str | None, left_out: Sequence[str] = ()
+) -> Read:
     """Return text files as a table with the columns ``text``, ``label``, ``file`` and, if there are any, ``domain``.
 
     Args:
         files: Content of the files by path.
         name: Name of the folder.
         encoding: Encoding of the files; None: detected for each.
+        left_out: Paths of the files that were left out.
 
     Raises:
         ValueError: If the files are laid out differently, or one cannot be decoded.
     """
-    files = {parts: content for parts, content in files.items() if is_visible(parts)}
     classes = classes_of(list(files), name, TEXTS)
     decoded = decode_all({"/".join(parts): content for parts, content in files.items()}, encoding)
     texts = [text for text, _ in decoded]
@@ -88,4 +109,4 @@ def texts_table(files: Mapping[tuple[str, ...], bytes], name: str, encoding: str
         f"detected encoding {found} in {count} of {len(texts)} files (data.encoding)" for found, count in other.items()
     ]
     columns = {"text": texts, **classes, "file": ["/".join(parts) for parts in files]}
-    return Read(pa.table(columns), notes=tuple(notes))
+    return Read(pa.table(columns), notes=(*notes, *describe_left_out(left_out)))

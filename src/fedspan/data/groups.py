@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import numpy as np
+from scipy.sparse import coo_array
 
-__all__ = ["draw_groups", "ordered_by_group"]
+__all__ = ["draw_groups"]
 
 
-def draw_groups(groups: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw whole groups with about `count` rows together; at least one group, and not all.
+def draw_groups(
+    groups: np.ndarray,
+    count: int,
+    rng: np.random.Generator,
+    labels: np.ndarray | None = None,
+    *,
+    most: int | None = None,
+) -> np.ndarray:
+    """Draw whole groups with about `count` rows together, each label in proportion; at least one group, and not all.
+
+    Groups are visited at random, and one is drawn if that brings the labels' counts nearer, by squared distance, to
+    their shares of `count`. (scikit-learn's ``StratifiedGroupKFold`` makes folds of equal sizes only.)
 
     Args:
         groups: Number of each row's group, int64, (rows,).
         count: Number of rows wanted.
         rng: Generator of the draw.
+        labels: Label of each row, int64, (rows,); None: all rows count alike.
+        most: Largest number of groups that may be drawn; None: all but one.
 
     Returns:
         The rows of the drawn groups, sorted; empty if there is only one group.
     """
-    rows, starts = ordered_by_group(groups, rng)
-    ends = starts[1:-1]
-    return np.sort(rows[: ends[np.argmin(np.abs(ends - count))]]) if len(ends) else rows[:0]
-
-
-def ordered_by_group(groups: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Order rows by group, the groups at random.
-
-    Returns:
-        The positions of the rows, int64, (rows,), and the start of each group among them with the end of the last,
-        int64, (groups + 1,).
-    """
-    _, numbers = np.unique(groups, return_inverse=True)
-    place = rng.permutation(int(numbers.max()) + 1)
-    rows = np.argsort(place[numbers], kind="stable").astype(np.int64)
-    sizes = np.bincount(place[numbers])
-    return rows, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    numbers = np.unique(groups, return_inverse=True)[1].reshape(-1)
+    sizes = np.bincount(numbers)
+    most = len(sizes) - 1 if most is None else most
+    if len(sizes) < 2 or most < 1:
+        return np.empty(0, np.int64)
+    classes = np.zeros(len(groups), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
+    held = coo_array((np.ones(len(groups), np.int64), (numbers, classes.reshape(-1)))).tocsr()
+    held.sum_duplicates()
+    starts, columns, counts = held.indptr.tolist(), held.indices.tolist(), held.data.tolist()
+    missing = (held.sum(axis=0) * (count / len(groups))).tolist()
+    order, drawn = rng.permutation(len(sizes)), list[int]()
+    for group in order.tolist():
+        own = range(starts[group], starts[group + 1])
+        # With h rows of a label where d are missing, the squared distance changes by h (h - 2 d).
+        if sum(counts[at] * (counts[at] - 2 * missing[columns[at]]) for at in own) < 0:
+            for at in own:
+                missing[columns[at]] -= counts[at]
+            drawn.append(group)
+            if len(drawn) == most:
+                break
+    if not drawn:  # every group is too large
+        drawn.append(int(order[np.argmin(sizes[order])]))
+    return np.flatnonzero(np.isin(numbers, drawn)).astype(np.int64)

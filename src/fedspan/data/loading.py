@@ -224,7 +224,11 @@ def _set_aside(
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     count = max(1, round(len(data) * config.test_fraction))
     rng, groups = generator(seed, "data", "test"), group_codes(data, config, field)
-    chosen = _draw(data, count, rng, keep_one=True) if groups is None else draw_groups(groups, count, rng)
+    chosen = (
+        _draw(data, count, rng, keep_one=True)
+        if groups is None
+        else draw_groups(groups, count, rng, _label_numbers(data))
+    )
     if len(chosen) == 0 and groups is not None:
         problem = f"all rows are one group, of which no part can be set aside; set {field}.test_fraction: 0"
         raise FedspanError(f"{field}.group", config.group, problem=problem)
@@ -236,6 +240,10 @@ def _set_aside(
     return data.select(rest), data.select(chosen)
 
 
+def _label_numbers(data: datasets.Dataset) -> np.ndarray | None:
+    return arrow_column(data, "label").to_numpy() if "label" in data.column_names else None
+
+
 def _cap(data: datasets.Dataset, config: DataConfig, seed: int, part: str) -> datasets.Dataset:
     if config.max_examples is None or len(data) <= config.max_examples:
         return data
@@ -244,9 +252,9 @@ def _cap(data: datasets.Dataset, config: DataConfig, seed: int, part: str) -> da
 
 def _draw(data: datasets.Dataset, count: int, rng: np.random.Generator, *, keep_one: bool) -> np.ndarray:
     """Draw `count` sorted row indices, labels in proportion (largest remainder); `keep_one` leaves one of each."""
-    if "label" not in data.column_names:
+    labels = _label_numbers(data)
+    if labels is None:
         return np.sort(rng.permutation(len(data))[: min(count, len(data) - keep_one)])
-    labels = arrow_column(data, "label").to_numpy()
     held = np.bincount(labels)
     quota = held * (count / len(labels))
     room = np.maximum(held - 1, 0) if keep_one else held

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedspan.data.assign import Shares, assign
 from fedspan.data.config import PartitionConfig
-from fedspan.data.groups import ordered_by_group
+from fedspan.data.groups import draw_groups
 from fedspan.data.keyed import generator
 from fedspan.data.names import arrow_column
 from fedspan.errors import FedspanError
@@ -244,10 +244,15 @@ def partition(
         raise FedspanError(
             f"{field}.column", config.column, f"values of at most {_LONGEST_ID} characters", problem=problem
         )
-    return Partition(_split(shares, config, seed, groups), len(dataset))
+    labels = None
+    if groups is not None and "label" in dataset.column_names:
+        labels = arrow_column(dataset, "label").to_numpy()
+    return Partition(_split(shares, config, seed, groups, labels), len(dataset))
 
 
-def _split(shares: Shares, config: PartitionConfig, seed: int, groups: np.ndarray | None) -> ClientParts:
+def _split(
+    shares: Shares, config: PartitionConfig, seed: int, groups: np.ndarray | None, labels: np.ndarray | None
+) -> ClientParts:
     sizes = np.empty((len(shares.ids), len(_SPLITS)), np.int64)
     rows = np.empty_like(shares.rows)
     bounds = shares.bounds.tolist()
@@ -257,7 +262,7 @@ def _split(shares: Shares, config: PartitionConfig, seed: int, groups: np.ndarra
         rng = generator(seed, "split", client)
         mixed = shares.rows[start:stop]
         if groups is not None:
-            mixed, validation, test = _whole_groups(mixed, groups, validation, test, rng)
+            mixed, validation, test = _whole_groups(mixed, groups, labels, validation, test, rng)
         sizes[number] = stop - start - validation - test, validation, test
         if validation + test == 0:
             rows[start:stop] = shares.rows[start:stop]
@@ -270,27 +275,30 @@ def _split(shares: Shares, config: PartitionConfig, seed: int, groups: np.ndarra
 
 
 def _whole_groups(
-    rows: np.ndarray, groups: np.ndarray, validation: int, test: int, rng: np.random.Generator
+    rows: np.ndarray,
+    groups: np.ndarray,
+    labels: np.ndarray | None,
+    validation: int,
+    test: int,
+    rng: np.random.Generator,
 ) -> tuple[np.ndarray, int, int]:
-    """Order a client's rows by group, and round the sizes of validation and test to whole groups.
+    """Order a client's rows by part, and round the sizes of validation and test to whole groups, by label.
 
     Returns:
-        The rows, the groups in random order, and the sizes: of at least one group each where one is left for training.
+        The rows of test, validation and training, and the sizes of validation and test: of at least one group each
+        where one is left for training.
     """
-    order, starts = ordered_by_group(groups[rows], rng)
-    taken = 0  # groups
-    sizes: list[int] = []
+    parts: list[np.ndarray] = []
     for wanted, still_needed in ((test, bool(validation)), (validation, False)):
-        most = len(starts) - 2 - still_needed - taken  # groups that may be taken here
-        if most < 1 and still_needed:
-            most = len(starts) - 2 - taken
-        count = 0
-        if wanted and most > 0:
-            ends = starts[taken + 1 : taken + 1 + most] - starts[taken]
-            count = 1 + int(np.argmin(np.abs(ends - wanted)))
-        sizes.append(int(starts[taken + count] - starts[taken]))
-        taken += count
-    return rows[order], sizes[1], sizes[0]
+        own = groups[rows]
+        rest = len(np.unique(own)) - 1
+        part = np.empty(0, np.int64)
+        if wanted:
+            most = max(1, rest - still_needed)
+            part = draw_groups(own, wanted, rng, None if labels is None else labels[rows], most=most)
+        parts.append(rows[part])
+        rows = np.delete(rows, part)
+    return np.concatenate([*parts, rows]), len(parts[1]), len(parts[0])
 
 
 def _part_sizes(count: int, validation: float, test: float) -> tuple[int, int]:
