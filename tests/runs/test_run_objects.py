@@ -7,10 +7,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from peft import AutoPeftModelForSequenceClassification, PeftConfig
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 
 import fedspan
+from fedspan.cli.app import app
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.integrity import read_config
@@ -38,8 +41,12 @@ def test_a_data_frame_gives_the_run_of_its_file(tiny_folder: Path, tmp_path: Pat
     fedspan.run(values, tmp_path / "file")
     fedspan.run(settings(tiny_folder), tmp_path / "frame", data=frame)
     assert weights(tmp_path / "frame") == weights(tmp_path / "file")
-    with pytest.raises(FedspanError, match="the data of this run were passed from Python: pass them again as data="):
+    with pytest.raises(FedspanError, match=r"pass them again as run_data= of fedspan\.evaluate"):
         fedspan.evaluate(tmp_path / "frame")
+    held_out = fedspan.evaluate(tmp_path / "file")
+    assert fedspan.evaluate(tmp_path / "frame", run_data=frame) == held_out
+    assert fedspan.evaluate(tmp_path / "frame", data=frame)["examples"] == len(frame)
+    assert fedspan.evaluate(tmp_path / "frame", data={"train": frame, "test": frame[:7]})["examples"] == 7
 
 
 def test_data_by_client_are_the_partition(tiny_folder: Path, tmp_path: Path, frame: pd.DataFrame) -> None:
@@ -84,8 +91,46 @@ def test_a_model_is_copied_and_named_and_resume_needs_it_again(
         fedspan.resume(tmp_path / "stopped")
     with pytest.raises(FedspanError, match="the model of this run was passed from Python: pass it again as model="):
         fedspan.resume(tmp_path / "stopped", data=frame)
-    fedspan.resume(tmp_path / "stopped", **objects)
+    report = fedspan.resume(tmp_path / "stopped", **objects)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+    other = 3 - report.best_round  # of two rounds, the one that the run did not export
+
+    def export(run: Path, **given: Any) -> Path:
+        return fedspan.export(run, tmp_path / "other", round=other, **given)
+
+    for call in (fedspan.diagnose, export):
+        with pytest.raises(FedspanError, match="the data of this run were passed from Python: pass them again as data"):
+            call(tmp_path / "stopped")
+        with pytest.raises(FedspanError, match="the model of this run was passed from Python: pass it again as model="):
+            call(tmp_path / "stopped", data=frame)
+    assert fedspan.diagnose(tmp_path / "stopped", pairs=0, **objects).round == 3
+    exported = export(tmp_path / "stopped", **objects)
+    assert weights(tmp_path / "whole") != {path.name: path.read_bytes() for path in exported.glob("*.safetensors")}
+    shown = CliRunner().invoke(app, ["diagnose", str(tmp_path / "stopped")])
+    assert shown.exit_code == 2
+    assert "pass them again as data= of fedspan.diagnose (the command line has no such option)" in shown.output
+
+
+def test_a_model_whose_weights_no_name_has(tiny_folder: Path, tmp_path: Path, frame: pd.DataFrame) -> None:
+    """The base of the adapter is the object, whatever is stored under its name."""
+    name = str(tiny_folder / "bert")
+    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=frame["label"].nunique())
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight.mul_(-3.0)
+    values = settings(tiny_folder)
+    values["model"].pop("name")
+    objects = {"model": model, "tokenizer": AutoTokenizer.from_pretrained(name)}
+    report = fedspan.run(values, tmp_path / "run", data=frame, **objects)
+    expected = report.scores["test"]["accuracy"], report.scores["test"]["loss"]
+    found = fedspan.evaluate(tmp_path / "run", run_data=frame, **objects)
+    assert (found["accuracy"], found["loss"]) == pytest.approx(expected, rel=1e-4)
+    texts = frame["text"].tolist()[:5]
+    answers = fedspan.predict(tmp_path / "run", texts, **objects)
+    merged = fedspan.export(tmp_path / "run", tmp_path / "merged", form="merged", **objects)
+    assert [label for label, _ in fedspan.predict(merged, texts)] == [label for label, _ in answers]
+    plain = fedspan.evaluate(tmp_path / "run", run_data=frame)  # the base that its name has
+    assert plain["loss"] != pytest.approx(found["loss"], rel=1e-3)
 
 
 def test_models_that_do_not_fit(tiny_folder: Path, tmp_path: Path, frame: pd.DataFrame) -> None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import datasets
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fedspan.data.config import DataConfig
 from fedspan.data.dialects import headerless
@@ -93,12 +95,14 @@ class _Reader:
             problem = f"column {column!r} of {self.source.name} holds {texts.type}, not text"
             raise FedspanError(where, column, problem=problem)
         texts = texts.cast(pa.string())
-        self._full(column, (trimmed(texts).fill_null("").to_numpy() != "").tolist(), "text")
+        filled = pc.call_function("greater", [pc.call_function("binary_length", [trimmed(texts)]), pa.scalar(0)])
+        self._full(column, filled.fill_null(False).to_numpy(), "text")
         return texts
 
-    def _full(self, column: str, there: list[bool], what: str) -> None:
-        if not all(there):
-            row = self.source.row(there.index(False))
+    def _full(self, column: str, there: np.ndarray | list[bool], what: str) -> None:
+        filled = np.asarray(there, bool)
+        if not filled.all():
+            row = self.source.row(int(filled.argmin()))
             problem = f"{row} has no {what} in column {column!r}. {self._skip}"
             raise FedspanError(self.file, self.source.name, problem=problem)
 

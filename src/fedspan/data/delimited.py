@@ -36,7 +36,7 @@ def read_delimited(path: Path, kind: str, config: DataConfig, limit: int | None 
     if not whole:
         content = content[: content.rfind(b"\n") + 1]
     dialect = _dialect(content, kind, config)
-    table, bad = _parse(content[dialect.skip :], dialect, skip_invalid=config.invalid == "skip" or not whole)
+    table, bad = _parse(content, dialect, skip_invalid=config.invalid == "skip" or not whole)
     table = table.rename_columns(_filled(table.column_names))
     notes = _notes(encoding, kind, dialect, config)
     # A beginning that ends inside a quoted text ends in one broken row; it is no mistake of the file.
@@ -100,7 +100,7 @@ def _parse(content: bytes, dialect: Dialect, *, skip_invalid: bool) -> tuple[pa.
     read = pyarrow.csv.ReadOptions(column_names=names, use_threads=False)
     # From memory, since the content is read twice: Arrow's read-ahead thread outlives the first reader, and on a file
     # reopened under the same descriptor it took whole blocks of rows away from the second.
-    buffer = pa.py_buffer(content)
+    buffer = pa.py_buffer(content).slice(dialect.skip)
     if names is None:
         with pyarrow.csv.open_csv(pa.BufferReader(buffer), read, parse) as reader:
             names = reader.schema.names

@@ -14,13 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_column, names_of, no_column, trimmed
+from fedspan.data.names import arrow_table, names_of, no_column, trimmed
 from fedspan.data.partition import Partition
 from fedspan.errors import FedspanError
 
 __all__ = ["content_codes", "describe_shared", "group_codes", "shared_between_clients", "shared_with_test"]
 
 _INPUTS = ("text", "text_pair", "history")
+_CHUNK = 1 << 16
+"""Examples whose texts are in memory at a time."""
 
 
 def content_codes(*parts: datasets.Dataset) -> list[np.ndarray]:
@@ -34,33 +36,37 @@ def content_codes(*parts: datasets.Dataset) -> list[np.ndarray]:
     Returns:
         For each data set, int64, (examples,).
     """
-    keys = _image_keys(parts) if "image" in parts[0].column_names else [_text_keys(part) for part in parts]
-    coded = pa.chunked_array([chunk for key in keys for chunk in key.chunks], keys[0].type).combine_chunks()
+    keys = _image_keys(parts) if "image" in parts[0].column_names else map(_text_keys, parts)
+    coded = pa.concat_arrays([pa.array(key, pa.binary()) for key in keys])
     codes = coded.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
     return np.split(codes, np.cumsum([len(part) for part in parts])[:-1])
 
 
-def _text_keys(part: datasets.Dataset) -> pa.ChunkedArray:
-    columns = [arrow_column(part, name) for name in _INPUTS if name in part.column_names]
-    keys = [trimmed(column) for column in columns]
-    if len(keys) == 1:
-        return keys[0]
-    return pc.call_function("binary_join_element_wise", [*keys, pa.scalar("\x1f", pa.large_string())])
+def _text_keys(part: datasets.Dataset) -> list[bytes]:
+    """Return digests of the texts, which are far smaller than the texts."""
+    inputs = part.select_columns([name for name in _INPUTS if name in part.column_names])
+    keys: list[bytes] = []
+    for start in range(0, len(inputs), _CHUNK):
+        table = arrow_table(inputs, slice(start, start + _CHUNK))
+        columns = [trimmed(column) for column in table.columns]
+        texts = pc.call_function("binary_join_element_wise", [*columns, pa.scalar("\x1f", pa.large_string())])
+        keys += [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts.to_pylist()]
+    return keys
 
 
-def _image_keys(parts: Sequence[datasets.Dataset]) -> list[pa.ChunkedArray]:
+def _image_keys(parts: Sequence[datasets.Dataset]) -> list[list[bytes]]:
     """Return digests of the images; a file whose size is unique is not read."""
     rows = [
         part.cast_column("image", datasets.Image(decode=False)).select_columns(["image"])["image"][:] for part in parts
     ]
     sizes = Counter(_size(row) for part in rows for row in part)
-    keys: list[pa.ChunkedArray] = []
-    for number, part in enumerate(rows):
-        digests = [
-            _digest(row) if sizes[_size(row)] > 1 else f"{number}/{position}" for position, row in enumerate(part)
+    return [
+        [
+            (_digest(row) if sizes[_size(row)] > 1 else f"{number}/{position}").encode()
+            for position, row in enumerate(part)
         ]
-        keys.append(pa.chunked_array([pa.array(digests, pa.large_string())]))
-    return keys
+        for number, part in enumerate(rows)
+    ]
 
 
 def _size(row: dict[str, Any]) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Generator, Mapping
 
 from charset_normalizer import from_bytes
 
@@ -28,6 +29,8 @@ _OLDER = (
 """Encodings that are tried where a file is not Unicode, the most common first."""
 _SAMPLE = 1 << 16
 """Number of bytes that the ranking examines."""
+_PIECE = 1 << 20
+"""Number of bytes that are decoded at a time."""
 
 
 def decode(content: bytes, encoding: str | None = None, *, whole: bool = True) -> tuple[str, str]:
@@ -92,10 +95,23 @@ def to_utf8(content: bytes, encoding: str | None = None, *, whole: bool = True) 
     """Return a file's content in UTF-8 without a byte order mark, and the name of its encoding; raises as `decode`."""
     if encoding is None and content.isascii() and b"\0" not in content[:_SAMPLE]:
         return content, "utf-8"
-    text, name = decode(content, encoding, whole=whole)
-    if name == "utf-8" and whole:  # the same bytes: no second copy of a large file
-        return content.removeprefix(codecs.BOM_UTF8), name
-    return text.encode("utf-8"), name
+    name = encoding or _detect(content, whole=whole)
+    try:
+        decoder = codecs.getincrementaldecoder(name)()
+        pieces = _decoded(decoder, content, whole)
+        if name == "utf-8" and whole:  # the same bytes: no second copy of a large file
+            deque(pieces, maxlen=0)
+            return content.removeprefix(codecs.BOM_UTF8), name
+        return b"".join(piece.encode() for piece in pieces).removeprefix(codecs.BOM_UTF8), name
+    except (LookupError, UnicodeError):
+        return decode(content, encoding, whole=whole)[0].encode(), name  # which says what is wrong
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, content: bytes, whole: bool) -> Generator[str]:
+    """Decode a file in pieces: a large file as one text takes up to four times its size."""
+    for start in range(0, max(1, len(content)), _PIECE):
+        end = start + _PIECE
+        yield decoder.decode(content[start:end], final=whole and end >= len(content))
 
 
 def _detect(content: bytes, *, whole: bool) -> str:
@@ -105,11 +121,11 @@ def _detect(content: bytes, *, whole: bool) -> str:
     if (name := _unmarked_utf16(content[:4096])) is not None:
         return name
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(content, final=whole)
+        deque(_decoded(codecs.getincrementaldecoder("utf-8")(), content, whole), maxlen=0)
         return "utf-8"
-    except UnicodeDecodeError as error:
+    except UnicodeDecodeError:
         if _is_damaged_utf8(content):
-            raise ValueError(_misplaced(error, "utf-8", content)) from None
+            return "utf-8"  # decoding it reports where
     return _older(content)
 
 

@@ -22,7 +22,7 @@ from fedspan.data.folders import TEXTS, describe_left_out, holds_texts, read_tex
 from fedspan.data.images import PICTURES, archived_images, holds_images, read_images
 from fedspan.data.json_files import read_json
 from fedspan.data.multiple_files import read_several
-from fedspan.data.names import arrow_table
+from fedspan.data.names import arrow_table, as_dataset
 from fedspan.data.path_patterns import has_places, matching
 from fedspan.data.reading import Read, read_beginning
 from fedspan.data.source import Source
@@ -265,8 +265,7 @@ def flatten(dataset: datasets.Dataset) -> datasets.Dataset:
             parts = table.select([name]).flatten()
             for inner, kind in feature.items():
                 columns[f"{name}.{inner}"], features[f"{name}.{inner}"] = parts.column(f"{name}.{inner}"), kind
-        info = datasets.DatasetInfo(features=datasets.Features(features))
-        dataset = datasets.Dataset(pa.table(columns), info=info)
+        dataset = as_dataset(pa.table(columns), features)
 
 
 def _dataset(table: pa.Table, kind: str, where: str, option: str) -> datasets.Dataset:
@@ -298,7 +297,7 @@ def _what_is_there(path: Path) -> str:
 
 def dataset_of_table(table: pa.Table) -> datasets.Dataset:
     """Return a table as a data set; dictionaries become plain columns."""
-    return datasets.Dataset(_without_dictionaries(table))
+    return as_dataset(_without_dictionaries(table))
 
 
 def _without_dictionaries(table: pa.Table) -> pa.Table:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedspan.data.folders import classes_of
+from fedspan.data.names import as_dataset
 from fedspan.errors import FedspanError
 
 __all__ = ["IMAGES", "PICTURES", "archived_images", "holds_images", "read_images"]
@@ -69,7 +70,7 @@ def read_images(path: Path, where: str, option: str) -> datasets.Dataset:
 
 def _dataset(columns: Mapping[str, pa.Array]) -> datasets.Dataset:
     features = {name: datasets.Value("string") for name in columns} | {"image": datasets.Image()}
-    return datasets.Dataset(pa.table(columns), info=datasets.DatasetInfo(features=datasets.Features(features)))
+    return as_dataset(pa.table(columns), features)
 
 
 def _idx(path: Path) -> dict[str, pa.Array]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
-from fedspan.data.names import arrow_table
+from fedspan.data.names import arrow_table, as_dataset
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 
@@ -54,8 +54,7 @@ def without_lists(source: Source, config: DataConfig, task: TaskName, field: str
     for name, (values, feature) in columns.items():
         table = table.set_column(table.column_names.index(name), name, values)
         features[name] = feature
-    info = datasets.DatasetInfo(features=datasets.Features(features))
-    return replace(source, dataset=datasets.Dataset(table, info=info), notes=(*source.notes, *notes))
+    return replace(source, dataset=as_dataset(table, features), notes=(*source.notes, *notes))
 
 
 def _labels(source: Source, column: str, config: DataConfig, field: str) -> list[object]:

@@ -20,7 +20,7 @@ from fedspan.data.groups import draw_groups
 from fedspan.data.invalid_rows import without_invalid
 from fedspan.data.keyed import generator
 from fedspan.data.list_columns import without_lists
-from fedspan.data.names import arrow_column, sort_names
+from fedspan.data.names import arrow_column, as_dataset, sort_names, take_rows
 from fedspan.data.source import Source
 from fedspan.errors import FedspanError, nearest
 
@@ -185,9 +185,7 @@ def _index(
     """Return the examples with label indices; drop rows with labels not to be used, refuse or skip unknown labels."""
     checked = part.checked
     if checked.names is None:
-        info = datasets.DatasetInfo(features=datasets.Features(checked.features))
-        # In one piece: datasets hashes a table by pickling it, every slice with its whole underlying buffer.
-        return datasets.Dataset(pa.table(checked.columns).combine_chunks(), info=info)
+        return as_dataset(pa.table(checked.columns), checked.features)
     index = {label: position for position, label in enumerate(labels)}
     keep, ids, unknown = [], [], 0
     for row, label in enumerate(checked.names):
@@ -202,11 +200,12 @@ def _index(
     if not keep:
         problem = f"no row of {checked.source.name} has one of the labels {', '.join(labels[:6])}"
         raise FedspanError(f"{field}.{name}", checked.source.name, problem=problem)
-    table = pa.table(checked.columns).take(keep)
+    table = pa.table(checked.columns)
+    if len(keep) < len(table):
+        table = table.take(keep)
     position = 2 if "text_pair" in checked.columns else 1  # after the columns to be labelled
     table = table.add_column(position, "label", pa.array(ids, pa.int64()))
-    features = datasets.Features({**checked.features, "label": datasets.Value("int64")})
-    return datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
+    return as_dataset(table, {**checked.features, "label": datasets.Value("int64")})
 
 
 def _unknown_label(
@@ -237,7 +236,7 @@ def _set_aside(
         problem = f"{why}, so none can be set aside to test on. Name a test set, or set {field}.test_fraction: 0."
         raise FedspanError(f"{field}.train", config.train, problem=problem)
     rest = np.setdiff1d(np.arange(len(data)), chosen)
-    return data.select(rest), data.select(chosen)
+    return take_rows(data, rest), take_rows(data, chosen)
 
 
 def _label_numbers(data: datasets.Dataset) -> np.ndarray | None:
@@ -247,7 +246,7 @@ def _label_numbers(data: datasets.Dataset) -> np.ndarray | None:
 def _cap(data: datasets.Dataset, config: DataConfig, seed: int, part: str) -> datasets.Dataset:
     if config.max_examples is None or len(data) <= config.max_examples:
         return data
-    return data.select(_draw(data, config.max_examples, generator(seed, "data", "cap", part), keep_one=False))
+    return take_rows(data, _draw(data, config.max_examples, generator(seed, "data", "cap", part), keep_one=False))
 
 
 def _draw(data: datasets.Dataset, count: int, rng: np.random.Generator, *, keep_one: bool) -> np.ndarray:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, DatasetInfo, Features
 
 from fedspan.errors import similar
 
-__all__ = ["arrow_column", "arrow_table", "columns_by_likeness", "names_of", "no_column", "sort_names", "trimmed"]
+__all__ = [
+    "arrow_column",
+    "arrow_table",
+    "as_dataset",
+    "columns_by_likeness",
+    "names_of",
+    "no_column",
+    "sort_names",
+    "take_rows",
+    "trimmed",
+]
+
+
+_ENCODED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
 
 
 def arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
@@ -21,9 +36,26 @@ def arrow_column(dataset: Dataset, column: str) -> pa.ChunkedArray:
     return arrow_table(dataset.select_columns([column])).column(column)
 
 
-def arrow_table(dataset: Dataset) -> pa.Table:
-    """Return the rows of a data set, in its order, as Arrow stores them (images and the like not decoded)."""
-    return cast(pa.Table, dataset.with_format("arrow")[:])
+def arrow_table(dataset: Dataset, rows: slice = slice(None)) -> pa.Table:
+    """Return rows of a data set, in its order, as Arrow stores them (images and the like not decoded)."""
+    return cast(pa.Table, dataset.with_format("arrow")[rows])
+
+
+def as_dataset(table: pa.Table, features: Mapping[str, Any] | None = None) -> Dataset:
+    """Return a table as a data set, without a copy of it.
+
+    Args:
+        table: The table.
+        features: Types of its columns for ``datasets``; None: those that follow from the table.
+    """
+    info = None if features is None else DatasetInfo(features=Features(features))
+    # Without a fingerprint, datasets pickles the whole table and hashes it, in several times its memory.
+    return Dataset(table, info=info, fingerprint=secrets.token_hex(8))
+
+
+def take_rows(dataset: Dataset, rows: np.ndarray) -> Dataset:
+    """Return some rows as a data set of their own; ``Dataset.select`` looks up every row at each later access."""
+    return as_dataset(arrow_table(dataset).take(rows), dataset.features)
 
 
 def trimmed(texts: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -54,12 +86,18 @@ def columns_by_likeness(name: str, columns: Iterable[str], count: int = 12) -> s
 
 def names_of(dataset: Dataset, column: str) -> list[str | None]:
     """Return each row's value as text; None if it is null, NaN, blank, or an unnamed class number (the hub's -1)."""
-    feature = dataset.features[column]
-    values = arrow_column(dataset, column).to_pylist()
+    feature, values = dataset.features[column], arrow_column(dataset, column)
     if isinstance(feature, ClassLabel):
         known = feature.names
-        return [known[value] if value is not None and 0 <= value < len(known) else None for value in values]
-    return [_name(value) for value in values]
+        return [known[at] if at is not None and 0 <= at < len(known) else None for at in values.to_pylist()]
+    if not any(test(values.type) for test in _ENCODED):
+        return [_name(value) for value in values.to_pylist()]
+    found: list[str | None] = []
+    for chunk in values.chunks:  # one object for each distinct value, and not for each row
+        coded = chunk.dictionary_encode()
+        names = [_name(value) for value in coded.dictionary.to_pylist()]
+        found += [None if at is None else names[at] for at in coded.indices.to_pylist()]
+    return found
 
 
 def sort_names(names: Iterable[str]) -> list[str]:

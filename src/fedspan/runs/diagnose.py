@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedspan.diagnostics.round_diagnosis import Diagnosis, diagnose_round
 from fedspan.errors import FedspanError
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
+from fedspan.runs.objects import objects_of
 from fedspan.runs.privacy_budget import load_noise_key
 from fedspan.runs.session import is_run, read_partition
 from fedspan.runs.setup import prepare
@@ -18,7 +19,14 @@ __all__ = ["diagnose"]
 
 
 def diagnose(
-    run_folder: str | Path, round: int | Literal["best", "last"] = "last", *, pairs: int = 3, examples: int = 500
+    run_folder: str | Path,
+    round: int | Literal["best", "last"] = "last",
+    *,
+    pairs: int = 3,
+    examples: int = 500,
+    data: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
 ) -> Diagnosis:
     """Run one more round from a checkpoint, store nothing of it, and measure the clients' updates.
 
@@ -28,6 +36,9 @@ def diagnose(
             last two rounds and of the best one.
         pairs: Maximum number of client pairs between whose models the loss is measured; 0: none.
         examples: Maximum number of held-out examples for these measurements.
+        data: The data, if the run began with data passed from Python.
+        model: The model, if the run began with one passed from Python, with its weights as they were then.
+        tokenizer: The tokenizer, if the run began with one passed from Python.
 
     Returns:
         Numbers by layer (``layers``) and by pair (``barriers``); the dataclasses document each.
@@ -51,8 +62,9 @@ def diagnose(
             problem="the data of this run's clients are on other machines",
         )
     require_intact(place)
+    objects = objects_of(config, "fedspan.diagnose", data, model, tokenizer)
     kept = checkpoints.load(checkpoints.select_checkpoint(place, round))
-    prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config))
+    prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config), objects)
     return diagnose_round(
         prepared.federation,
         kept.progress,

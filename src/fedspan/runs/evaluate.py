@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import datasets
 from pydantic import ValidationError
@@ -12,11 +13,15 @@ from pydantic import ValidationError
 from fedspan.config.validation_errors import first_mistake
 from fedspan.data.columns import TaskName
 from fedspan.data.config import DataConfig
+from fedspan.data.files import IN_MEMORY
 from fedspan.data.loading import load
+from fedspan.data.objects import read_objects
+from fedspan.data.source import Source
 from fedspan.errors import FedspanError
 from fedspan.runs.integrity import read_config
 from fedspan.runs.load import adapter_folder, load_served
-from fedspan.runs.model_setup import PROBLEMS, Facts, facts_of, read_notes
+from fedspan.runs.model_setup import PROBLEMS, Facts, ModelObjects, facts_of, read_notes
+from fedspan.runs.objects import require_named_data
 from fedspan.runs.session import is_run
 from fedspan.tasks.metrics import shown
 
@@ -27,21 +32,25 @@ def evaluate(
     folder: str | Path,
     client: str | None = None,
     *,
-    data: str | Path | None = None,
+    data: Any = None,
     text: str | None = None,
     image: str | None = None,
     label: str | None = None,
     text_pair: str | None = None,
     answer: str | None = None,
     generate: bool = True,
+    run_data: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
 ) -> dict[str, float]:
     """Evaluate a trained model.
 
     Args:
         folder: A run folder or an exported model.
         client: The client whose model is evaluated, if every client has its own.
-        data: A file of examples, or any source of images that ``data.train`` accepts; default: the held-out test set
-            of the run in ``folder``.
+        data: A file of examples, any source of images that ``data.train`` accepts, or examples in memory, as in
+            ``fedspan.run`` (of a ``DatasetDict``, its test split); default: the held-out test set of the run in
+            ``folder``.
         text: The file's column of texts; default: ``text``.
         image: The file's column of images; default: ``image``.
         label: The file's column of labels or numbers; default: ``label``.
@@ -49,6 +58,9 @@ def evaluate(
         answer: The file's column of answers, for a language model, whose prompt template names the other columns;
             default: ``answer``.
         generate: Whether a language model generates answers and exact matches are counted; the slow part.
+        run_data: The data that the run began with, if they were passed from Python; its held-out test set is used.
+        model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
+        tokenizer: Its tokenizer or image processor; None: that of the model's name.
 
     Returns:
         The task's metrics and the number of ``examples``.
@@ -60,10 +72,11 @@ def evaluate(
     if data is not None:
         facts = facts_of(served_from, read_notes(served_from))
         columns = {"text": text, "image": image, "label": label, "text_pair": text_pair, "answer": answer}
-        rows = _labelled(_file_config(data, facts, columns), facts.task)
+        source = None if isinstance(data, str | Path) else _examples(data)
+        rows = _labelled(_file_config(IN_MEMORY if source else data, facts, columns), facts.task, source)
     else:
-        rows = _held_out(folder, served_from)
-    served = load_served(folder, client)
+        rows = _held_out(folder, served_from, run_data)
+    served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
     metrics = served.task.metrics(served.predictions(examples, thorough=generate), examples, range(len(examples)))
     return {**{name: metrics[name] for name in shown(metrics)}, "examples": float(len(examples))}
@@ -82,13 +95,22 @@ def _file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | Non
         raise mistake.at(field, str(data)) from None
 
 
-def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
+def _examples(data: Any) -> Source:
+    """Return examples in memory: the test split, if there is one."""
+    sources = read_objects(data, 0).sources
+    return sources.get("test", sources["train"])
+
+
+def _held_out(folder: str | Path, adapter: Path, data: Any) -> datasets.Dataset:
     if not is_run(folder):
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and only a run folder names a test set"
         )
     config = read_config(folder)
-    loaded = load(config.data, seed=config.data_seed, task=config.task)
+    if data is None:
+        require_named_data(config, "fedspan.evaluate", "run_data")
+    sources = None if data is None else read_objects(data, config.partition.clients).sources
+    loaded = load(config.data, seed=config.data_seed, task=config.task, sources=sources)
     if loaded.test is None:
         raise FedspanError(
             "data", None, "a file to measure on", problem="no data are given, and this run has no held-out test set"
@@ -102,10 +124,10 @@ def _held_out(folder: str | Path, adapter: Path) -> datasets.Dataset:
     return loaded.test
 
 
-def _labelled(config: DataConfig, task: TaskName) -> datasets.Dataset:
-    """Load the rows of a file; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
+def _labelled(config: DataConfig, task: TaskName, source: Source | None) -> datasets.Dataset:
+    """Load rows of a file or from memory; errors name ``data``, ``text`` or ``label``, not the fields of a config."""
     try:
-        return load(config, "data", task=task).train
+        return load(config, "data", task=task, sources=source and {"train": source}).train
     except FedspanError as error:
         field = error.field.removeprefix("data.")
         problem = error.problem and error.problem.replace("data.labels", "the model's labels")

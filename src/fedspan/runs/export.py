@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
@@ -21,7 +21,8 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_resolved_config, require_intact
 from fedspan.runs.load import ADAPTER, adapter_folder, load_served
 from fedspan.runs.model_card import CARD, cut_card, merged_card
-from fedspan.runs.model_setup import NOTES
+from fedspan.runs.model_setup import NOTES, ModelObjects
+from fedspan.runs.objects import objects_of
 from fedspan.runs.session import is_run, read_partition, read_report, require_client
 from fedspan.runs.setup import prepare
 from fedspan.runs.trained_models import write_adapters
@@ -38,6 +39,10 @@ def export(
     client: str | None = None,
     round: int | Literal["best", "last"] = "best",
     rank: int | None = None,
+    *,
+    data: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
 ) -> Path:
     """Write a trained model to a folder of its own.
 
@@ -50,6 +55,10 @@ def export(
             of the best one.
         rank: Rank that the adapter's update is truncated to by its best approximation; its fedspan.json reports the
             error of each layer under ``relative_error``. None: exact, at the adapter's own rank.
+        data: The data, if the run began with data passed from Python; needed for what it did not export at its end.
+        model: The model, if the run began with one passed from Python, with its weights as they were then; needed for
+            what the run did not export at its end. ``merged`` loads it by its ``name_or_path`` if it is None.
+        tokenizer: The tokenizer, if the run began with one passed from Python.
 
     Returns:
         ``out``.
@@ -68,7 +77,7 @@ def export(
     with tempfile.TemporaryDirectory(prefix="fedspan-") as scratch:
         partial = temporary(out)
         try:
-            source = _source(Path(run_folder), client, round, Path(scratch))
+            source = _source(Path(run_folder), client, round, Path(scratch), (data, model, tokenizer))
             out.parent.mkdir(parents=True, exist_ok=True)
             remove(partial)
             whole = not (source / ADAPTER).is_file()
@@ -80,7 +89,7 @@ def export(
                     truncate_adapter(partial, rank)
                     _recast(source, partial, lambda text: cut_card(text, rank))
             else:
-                _merge(source, partial)
+                _merge(source, partial, ModelObjects(model, tokenizer))
             if out.exists():
                 out.rmdir()
             partial.rename(out)
@@ -92,7 +101,7 @@ def export(
     return out
 
 
-def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -> Path:
+def _source(folder: Path, client: str | None, round: int | str, scratch: Path, objects: tuple[Any, Any, Any]) -> Path:
     """Return the adapter's folder: the one that the run exported at its end, or a new one from a checkpoint."""
     if not is_run(folder):
         return adapter_folder(folder, client)
@@ -106,7 +115,8 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
         if there and round in ("best", report.best_round):
             return adapter_folder(folder, client)
     kept, config = checkpoints.load(checkpoints.select_checkpoint(place, round)), read_resolved_config(folder)
-    progress, prepared = kept.progress, prepare(config, read_partition(folder))
+    given = objects_of(config, "fedspan.export", *objects)
+    progress, prepared = kept.progress, prepare(config, read_partition(folder), objects=given)
     adapters = write_adapters(prepared, progress, RunFolder(scratch), () if client is None else (client,))
     if "global" in adapters:
         return adapters["global"]
@@ -115,8 +125,9 @@ def _source(folder: Path, client: str | None, round: int | str, scratch: Path) -
     return adapters[client]
 
 
-def _merge(adapter: Path, out: Path) -> None:
-    served = load_served(adapter, device="cpu", quantized=False)  # plain weights, even after quantized training
+def _merge(adapter: Path, out: Path, objects: ModelObjects) -> None:
+    # Plain weights, even after quantized training.
+    served = load_served(adapter, device="cpu", quantized=False, objects=objects)
     model, length = served.model, served.facts.max_length
     if isinstance(model, PooledClassifier):
         model.replace_encoder(model.encoder.merge_and_unload())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError, nearest
-from fedspan.models.loading import Processor, load_pretrained
+from fedspan.models.loading import Loaded, Processor, adopt_loaded, load_pretrained
 from fedspan.models.pooling import DENSE, PooledClassifier, read_output_layer
-from fedspan.runs.model_setup import NOTES, PROBLEMS, Facts, facts_of, read_notes
+from fedspan.runs.model_setup import NOTES, PROBLEMS, Facts, ModelObjects, facts_of, read_notes
 from fedspan.runs.session import is_run, read_report, require_client
 from fedspan.runs.setup import choose_device
 from fedspan.tasks.task import Examples, RunTask
@@ -119,7 +119,12 @@ def _unreadable(place: Path, error: Exception) -> FedspanError:
 
 
 def load_served(
-    folder: str | Path, client: str | None = None, device: str = "auto", *, quantized: bool = True
+    folder: str | Path,
+    client: str | None = None,
+    device: str = "auto",
+    *,
+    quantized: bool = True,
+    objects: ModelObjects | None = None,
 ) -> Served:
     """Load a trained model.
 
@@ -128,6 +133,7 @@ def load_served(
         client: The client whose model is loaded; required if every client of the run has its own.
         device: ``auto``, or a device as in a config.
         quantized: Whether a base that was quantized to 4 or 8 bits in training is loaded quantized.
+        objects: The base that the model was trained on and its tokenizer, if they were passed from Python.
 
     Raises:
         FedspanError: If `adapter_folder` raises it, or the pretrained model or the adapter cannot be loaded.
@@ -143,17 +149,10 @@ def load_served(
             revision = PeftConfig.from_pretrained(str(place)).revision
         except Exception as error:
             raise _unreadable(place, error) from error
-        loaded = load_pretrained(
-            notes["base_model"],
-            problem.head,
-            facts.labels,
-            revision=revision,
-            quantization=facts.quantization if quantized else None,
-            keep=notes["kept"],
-            image_size=facts.image_size,
-            pooling=facts.pooling,
-            device=target,
-        )
+        if objects is not None and objects.model is not None:
+            loaded = adopt_loaded(objects.model, objects.tokenizer, problem.head, facts.labels, target)
+        else:
+            loaded = _load_base(notes, facts, revision, target, quantized=quantized)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # caused by PEFT's own calls, not by the user
@@ -167,8 +166,33 @@ def load_served(
         elif loaded.new_modules:
             raise FedspanError("folder", str(place), f"a model with weights for {', '.join(loaded.new_modules)}")
         model = loaded.model
+    if objects is not None and objects.tokenizer is not None:
+        loaded = replace(loaded, processor=objects.tokenizer)
     task = problem.task(loaded.processor, facts, None)
     return Served(place, notes, facts, model.eval(), loaded.processor, task, target, revision)
+
+
+def _load_base(
+    notes: dict[str, Any], facts: Facts, revision: str | None, device: torch.device, *, quantized: bool
+) -> Loaded:
+    """Load the pretrained model of an adapter by its name."""
+    name = str(notes["base_model"])
+    try:
+        return load_pretrained(
+            name,
+            PROBLEMS[facts.task].head,
+            facts.labels,
+            revision=revision,
+            quantization=facts.quantization if quantized else None,
+            keep=notes["kept"],
+            image_size=facts.image_size,
+            pooling=facts.pooling,
+            device=device,
+        )
+    except FedspanError as error:
+        if not name.isidentifier():  # a class: the name of a model from Python without a ``name_or_path``
+            raise
+        raise error.at(note="If the model was passed from Python, pass it again as model=.") from None
 
 
 def _with_adapter(model: Any, place: Path) -> Any:
@@ -197,7 +221,12 @@ def _load_output_layer(model: PooledClassifier, place: Path) -> None:
 
 
 def predict(
-    folder: str | Path, texts: Sequence[str | os.PathLike[str] | tuple[str, str]], client: str | None = None
+    folder: str | Path,
+    texts: Sequence[str | os.PathLike[str] | tuple[str, str]],
+    client: str | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
 ) -> list[Any]:
     """Use a trained model: label texts, predict numbers for them, or answer prompts.
 
@@ -207,6 +236,8 @@ def predict(
             trained on images. For a language model, a prompt template with one column (``Question: {question}``) is
             applied to each text; otherwise the text is used as it is.
         client: The client whose model is used, if every client has its own.
+        model: The model that the run began with, if it was passed from Python; None: loaded by its ``name_or_path``.
+        tokenizer: Its tokenizer or image processor; None: that of the model's name.
 
     Returns:
         For each text, the most probable label and its probability, ``("yes", 0.93)``, of a classifier; the number of a
@@ -215,7 +246,7 @@ def predict(
     Raises:
         FedspanError: If `load_served` raises it.
     """
-    served = load_served(folder, client)
+    served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     if not texts:
         return []
     predictions = served.predictions(served.task.encode(_rows(served.facts, texts)))

@@ -10,17 +10,17 @@ from typing import Any
 
 from fedspan.config import RunConfig, override, parse_config, read_values
 from fedspan.data.files import IN_MEMORY
-from fedspan.data.objects import CLIENT, read_objects
+from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
-from fedspan.runs.model_setup import ModelObjects
+from fedspan.runs.objects import objects_of
 from fedspan.runs.remote import flower_simulation
 from fedspan.runs.session import RunReport, is_run, read_report
-from fedspan.runs.setup import Objects, Prepared, prepare
+from fedspan.runs.setup import prepare
 from fedspan.transports.flower import require
 
 __all__ = ["resume", "run"]
@@ -110,19 +110,13 @@ def _with_objects(
     if parsed.engine.name == "flower-sim":
         problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
         raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
-    build = _build(data, model, tokenizer, parsed.partition.clients)
-    objects: Objects = build.keywords["objects"]
+    objects = objects_of(parsed, "fedspan.run", data, model, tokenizer)
     if objects.data is not None:
         if "test" in objects.data.sources:
             values["data"] = {**values["data"], "test": IN_MEMORY}
         if objects.data.by_client:
             values["partition"] = _natural(_section(values, "partition"))
-    return parse_config(values), build
-
-
-def _build(data: Any, model: Any, tokenizer: Any, clients: int) -> partial[Prepared]:
-    given = None if data is None else read_objects(data, clients)
-    return partial(prepare, objects=Objects(given, ModelObjects(model, tokenizer)))
+    return parse_config(values), partial(prepare, objects=objects)
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -174,10 +168,10 @@ def resume(
     Raises:
         FedspanError: If there is no run, another process works on it, or its latest checkpoint is damaged.
     """
-    if data is None and model is None and tokenizer is None:
+    if not is_run(folder) or RunFolder(folder).report.is_file():
         return _go_on(folder, listener, track, prepare)
-    clients = read_config(folder).partition.clients if is_run(folder) else 0
-    return _go_on(folder, listener, track, _build(data, model, tokenizer, clients))
+    objects = objects_of(read_config(folder), "fedspan.resume", data, model, tokenizer)
+    return _go_on(folder, listener, track, partial(prepare, objects=objects))
 
 
 def _go_on(folder: str | Path, listener: Listener | None, track: Sequence[str], build: session.Build) -> RunReport:

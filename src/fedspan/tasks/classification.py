@@ -35,7 +35,7 @@ class SequenceClassification(Labelling):
 
     def encode(self, dataset: datasets.Dataset) -> EncodedText:
         """Tokenise a data set once; its columns are ``text``, optionally ``text_pair``, and ``label`` (indices)."""
-        labels = np.array(dataset["label"], dtype=np.int64)
+        labels = np.array(dataset.with_format("numpy")["label"][:], dtype=np.int64)
         return encode_texts(self.tokenizer, dataset, self.max_length, labels)
 
     def batch(self, examples: EncodedText, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
