@@ -100,6 +100,29 @@ def test_both_texts_of_a_pair_are_printed(tmp_path: Path) -> None:
     assert "text 'premise' and 'hypothesis', label 'label'" in found
 
 
+@pytest.mark.parametrize("names", [("question1", "question2"), ("title_a", "title_b")])
+def test_pairs_of_numbered_columns(tmp_path: Path, names: tuple[str, str]) -> None:
+    path = table(tmp_path / "t.csv", {names[0]: TEXTS, names[1]: TEXTS, "same": ["no", "yes"] * 30})
+    config, found = config_of(path)
+    assert (config.data.text, config.data.text_pair, config.data.label) == (*names, "same")
+    assert f"text {names[0]!r} and {names[1]!r}" in found
+    alone, _ = config_of(path, text=names[1])
+    assert (alone.data.text, alone.data.text_pair) == (names[1], None)
+
+
+def test_scores_by_number_are_no_pair(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", {"v1": range(60), "v2": range(60), "text": TEXTS, "label": ["a", "b"] * 30})
+    assert config_of(path)[0].data.text_pair is None
+
+
+def test_other_labels_of_images_are_named(tmp_path: Path) -> None:
+    path = pictures(tmp_path / "p")
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join([rows[0] + ",camera", *(f"{row},c{at % 3}" for at, row in enumerate(rows[1:]))]) + "\n")
+    _, found = config_of(path, model="builtin:resnet-8", clients=2)
+    assert "other columns that may be labels: camera (--label)" in found
+
+
 def test_a_messy_file(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     rows = [f"{text};{'gut' if number % 2 else 'schön'}" for number, text in enumerate(TEXTS)]

@@ -19,7 +19,7 @@ from PIL import Image
 from fedspan.data import DataConfig, PartitionConfig
 from fedspan.data.builtin import CORPORA
 from fedspan.data.loading import load
-from fedspan.data.names import sort_names
+from fedspan.data.names import names_of, sort_names
 from fedspan.data.partition import partition
 from fedspan.data.path_patterns import matching
 from fedspan.errors import FedspanError
@@ -315,3 +315,25 @@ def test_a_data_owner_that_cannot_be_read_is_not_left_out(
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed)  # root reads every folder
     where = str(clinics / "clinic {site}" / "train.csv")
     refused("data.train", where, ["cannot be read", str(closed)], load, config_for(where))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_no_table_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """datasets hashes a table in memory by pickling it, in several times its size."""
+
+    def refuse(dataset: object) -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(datasets.arrow_dataset, "generate_fingerprint", refuse)
+    data = load(config_for(write_as(tmp_path, suffix), test_fraction=0.5))
+    assert data.test is not None
+
+
+def test_equal_names_are_one_object() -> None:
+    dataset = datasets.Dataset.from_dict(
+        {"label": [" a", "b ", None, " a", ""], "number": [1.0, 2.5, float("nan"), 1.0, 3]}
+    )
+    names = names_of(dataset, "label")
+    assert names == ["a", "b", None, "a", None]
+    assert names[0] is names[3]
+    assert names_of(dataset, "number") == ["1", "2.5", None, "1", "3"]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedspan.data import encodings
 from fedspan.data.config import DataConfig
 from fedspan.data.encodings import decode, to_utf8
 from fedspan.data.loading import load
@@ -95,3 +96,14 @@ def test_files_of_text_are_read_in_their_encoding(tmp_path: Path, encoding: str,
     assert "(data.encoding)" in data.remarks[0]
     named = load(DataConfig(train=str(path), test_fraction=0, encoding=encoding))
     assert named.train["text"][:] == texts
+
+
+@pytest.mark.parametrize("name", [*TEXTS, *UNICODE])
+def test_a_file_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Characters of several bytes that lie across the end of a piece are whole."""
+    text = 20 * TEXTS.get(name, TEXTS["cp1251"])
+    content = text.encode(name)
+    whole = to_utf8(content, name)
+    monkeypatch.setattr(encodings, "_PIECE", 7)
+    assert to_utf8(content, name) == whole
+    assert whole[0].decode() == text

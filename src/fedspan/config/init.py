@@ -270,14 +270,15 @@ def _labelled(
     if label is None:
         what = "numbers" if task == "regression" else "labels"
         raise FedspanError("--label", None, f"the column of {what}: {', '.join(head.column_names)}")
+    more = [name for name in _candidates(head, rest) if name != label] if given["label"] is None else []
     if task == "image-classification":
-        text = given["text"]
-        return _Facts(
-            task, {"image": text, "label": label}, by, (f"{task}: image {text!r}, label {label!r}", *client_notes)
-        )
+        fields = {"image": given["text"], "label": label}
+        found = [f"{task}: image {given['text']!r}, label {label!r}", *client_notes]
+        return _Facts(task, fields, by, (*found, *_others(more)))
     rest = [name for name in rest if name != label]
-    pair = next((each for each in _PAIRS if set(each) <= set(rest)), None) if given["text"] is None else None
     texts = {name: length for name in rest if (length := _length(head, name))}
+    words = [name for name in texts if _numbers(head, name) is None and not name.startswith("column_")]
+    pair = _pair(rest, words) if given["text"] is None else None
     text = given["text"] or (pair[0] if pair else max(texts, key=lambda name: texts[name], default=None))
     if text is None:
         raise FedspanError("--text", None, f"the column of texts: {', '.join(head.column_names)}")
@@ -287,9 +288,25 @@ def _labelled(
     fields = {"text": text, **({"text_pair": pair[1]} if pair else {}), "label": label}
     shown = " and ".join(map(repr, pair)) if pair else repr(text)
     found = [f"{task}: text {shown}, label {label!r}", *client_notes]
-    if given["label"] is None and (more := [name for name in _candidates(head, rest) if name not in fields.values()]):
-        found.append(f"other columns that may be labels: {', '.join(more[:4])} (--label)")
+    found += _others([name for name in more if name not in fields.values()])
     return _Facts(task, fields, by, tuple(found))
+
+
+def _others(columns: Sequence[str]) -> list[str]:
+    return [f"other columns that may be labels: {', '.join(columns[:4])} (--label)"] if columns else []
+
+
+def _pair(columns: Sequence[str], texts: Sequence[str]) -> tuple[str, str] | None:
+    """Find two columns of texts to be compared, by known names or those like ``question1`` and ``question2``."""
+    named = next((each for each in _PAIRS if set(each) <= set(columns)), None)
+    ends = (("1", "2"), ("_a", "_b"), ("_A", "_B"))
+    twins = (
+        (name, name.removesuffix(first) + second)
+        for first, second in ends
+        for name in texts
+        if name.endswith(first) and name != first
+    )
+    return named or next(((one, other) for one, other in twins if other in texts), None)
 
 
 def _label(head: datasets.Dataset, columns: Sequence[str]) -> str | None:
