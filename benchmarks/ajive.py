@@ -55,8 +55,7 @@ np.savez(sys.argv[2], seconds=seconds, **{f"joint{k}": one for k, one in enumera
 def parts(found: Ajive) -> list[tuple[Tensor, Tensor]]:
     """(J_i, I_i) as dense matrices."""
     return [
-        (view.lifted(found.joint(number)), view.lifted(found.individual(number)))
-        for number, view in enumerate(found.views)
+        (view.lift(found.joint(number)), view.lift(found.individual(number))) for number, view in enumerate(found.views)
     ]
 
 

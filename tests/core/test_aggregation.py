@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.aggregation import map_layers, mean_of_stack, products, residual, smaller
+from fedspan.core.aggregation import map_layers, mean_of_stack, products, residual, smaller_form
 from fedspan.core.lowrank import LowRank, svd
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, LayerSpec, Reduced, StackItem
@@ -73,7 +73,7 @@ def test_means_are_summed_in_float64_and_given_back_as_they_came() -> None:
 def test_the_smaller_form(rank: int, kind: type) -> None:
     """6 x 12: factors of rank 4 are as many elements as the matrix."""
     pair = LowRank(torch.ones(6, rank), torch.ones(rank, 12), 0.5)
-    form = smaller(pair)
+    form = smaller_form(pair)
     assert type(form) is kind
     assert torch.equal(form if isinstance(form, Tensor) else form.dense(), pair.dense())
 

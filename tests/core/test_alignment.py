@@ -178,10 +178,10 @@ def test_views_given_as_factors_are_their_dense_matrices(
         assert abs(one.cutoff - other.cutoff) < 1e-7
     for number, (view, matrix) in enumerate(zip(one.views, dense, strict=True)):
         assert abs(one.thresholds[number] - other.thresholds[number]) < 1e-9
-        assert torch.allclose(view.lifted(view.left), matrix, rtol=0, atol=1e-9)
-        assert torch.allclose(view.lifted(one.joint(number)), other.joint(number), rtol=0, atol=1e-6)
-        assert torch.allclose(view.lifted(one.individual(number)), other.individual(number), rtol=0, atol=1e-6)
-        assert torch.allclose(view.lifted(one.means[number]), other.means[number], rtol=0, atol=1e-9)
+        assert torch.allclose(view.lift(view.left), matrix, rtol=0, atol=1e-9)
+        assert torch.allclose(view.lift(one.joint(number)), other.joint(number), rtol=0, atol=1e-6)
+        assert torch.allclose(view.lift(one.individual(number)), other.individual(number), rtol=0, atol=1e-6)
+        assert torch.allclose(view.lift(one.means[number]), other.means[number], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.lowrank import LowRank, balanced, concatenate, fix_signs, inner, leading, svd, upward
+from fedspan.core.lowrank import (
+    LowRank,
+    assign_values_to_B,
+    balance_factors,
+    concatenate,
+    fix_signs,
+    inner,
+    leading,
+    svd,
+)
 from fedspan.core.tensors import generator
 
 TOLERANCE = 1e-9
@@ -48,8 +57,8 @@ def _equal(actual: Tensor, expected: Tensor, size: float = 1.0) -> bool:
 @given(low_rank())
 def test_dense_and_folded(pair: LowRank) -> None:
     assert _equal(pair.dense(), _dense(pair))
-    assert pair.folded().scale == 1.0
-    assert _equal(pair.folded().dense(), _dense(pair))
+    assert pair.fold_scale().scale == 1.0
+    assert _equal(pair.fold_scale().dense(), _dense(pair))
     assert pair.numel() == pair.rank * sum(pair.shape)
 
 
@@ -122,9 +131,9 @@ def test_splits_of_an_svd_multiply_to_the_matrix(pair: LowRank) -> None:
     """Balanced factors have equal Gram matrices; where a singular value is 0, B alone is."""
     U, S, Vt = svd(pair)
     size = float(_dense(pair).norm())
-    assert _equal(upward(U, S, Vt).dense(), _dense(pair), size)
-    assert _equal(upward(U, S, Vt).A, Vt)
-    even = balanced(U, S, Vt)
+    assert _equal(assign_values_to_B(U, S, Vt).dense(), _dense(pair), size)
+    assert _equal(assign_values_to_B(U, S, Vt).A, Vt)
+    even = balance_factors(U, S, Vt)
     assert _equal(even.dense(), _dense(pair), size)
     rank = int(torch.linalg.matrix_rank(_dense(pair)))
     assert _equal((even.B.T @ even.B)[:rank, :rank], torch.diag(S[:rank]), size)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedspan.core.noise import KEY_BYTES, digest_of, gaussian, key_of_seed, poisson_sample
+from fedspan.core.noise import KEY_BYTES, digest_tensors, gaussian, key_of_seed, poisson_sample
 
 KEY = key_of_seed(1)
 
@@ -66,12 +66,12 @@ def test_labels_name_draws() -> None:
 
 def test_a_digest_tells_tensors_apart() -> None:
     value = torch.arange(6.0).view(2, 3)
-    same = digest_of({"a": value, "b": value})
-    assert digest_of({"b": value.clone(), "a": value}) == same
+    same = digest_tensors({"a": value, "b": value})
+    assert digest_tensors({"b": value.clone(), "a": value}) == same
     for other in (
         {"a": value, "c": value},
         {"a": value, "b": value.view(3, 2)},
         {"a": value, "b": value.double()},
         {"a": value, "b": value + torch.eye(2, 3) * 1e-6},
     ):
-        assert digest_of(other) != same
+        assert digest_tensors(other) != same

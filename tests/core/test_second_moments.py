@@ -51,7 +51,7 @@ def test_linear_moments_of_own_projectors_are_joined_as_the_dense_matrices_are()
     moments, projectors, rng = random_clients()
     views = [v @ P for v, P in zip(moments, projectors, strict=True)]
     found = ajive(views, 3, 3)
-    parts = [found.views[n].lifted(found.joint(n)) + view.mean(0) for n, view in enumerate(views)]
+    parts = [found.views[n].lift(found.joint(n)) + view.mean(0) for n, view in enumerate(views)]
     for rule, matrix in {"average": mean(views), "ajive": mean(parts)}.items():
         v, P = synchroniser(rule, 3).join_projected(moments, projectors, WEIGHTS, rng, linear=True)
         torch.testing.assert_close(v @ P, nearest(matrix, 3), rtol=1e-9, atol=1e-12)

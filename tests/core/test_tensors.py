@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from fedspan.core.projectors import random_projector, seeded_projector
+from fedspan.core.projectors import draw_projector, random_projector
 from fedspan.core.tensors import generator
 
 
@@ -33,7 +33,7 @@ def test_no_global_state_is_read_or_moved() -> None:
 
 def test_they_are_made_on_the_cpu_in_float64_wherever_the_model_is() -> None:
     """CPU and CUDA generators differ; a QR in float64 with fixed signs rounds to the same float32 nearly everywhere."""
-    made = seeded_projector("layer", (9, 4), 2, "right", 7)
+    made = draw_projector("layer", (9, 4), 2, "right", 7)
     assert made.device.type == generator(7, "x").device.type == "cpu"
     assert made.dtype == torch.float32
     double = torch.randn((4, 2), generator=generator(7, "projector", "layer"), dtype=torch.float64)

@@ -307,7 +307,9 @@ def test_traffic_is_what_travels(options: dict[str, Any]) -> None:
         for id in problem.client_ids:
             assert federation.elements[id] == federation.declared(id, number)
         synced = {name.partition("/")[2] for name in federation.state.memory}
-        assert synced == (set() if method.synchronisation == "none" else {"v", "P"} if method.fitted(number) else {"v"})
+        assert synced == (
+            set() if method.synchronisation == "none" else {"v", "P"} if method.fits_basis(number) else {"v"}
+        )
 
 
 def test_under_seeded_projectors_the_uplink_is_an_accumulator_and_a_moment() -> None:

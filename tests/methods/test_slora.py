@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedspan.core.sparse import chosen, chosen_entries, scattered
+from fedspan.core.sparse import draw_entries, entry_count, scatter_entries
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Reduced
 from fedspan.methods.slora import SLoRA
@@ -24,7 +24,7 @@ COHORTS = [(0, 1, 2, 3), (1, 2), (0, 3), (0, 1, 2), (2, 3)]
 def _mask(one: str) -> Tensor:
     """1 where an entry trains."""
     mask = torch.zeros(SHAPES[one], dtype=torch.float64)
-    for position in chosen_entries(SHAPES[one], DENSITY, SEED, one).tolist():
+    for position in draw_entries(SHAPES[one], DENSITY, SEED, one).tolist():
         mask[position // SHAPES[one][1], position % SHAPES[one][1]] = 1.0
     return mask
 
@@ -115,23 +115,23 @@ def test_only_masked_values_travel_and_only_they_move() -> None:
 def test_a_mask_has_the_density_asked_for_and_follows_from_the_seed(
     rows: int, columns: int, density: float, seed: int
 ) -> None:
-    entries = chosen_entries((rows, columns), density, seed, "one")
-    assert len(set(entries.tolist())) == len(entries) == chosen((rows, columns), density)
+    entries = draw_entries((rows, columns), density, seed, "one")
+    assert len(set(entries.tolist())) == len(entries) == entry_count((rows, columns), density)
     assert abs(len(entries) - max(1.0, density * rows * columns)) <= 0.5
     assert 0 <= int(entries.min()) <= int(entries.max()) < rows * columns
-    assert torch.equal(entries, chosen_entries((rows, columns), density, seed, "one"))
-    dense = scattered(torch.ones(len(entries)), entries, (rows, columns))
+    assert torch.equal(entries, draw_entries((rows, columns), density, seed, "one"))
+    dense = scatter_entries(torch.ones(len(entries)), entries, (rows, columns))
     assert dense.sum() == len(entries)
     assert all(dense[index // columns, index % columns] == 1 for index in entries.tolist())
 
 
 def test_masks_are_uniform_and_differ_by_layer_and_seed() -> None:
     drawn = torch.stack(
-        [scattered(torch.ones(10), chosen_entries((5, 8), 0.25, seed, "a"), (5, 8)) for seed in range(800)]
+        [scatter_entries(torch.ones(10), draw_entries((5, 8), 0.25, seed, "a"), (5, 8)) for seed in range(800)]
     )
     # Of each of 40 entries 800 draws with probability 1/4: a standard deviation of 12.2.
     assert ((drawn.sum(0) - 200).abs() < 5 * 12.3).all()
-    assert not torch.equal(chosen_entries((5, 8), 0.25, 0, "a"), chosen_entries((5, 8), 0.25, 0, "b"))
+    assert not torch.equal(draw_entries((5, 8), 0.25, 0, "a"), draw_entries((5, 8), 0.25, 0, "b"))
 
 
 def test_a_first_stage_that_changed_nothing_is_no_dead_end() -> None:

@@ -13,7 +13,7 @@ import fedspan
 from fedspan import FedspanError
 from fedspan.core.values import Client, Job
 from fedspan.methods.registry import METHODS
-from fedspan.planning.plan import PlannedModel, plan_run, planned_model
+from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
 from fedspan.runs.setup import Prepared
 from helpers import tiny
 
@@ -32,7 +32,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def planned(tiny_folder: Path) -> PlannedModel:
-    return planned_model(tiny.config(tiny_folder), len(tiny.LABELS))
+    return prepare_model(tiny.config(tiny_folder), len(tiny.LABELS))
 
 
 def first_job(prepared: Prepared) -> Job:

@@ -11,7 +11,7 @@ import pytest
 import fedspan
 from fedspan import FedspanError
 from fedspan.methods.registry import METHODS
-from fedspan.planning.plan import PlannedModel, plan_run, planned_model
+from fedspan.planning.plan import PlannedModel, plan_run, prepare_model
 from fedspan.runs.head_setup import begin
 from fedspan.runs.ledger import Ledger, Totals
 from fedspan.runs.setup import Prepared, prepare
@@ -22,7 +22,7 @@ ROUNDS, RANK = 4, 3
 
 @pytest.fixture(scope="module")
 def planned(tiny_folder: Path) -> PlannedModel:
-    return planned_model(tiny.config(tiny_folder), len(tiny.LABELS))
+    return prepare_model(tiny.config(tiny_folder), len(tiny.LABELS))
 
 
 def played(prepared: Prepared, path: Path) -> Totals:
@@ -58,7 +58,7 @@ def test_the_heads_statistics_are_planned(kind: str, tiny_folder: Path) -> None:
     prepared = prepare(config)
     begin(prepared.federation, prepared.head)
     up = {one.payload for one in prepared.federation.beside().transfers if one.direction == "up"}
-    planned = plan_run(config, planned_model(config, len(tiny.LABELS)), clients=len(tiny.SITES))
+    planned = plan_run(config, prepare_model(config, len(tiny.LABELS)), clients=len(tiny.SITES))
     assert (up or {0}) == {planned.head_up}
 
 
@@ -140,8 +140,8 @@ def test_a_natural_partition_needs_the_number_of_clients(planned: PlannedModel, 
 
 
 def test_narrow_and_quantised_bases_take_less(planned: PlannedModel, tiny_folder: Path) -> None:
-    half = planned_model(tiny.config(tiny_folder, model={"dtype": "bfloat16"}), len(tiny.LABELS))
-    quarter = planned_model(tiny.config(tiny_folder, model={"quantization": "nf4"}), len(tiny.LABELS))
+    half = prepare_model(tiny.config(tiny_folder, model={"dtype": "bfloat16"}), len(tiny.LABELS))
+    quarter = prepare_model(tiny.config(tiny_folder, model={"quantization": "nf4"}), len(tiny.LABELS))
     assert quarter.base < planned.base
     assert half.base < 0.7 * planned.base
     config = tiny.config(tiny_folder)

@@ -70,10 +70,10 @@ def _require_range(field: str, value: object, bounds: Mapping[str, float]) -> No
         return
     below = bounds.get("below", False)
     if (
-        not bounds["least"] <= value <= bounds["most"]
+        not bounds["minimum"] <= value <= bounds["maximum"]
         or not math.isfinite(value)
-        or (below and value == bounds["most"])
+        or (below and value == bounds["maximum"])
     ):
         what = "below" if below else "at most"
-        upper = f" and {what} {bounds['most']:g}" if math.isfinite(bounds["most"]) else ""
-        raise FedspanError(field, value, f"a finite number of at least {bounds['least']:g}{upper}")
+        upper = f" and {what} {bounds['maximum']:g}" if math.isfinite(bounds["maximum"]) else ""
+        raise FedspanError(field, value, f"a finite number of at least {bounds['minimum']:g}{upper}")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fedspan.core.base import Delta
-from fedspan.core.lowrank import LowRank, concatenate, svd, upward
+from fedspan.core.lowrank import LowRank, assign_values_to_B, concatenate, svd
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import LayerSpec, Reduced
 
-__all__ = ["map_layers", "mean_of_stack", "products", "residual", "smaller"]
+__all__ = ["map_layers", "mean_of_stack", "products", "residual", "smaller_form"]
 
 T = TypeVar("T")
 
@@ -28,13 +28,13 @@ def map_layers(function: Callable[[LayerSpec], T], layers: Iterable[LayerSpec]) 
     Each layer is computed on one thread: the QR and SVD of a few hundred columns are slower on several, and the
     result does not depend on the number of threads. A single layer is computed on the calling thread.
     """
-    chosen, threads = list(layers), torch.get_num_threads()
+    selected, threads = list(layers), torch.get_num_threads()
     torch.set_num_threads(1)  # the pool's threads start with this value
     try:
-        if len(chosen) < 2:
-            return {layer.name: function(layer) for layer in chosen}
-        with ThreadPoolExecutor(min(threads, len(chosen))) as pool:
-            return dict(zip((layer.name for layer in chosen), pool.map(function, chosen), strict=True))
+        if len(selected) < 2:
+            return {layer.name: function(layer) for layer in selected}
+        with ThreadPoolExecutor(min(threads, len(selected))) as pool:
+            return dict(zip((layer.name for layer in selected), pool.map(function, selected), strict=True))
     finally:
         torch.set_num_threads(threads)
 
@@ -79,10 +79,10 @@ def residual(layer: str, reduced: Reduced, mean_B: Tensor, scaling: float, rank:
     exact = concatenate([empty, *pairs])
     if rank is None or rank >= min(exact.rank, *exact.shape):
         return exact
-    return upward(*svd(exact, rank)).to(mean_B.dtype)
+    return assign_values_to_B(*svd(exact, rank)).to(mean_B.dtype)
 
 
-def smaller(pair: LowRank) -> Delta:
+def smaller_form(pair: LowRank) -> Delta:
     """Return the pair, or the dense matrix where that has fewer elements."""
     rows, columns = pair.shape
     return pair if pair.numel() <= rows * columns else pair.dense()

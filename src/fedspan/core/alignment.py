@@ -80,7 +80,7 @@ class View:
         """Create a view in float64 from a matrix, or from any pair of factors (whose right one is orthonormalised)."""
         if isinstance(matrix, Tensor):
             return View(matrix.double())
-        pair = matrix.to(torch.float64).folded()
+        pair = matrix.to(torch.float64).fold_scale()
         Q, R = torch.linalg.qr(pair.A.T)
         return View(pair.B @ R.T, Q.T)
 
@@ -93,7 +93,7 @@ class View:
         """Compute the column means in the coordinates of ``left``, (1, Q)."""
         return self.left.mean(0, keepdim=True)
 
-    def lifted(self, left: Tensor) -> Tensor:
+    def lift(self, left: Tensor) -> Tensor:
         """Compute the matrix whose coordinates ``left`` holds, (N, D)."""
         return left if self.right is None else left @ self.right
 
@@ -170,10 +170,10 @@ def ajive(
     basis = U[:, :joint_rank]
     thresholds = tuple(space.threshold for space in spaces)
     if identifiable:
-        kept = torch.ones(basis.shape[1], dtype=torch.bool)
+        retained = torch.ones(basis.shape[1], dtype=torch.bool)
         for view, mean, threshold in zip(views, means, thresholds, strict=True):
-            kept &= ((view.left - mean).T @ basis).norm(dim=0) >= threshold
-        basis = basis[:, kept]
+            retained &= ((view.left - mean).T @ basis).norm(dim=0) >= threshold
+        basis = basis[:, retained]
     return Ajive(basis, thresholds, views, means, cutoff)
 
 
@@ -191,16 +191,16 @@ def _space(left: Tensor, rank: int | None) -> _Space:
     U, S, Vt = torch.linalg.svd(left, full_matrices=False)
     tiny = S[:1] * max(left.shape) * torch.finfo(S.dtype).eps
     present = int((tiny < S).sum())  # null directions are arbitrary
-    kept = present if rank is None else min(rank, present)
-    following = float(S[kept]) if kept < S.numel() else 0.0
-    threshold = (float(S[kept - 1]) + following) / 2 if kept else 0.0
-    return _Space(U[:, :kept], S[:kept], Vt[:kept].T, threshold)
+    retained = present if rank is None else min(rank, present)
+    following = float(S[retained]) if retained < S.numel() else 0.0
+    threshold = (float(S[retained - 1]) + following) / 2 if retained else 0.0
+    return _Space(U[:, :retained], S[:retained], Vt[:retained].T, threshold)
 
 
 def _outside(space: Tensor, size: int, count: int, rng: torch.Generator) -> Tensor:
     """Draw ``count`` random directions (size, count) orthogonal to a space (size, R), fewer where there are fewer."""
-    drawn = torch.randn((size, min(count, size - space.shape[1])), generator=rng, dtype=torch.float64)
-    return torch.linalg.qr(drawn - space @ (space.T @ drawn))[0]
+    normals = torch.randn((size, min(count, size - space.shape[1])), generator=rng, dtype=torch.float64)
+    return torch.linalg.qr(normals - space @ (space.T @ normals))[0]
 
 
 def _largest(matrix: Tensor) -> float:
@@ -213,14 +213,14 @@ def _wedin_bound(
 ) -> float:
     lost = torch.zeros(samples, dtype=torch.float64)
     for view, mean, space in zip(views, means, spaces, strict=True):
-        centred, kept = view.left - mean, space.S.numel()
-        if not kept:
+        centred, rank = view.left - mean, space.S.numel()
+        if not rank:
             lost += 1
             continue
         V = space.V if view.right is None else view.right.T @ space.V
         for number in range(samples):
-            left = centred.T @ _outside(space.U, len(centred), kept, rng)
-            directions = _outside(V, view.columns, kept, rng)
+            left = centred.T @ _outside(space.U, len(centred), rank, rng)
+            directions = _outside(V, view.columns, rank, rng)
             right = centred @ (directions if view.right is None else view.right @ directions)
             noise = max(_largest(left), _largest(right))
             lost[number] += min(1.0, noise / float(space.S[-1])) ** 2
@@ -230,7 +230,7 @@ def _wedin_bound(
 def _random_bound(spaces: Sequence[_Space], samples: int, rng: torch.Generator) -> float:
     largest = torch.empty(samples, dtype=torch.float64)
     for number in range(samples):
-        drawn = [torch.randn(space.U.shape, generator=rng, dtype=torch.float64) for space in spaces]
-        together = torch.cat([torch.linalg.qr(one)[0] for one in drawn], 1)
-        largest[number] = _largest(together) ** 2
+        normals = [torch.randn(space.U.shape, generator=rng, dtype=torch.float64) for space in spaces]
+        concatenated = torch.cat([torch.linalg.qr(normal)[0] for normal in normals], 1)
+        largest[number] = _largest(concatenated) ** 2
     return float(torch.quantile(largest, 0.95))

@@ -67,7 +67,7 @@ class Total(Mapping[str, Delta]):
         """Return the sum after one more increment; a layer becomes dense where its factors would outgrow the matrix."""
         total = Total() if increment.decay != 1.0 else Total(self)
         if increment.decay != 1.0:
-            total._parts = {layer: _decayed(parts, increment.decay) for layer, parts in self._parts.items()}
+            total._parts = {layer: _decay(parts, increment.decay) for layer, parts in self._parts.items()}
         for layer, delta in increment.deltas.items():
             total._parts[layer] = _accumulate(total._parts.get(layer, ()), delta)
         return total
@@ -78,13 +78,13 @@ def _accumulate(parts: tuple[LowRank, ...] | Tensor, delta: Delta) -> tuple[LowR
         return parts + as_dense(delta)
     if isinstance(delta, LowRank):
         rows, columns = delta.shape
-        joined = (*parts, delta.folded())
+        joined = (*parts, delta.fold_scale())
         fits = sum(pair.numel() for pair in joined) <= rows * columns
         return joined if fits else concatenate(joined).dense()
     return concatenate(parts).dense() + delta if parts else delta
 
 
-def _decayed(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[LowRank, ...] | Tensor:
+def _decay(parts: tuple[LowRank, ...] | Tensor, factor: float) -> tuple[LowRank, ...] | Tensor:
     if isinstance(parts, Tensor):
         return parts * factor
     return tuple(LowRank(pair.B * factor, pair.A, pair.scale) for pair in parts)
@@ -161,18 +161,18 @@ class BaseUpdate:
         total = Total(self.total).after(increment)
         limit = total.numel()
         recent, recent_from = (*self.recent, increment), self.recent_from
-        while len(recent) > 1 and sum(kept.numel() for kept in recent) > limit:
+        while len(recent) > 1 and sum(past.numel() for past in recent) > limit:
             recent_from, recent = recent[0].round, recent[1:]
         return BaseUpdate(increment.round, self.rho * increment.decay, total, recent, recent_from)
 
-    def since(self, held: int | None) -> BasePatch | None:
-        """Return the patch for a client whose last accepted state is that of round ``held`` (None: only W0)."""
-        held = -1 if held is None else held
-        if held >= self.round:
+    def since(self, known_round: int | None) -> BasePatch | None:
+        """Return the patch for a client whose last accepted state is that of round ``known_round`` (None: only W0)."""
+        known_round = -1 if known_round is None else known_round
+        if known_round >= self.round:
             return None
         whole = BasePatch(self.round, whole=True, rho=self.rho, total=self.total)
-        missing = tuple(increment for increment in self.recent if increment.round > held)
-        if held < self.recent_from or sum(increment.numel() for increment in missing) > whole.numel():
+        missing = tuple(increment for increment in self.recent if increment.round > known_round)
+        if known_round < self.recent_from or sum(increment.numel() for increment in missing) > whole.numel():
             return whole
         return BasePatch(self.round, missing)
 

@@ -31,12 +31,12 @@ def dense_bases(shape: tuple[int, int], seed: int, layer: str) -> tuple[Tensor, 
 def mixing_keys(longer: int, shorter: int, seed: int, layer: str) -> tuple[Tensor, Tensor]:
     """Draw the keys of ``through_mixing``'s basis: K distinct places (K,) int64 of N, and N signs (N,) float32."""
     rng = generator(seed, "mixing", layer)
-    places = torch.randperm(longer, generator=rng)[:shorter]
+    positions_K = torch.randperm(longer, generator=rng)[:shorter]
     signs = torch.randint(0, 2, (longer,), generator=rng).float() * 2 - 1
-    return places, signs
+    return positions_K, signs
 
 
-def through_mixing(A_RK: Tensor, places_K: Tensor, signs_N: Tensor) -> Tensor:
+def through_mixing(A_RK: Tensor, positions_K: Tensor, signs_N: Tensor) -> Tensor:
     """Compute ``A M`` (R, N) for the basis M = S C D (K, N), which has orthonormal rows and is not formed.
 
     S puts the K columns in their places among N, C is the orthonormal cosine transform (its rows in the order in which
@@ -44,9 +44,9 @@ def through_mixing(A_RK: Tensor, places_K: Tensor, signs_N: Tensor) -> Tensor:
     1 / sqrt(N), as in a random basis. Differentiable in A.
     """
     length = signs_N.numel()
-    spread_RN = A_RK.new_zeros(*A_RK.shape[:-1], length).index_copy(-1, places_K.long(), A_RK)
+    spread_RN = A_RK.new_zeros(*A_RK.shape[:-1], length).index_copy(-1, positions_K.long(), A_RK)
     number_N = torch.arange(length, device=A_RK.device, dtype=A_RK.dtype)
-    turn_N = torch.polar(torch.full_like(number_N, math.sqrt(2 / length)), number_N * (-math.pi / (2 * length)))
-    mixed_RN = (torch.fft.fft(spread_RN) * turn_N).real
+    phase_N = torch.polar(torch.full_like(number_N, math.sqrt(2 / length)), number_N * (-math.pi / (2 * length)))
+    mixed_RN = (torch.fft.fft(spread_RN) * phase_N).real
     level_N = torch.ones_like(number_N).masked_fill(number_N == 0, math.sqrt(0.5))
     return mixed_RN * level_N * signs_N.to(A_RK.dtype)

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedspan.core.aggregation import map_layers, smaller
+from fedspan.core.aggregation import map_layers, smaller_form
 from fedspan.core.base import Increment
-from fedspan.core.lowrank import LowRank, balanced, leading
+from fedspan.core.lowrank import LowRank, balance_factors, leading
 from fedspan.core.method import RegisteredMethod
 from fedspan.core.parametrization import LoRA
 from fedspan.core.tensors import Tensors, generator, tensor_name
@@ -34,7 +34,7 @@ __all__ = [
     "principal",
     "reply",
     "require_rank",
-    "resized",
+    "resize_factors",
 ]
 
 Init = Literal["kaiming", "gaussian", "orthonormal"]
@@ -79,14 +79,14 @@ def b_factors(spec: Spec, rank: int) -> dict[str, Tensor]:
 
 def by_slot(pairs: Mapping[str, LowRank]) -> dict[str, Tensor]:
     """Return pairs by layer as the tensors ``layer/A`` and ``layer/B``, any scale folded into B."""
-    folded = {layer: pair.folded() for layer, pair in pairs.items()}
+    folded = {layer: pair.fold_scale() for layer, pair in pairs.items()}
     return {
         **{tensor_name(layer, "A"): pair.A.contiguous() for layer, pair in folded.items()},
         **{tensor_name(layer, "B"): pair.B.contiguous() for layer, pair in folded.items()},
     }
 
 
-def resized(method: RegisteredMethod, tensors: Tensors, rank: int) -> dict[str, Tensor]:
+def resize_factors(method: RegisteredMethod, tensors: Tensors, rank: int) -> dict[str, Tensor]:
     """Resize A and B of every layer to ``rank`` components, of which the first ones are retained.
 
     Missing components are as at the beginning, A random and B = 0: they add nothing, but they can be trained. Without
@@ -121,10 +121,10 @@ def principal(method: RegisteredMethod, weights: Weights, singular: Singular) ->
     def of(layer: LayerSpec) -> LowRank:
         rng = generator(method.seed, "principal", layer.name) if singular == "randomized" else None
         U, S, Vt = leading(weights.weight(layer.name), method.r, rng)
-        return balanced(U, S / scaling, Vt).to(torch.float32)
+        return balance_factors(U, S / scaling, Vt).to(torch.float32)
 
     pairs = map_layers(of, method.spec.layers)
-    deltas = {layer: smaller(LowRank(-pair.B, pair.A, scaling)) for layer, pair in pairs.items()}
+    deltas = {layer: smaller_form(LowRank(-pair.B, pair.A, scaling)) for layer, pair in pairs.items()}
     return by_slot(pairs), Increment(0, deltas)
 
 
@@ -156,15 +156,15 @@ def alternating_factor(round: int) -> str:
     return "B" if round % 2 == 0 else "A"
 
 
-def alternating_since(round: int, held: int | None) -> tuple[str, ...]:
-    """Return the factors of state ``round`` that a client lacks if it last participated in round ``held``, None: never.
+def alternating_since(round: int, known_round: int | None) -> tuple[str, ...]:
+    """Return the factors of state ``round`` that a client lacks if its last accepted state is of ``known_round``.
 
     Both sides know the initial factors from the seed. A factor that trained in round t is new in state t + 1.
     """
     changed = {"A": 0, "B": 0}
     for past in range(max(0, round - 2), round):
         changed[alternating_factor(past)] = past + 1
-    return tuple(slot for slot, since in changed.items() if since > (held or 0))
+    return tuple(slot for slot, since in changed.items() if since > (known_round or 0))
 
 
 def lora_job(

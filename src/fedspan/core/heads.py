@@ -82,11 +82,11 @@ class HeadStatistics:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> HeadStatistics:
         """Build statistics from named tensors, where the products are the upper triangle."""
-        named = {name: value.double() for name, value in tensors.items()}
-        triangle = named.get("products")
-        features = named["sums"].shape[1]
+        doubles = {name: value.double() for name, value in tensors.items()}
+        triangle = doubles.get("products")
+        features = doubles["sums"].shape[1]
         products = None if triangle is None else _whole(triangle, features)
-        return cls(named["shares"], named["sums"], named["square"], products, named.get("targets"))
+        return cls(doubles["shares"], doubles["sums"], doubles["square"], products, doubles.get("targets"))
 
     def rescaled(self, bound: float) -> HeadStatistics:
         """Return the statistics of features that were divided by ``bound``, for the features themselves (0: as is)."""
@@ -97,24 +97,24 @@ class HeadStatistics:
 
     def normalized(self) -> HeadStatistics:
         """Return the averages over the counted examples alone, where clients left out examples of small classes."""
-        counted = self.shares.sum()
+        total = self.shares.sum()
         return HeadStatistics(
-            self.shares / counted,
-            self.sums / counted,
-            self.square / counted,
-            None if self.products is None else self.products / counted,
-            None if self.targets is None else self.targets / counted,
+            self.shares / total,
+            self.sums / total,
+            self.square / total,
+            None if self.products is None else self.products / total,
+            None if self.targets is None else self.targets / total,
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the statistics as named float64 tensors, with the upper triangle of the products."""
-        named = {"shares": self.shares, "sums": self.sums, "square": self.square.reshape(1)}
+        tensors = {"shares": self.shares, "sums": self.sums, "square": self.square.reshape(1)}
         if self.products is not None:
             rows, columns = torch.triu_indices(*self.products.shape)
-            named["products"] = self.products[rows, columns]
+            tensors["products"] = self.products[rows, columns]
         if self.targets is not None:
-            named["targets"] = self.targets
-        return named
+            tensors["targets"] = self.targets
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def solve_head(kind: HeadKind, statistics: HeadStatistics, examples: float, *, b
     if bias:
         return head
     g = _mean(statistics)
-    along = torch.outer(head.bias.double(), g) / g.square().sum().clamp(min=_TINY)
-    return OutputWeights((head.weight.double() + along).float(), torch.zeros_like(head.bias))
+    projection = torch.outer(head.bias.double(), g) / g.square().sum().clamp(min=_TINY)
+    return OutputWeights((head.weight.double() + projection).float(), torch.zeros_like(head.bias))
 
 
 def cosine_discriminant(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
@@ -200,25 +200,25 @@ def cosine_discriminant(statistics: HeadStatistics, examples: float, shrinkage: 
     """
     present, means = _class_means(statistics)
     m, free = means[present].mean(0), examples - int(present.sum())
-    away = torch.where(present[:, None], means - m, 0.0)
+    centred = torch.where(present[:, None], means - m, 0.0)
     trace = (statistics.square.squeeze() - (statistics.shares * means.square().sum(1)).sum()).clamp(min=0)
     spread = (statistics.square.squeeze() - 2 * _mean(statistics) @ m + m @ m).clamp(min=0)
     if shrinkage == 1.0 or free <= 0:
         variance = (trace if free > 0 and trace > 1e-9 * spread else spread).clamp(min=_TINY) / len(m)
-        d, noise, rho = away / variance, trace / variance, (spread / variance).sqrt()
+        d, noise, rho = centred / variance, trace / variance, (spread / variance).sqrt()
     else:
         W = _within(statistics)
         S = _shrunk(W, oas_shrinkage(W, free) if shrinkage is None else shrinkage)
-        d = torch.linalg.solve(S, away.T).T
-        about = W + (away * statistics.shares[:, None]).T @ away
+        d = torch.linalg.solve(S, centred.T).T
+        about = W + (centred * statistics.shares[:, None]).T @ centred
         noise, both = (torch.linalg.solve(S, one).trace() for one in (W, about))
         rho = both.clamp(min=0).sqrt()
-    v = (d * away).sum(1).clamp(min=0).sqrt()
+    v = (d * centred).sum(1).clamp(min=0).sqrt()
     counts = (statistics.shares * examples).clamp(min=1e-9)
     own = (statistics.shares * (v.square() - noise * examples / max(1.0, free) / counts).clamp(min=0)).sum().sqrt()
     k = torch.minimum(SCALE / rho.clamp(min=_TINY), own) if free > 0 else SCALE / rho.clamp(min=_TINY)
     weight = torch.where(v[:, None] > 1e-9, k * d / v[:, None].clamp(min=_TINY), 0.0)
-    return _rounded(weight, _log_shares(statistics, present, examples) - weight @ m)
+    return _to_weights(weight, _log_shares(statistics, present, examples) - weight @ m)
 
 
 def linear_discriminant(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
@@ -235,7 +235,7 @@ def linear_discriminant(statistics: HeadStatistics, examples: float, shrinkage: 
     W = _within(statistics)
     S = _shrunk(W, oas_shrinkage(W, examples - int(present.sum())) if shrinkage is None else shrinkage)
     weight = torch.linalg.solve(S, means.T).T
-    return _rounded(weight, _log_shares(statistics, present, examples) - (weight * means).sum(1) / 2)
+    return _to_weights(weight, _log_shares(statistics, present, examples) - (weight * means).sum(1) / 2)
 
 
 def least_squares(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
@@ -252,7 +252,7 @@ def least_squares(statistics: HeadStatistics, examples: float, shrinkage: float 
     covariance = statistics.products - torch.outer(g, g)
     S = _shrunk(covariance, oas_shrinkage(covariance, examples - 1) if shrinkage is None else shrinkage)
     weight = torch.linalg.solve(S, statistics.targets[:-2] - y * g)[None]
-    return _rounded(weight, y - weight @ g)
+    return _to_weights(weight, y - weight @ g)
 
 
 def oas_shrinkage(covariance: Tensor, examples: float) -> float:
@@ -307,5 +307,5 @@ def _whole(triangle: Tensor, features: int) -> Tensor:
     return whole
 
 
-def _rounded(weight: Tensor, bias: Tensor) -> OutputWeights:
+def _to_weights(weight: Tensor, bias: Tensor) -> OutputWeights:
     return OutputWeights(weight.float().contiguous(), bias.float().contiguous())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "balanced", "concatenate", "fix_signs", "inner", "leading", "svd", "upward"]
+__all__ = ["LowRank", "assign_values_to_B", "balance_factors", "concatenate", "fix_signs", "inner", "leading", "svd"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LowRank:
         """Compute the matrix itself, (O, I)."""
         return (self.B @ self.A) * self.scale
 
-    def folded(self) -> LowRank:
+    def fold_scale(self) -> LowRank:
         """Return the same matrix with ``scale`` 1, the scalar moved into B."""
         return self if self.scale == 1.0 else LowRank(self.B * self.scale, self.A)
 
@@ -70,7 +70,7 @@ def concatenate(pairs: Sequence[LowRank]) -> LowRank:
     """Add pairs as one pair of rank Q = sum of ranks; exact, no arithmetic beyond the scales."""
     if not pairs:
         raise ValueError("concatenate needs at least one pair")
-    folded = [pair.folded() for pair in pairs]
+    folded = [pair.fold_scale() for pair in pairs]
     return LowRank(torch.cat([pair.B for pair in folded], 1), torch.cat([pair.A for pair in folded], 0))
 
 
@@ -103,23 +103,23 @@ def svd(pair: LowRank, rank: int | None = None) -> tuple[Tensor, Tensor, Tensor]
     """
     if pair.rank >= min(pair.shape):
         U, S, Vt = torch.linalg.svd(pair.to(torch.float64).dense(), full_matrices=False)
-        keep = S.numel() if rank is None else min(rank, S.numel())
-        U, Vt = U[:, :keep], Vt[:keep]
+        retained = S.numel() if rank is None else min(rank, S.numel())
+        U, Vt = U[:, :retained], Vt[:retained]
     else:
         # Few large temporaries at a time: servers do this for several layers at once.
         B, A = torch.geqrf(pair.B.to(torch.float64)), torch.geqrf(pair.A.to(torch.float64).T)
         R_B, R_A = B[0][: pair.rank].triu(), A[0][: pair.rank].triu()
         u, S, vt = torch.linalg.svd(R_B @ R_A.T * pair.scale)
-        keep = S.numel() if rank is None else min(rank, S.numel())
-        U = _reflected(*B, u[:, :keep])
+        retained = S.numel() if rank is None else min(rank, S.numel())
+        U = _reflect(*B, u[:, :retained])
         del B
-        Vt = _reflected(*A, vt[:keep].T).T
+        Vt = _reflect(*A, vt[:retained].T).T
         del A
     U, Vt = fix_signs(U, Vt)
-    return U, S[:keep], Vt
+    return U, S[:retained], Vt
 
 
-def _reflected(reflectors: Tensor, scales: Tensor, core: Tensor) -> Tensor:
+def _reflect(reflectors: Tensor, scales: Tensor, core: Tensor) -> Tensor:
     """Compute ``Q @ core`` for the thin Q of ``torch.geqrf``, which is never formed."""
     padded = core.new_zeros(reflectors.shape[0], core.shape[1])
     padded[: core.shape[0]] = core
@@ -152,7 +152,7 @@ def leading(matrix_OI: Tensor, rank: int, rng: torch.Generator | None = None) ->
     return U, S[:rank], Vt
 
 
-def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
+def balance_factors(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
     """Convert ``U S V^T`` to a pair whose factors share the singular values: ``U S^(1/2)``, ``S^(1/2) V^T``.
 
     Where a singular value is 0 to rounding, B is 0 but A retains the unit vector: with both at 0, neither would ever
@@ -164,6 +164,6 @@ def balanced(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
     return LowRank(U * root, root.masked_fill(null, 1.0)[:, None] * Vt).contiguous()
 
 
-def upward(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
+def assign_values_to_B(U: Tensor, S: Tensor, Vt: Tensor) -> LowRank:
     """Convert ``U S V^T`` to a pair with the singular values in B: ``U S``, ``V^T``."""
     return LowRank(U * S, Vt)

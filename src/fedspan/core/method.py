@@ -85,14 +85,14 @@ class Traffic:
     up: int
 
 
-def bounded(default: float, least: float, most: float = math.inf) -> Any:
+def bounded(default: float, minimum: float, maximum: float = math.inf) -> Any:
     """Declare a method's numeric option with a closed range; without it, an option must be above 0."""
-    return field(default=default, metadata={"least": least, "most": most})
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
 def decay_rate(default: float) -> Any:
     """Declare a method's numeric option from 0 to below 1: the share of an average that is retained."""
-    return field(default=default, metadata={"least": 0.0, "most": 1.0, "below": True})
+    return field(default=default, metadata={"minimum": 0.0, "maximum": 1.0, "below": True})
 
 
 def scaling_of(lora_alpha: float, rank: int, use_rslora: bool = False) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["KEY_BYTES", "digest_of", "gaussian", "key_of_seed", "poisson_sample"]
+__all__ = ["KEY_BYTES", "digest_tensors", "gaussian", "key_of_seed", "poisson_sample"]
 
 KEY_BYTES = 32
 _TERMS = 4
@@ -39,8 +39,8 @@ def gaussian(key: bytes, shape: torch.Size, *label: int | str) -> Tensor:
     """
     count = shape.numel()
     uniform = _uniform(key, _TERMS * count, label)
-    draws = torch.special.ndtri(uniform).view(_TERMS, count).sum(0) / _TERMS**0.5
-    return draws.view(shape)
+    normals = torch.special.ndtri(uniform).view(_TERMS, count).sum(0) / _TERMS**0.5
+    return normals.view(shape)
 
 
 def poisson_sample(key: bytes, rate: float, count: int, *label: int | str) -> Tensor:
@@ -73,11 +73,11 @@ def _uniform(key: bytes, count: int, label: tuple[int | str, ...]) -> Tensor:
     return (bits.double() + 0.5) * 2.0**-_BITS
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Compute the SHA-256 of named tensors on the CPU, in the order of their names."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        found.update(value.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedspan.core.base import Delta, as_dense
 from fedspan.core.bases import through_mixing
 from fedspan.core.lowrank import LowRank, concatenate
-from fedspan.core.sparse import scattered
+from fedspan.core.sparse import scatter_entries
 
 __all__ = [
     "Core",
@@ -236,7 +236,7 @@ class Sparse:
     slots: ClassVar[tuple[str, ...]] = ("values", "entries")
 
     def effective(self, slots: Slots) -> Effective:
-        return Effective(scattered(slots["values"], slots["entries"], self.shape))
+        return Effective(scatter_entries(slots["values"], slots["entries"], self.shape))
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ class Proximal:
         for layer, parametrization in self.projected.items():
             if tensor_name(layer, "done_B") not in tensors:
                 continue  # no segment is finished
-            done = LowRank(tensors[tensor_name(layer, "done_B")], tensors[tensor_name(layer, "done_A")])
+            finished = LowRank(tensors[tensor_name(layer, "done_B")], tensors[tensor_name(layer, "done_A")])
             current = parametrization.pair(tensors[tensor_name(layer, "acc")], tensors[tensor_name(layer, "P")])
-            terms.append((2 * inner(current, done) + inner(done, done)).to(done.B))
+            terms.append((2 * inner(current, finished) + inner(finished, finished)).to(finished.B))
         return 0.5 * self.mu * torch.stack(terms).sum()
 
 

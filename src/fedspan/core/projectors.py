@@ -14,7 +14,7 @@ from torch import Tensor
 from fedspan.core.lowrank import LowRank, fix_signs, svd
 from fedspan.core.tensors import generator
 
-__all__ = ["random_projector", "reproject", "seeded_projector", "side_of", "sketch_projector", "svd_projector"]
+__all__ = ["draw_projector", "random_projector", "reproject", "side_of", "sketch_projector", "svd_projector"]
 
 _OVERSAMPLING = 8
 _POWER_STEPS = 2
@@ -79,7 +79,7 @@ def random_projector(shape: tuple[int, int], rank: int, side: str, rng: torch.Ge
     return (Q.T if side == "right" else Q).contiguous()
 
 
-def seeded_projector(layer: str, shape: tuple[int, int], rank: int, side: str, seed: int) -> Tensor:
+def draw_projector(layer: str, shape: tuple[int, int], rank: int, side: str, seed: int) -> Tensor:
     """Draw the projector of an integer seed: the server regenerates it, so a client never sends it."""
     return random_projector(shape, rank, side, generator(seed, "projector", layer))
 

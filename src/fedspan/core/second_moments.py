@@ -89,9 +89,9 @@ class MomentSynchroniser:
         rank = moments[0].shape[1]
         pairs = [LowRank(v, P) for v, P in zip(moments, projectors, strict=True)]
         if self.rule == "ajive":
-            found = self._decompose(pairs, rank, rng)
-            bases = [view.right for view in found.views if view.right is not None]
-            pairs = [LowRank(v, basis) for v, basis in zip(_joint_parts(found), bases, strict=True)]
+            decomposition = self._decompose(pairs, rank, rng)
+            bases = [view.right for view in decomposition.views if view.right is not None]
+            pairs = [LowRank(v, basis) for v, basis in zip(_joint_parts(decomposition), bases, strict=True)]
         if linear:
             whole = concatenate([LowRank(pair.B, pair.A, weight) for pair, weight in zip(pairs, weights, strict=True)])
             U, S, P_RN = svd(whole, rank)
@@ -117,9 +117,9 @@ class MomentSynchroniser:
         return (U[:, :joint] * S[:joint]) @ Vt[:joint]
 
 
-def _joint_parts(found: Ajive) -> list[Tensor]:
+def _joint_parts(decomposition: Ajive) -> list[Tensor]:
     """Compute J_i and the column means of every view, (M, R), in the coordinates of the view's ``left``."""
-    return [found.joint(number) + mean for number, mean in enumerate(found.means)]
+    return [decomposition.joint(number) + mean for number, mean in enumerate(decomposition.means)]
 
 
 def covering_projector(projectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

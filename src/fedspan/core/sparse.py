@@ -10,24 +10,24 @@ from torch import Tensor
 
 from fedspan.core.tensors import generator
 
-__all__ = ["chosen", "chosen_entries", "scattered"]
+__all__ = ["draw_entries", "entry_count", "scatter_entries"]
 
 
-def chosen(shape: tuple[int, int], density: float) -> int:
+def entry_count(shape: tuple[int, int], density: float) -> int:
     """Return the number of entries of a weight that a density means: at least one."""
     return max(1, round(density * shape[0] * shape[1]))
 
 
-def chosen_entries(shape: tuple[int, int], density: float, seed: int, layer: str) -> Tensor:
+def draw_entries(shape: tuple[int, int], density: float, seed: int, layer: str) -> Tensor:
     """Draw distinct entries of a weight, uniformly at random, as sorted row-major positions: (N,) int64.
 
     The same seed gives the same entries.
     """
     rows, columns = shape
     order = torch.randperm(rows * columns, generator=generator(seed, "mask", layer))
-    return order[: chosen(shape, density)].sort().values
+    return order[: entry_count(shape, density)].sort().values
 
 
-def scattered(values_N: Tensor, entries_N: Tensor, shape: tuple[int, int]) -> Tensor:
+def scatter_entries(values_N: Tensor, entries_N: Tensor, shape: tuple[int, int]) -> Tensor:
     """Build the (O, I) matrix with these values at these entries and zeros elsewhere; differentiable in the values."""
     return values_N.new_zeros(shape[0] * shape[1]).index_put((entries_N,), values_N).view(shape)

@@ -78,9 +78,9 @@ def select(tensors: Tensors, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names}
 
 
-def map_tensors(function: Callable[..., Tensor], first: Tensors, *others: Tensors) -> dict[str, Tensor]:
+def map_tensors(function: Callable[..., Tensor], first: Tensors, *further: Tensors) -> dict[str, Tensor]:
     """Apply a function name by name, for every name of the first dict (all dicts must have it)."""
-    return {name: function(value, *(other[name] for other in others)) for name, value in first.items()}
+    return {name: function(value, *(other[name] for other in further)) for name, value in first.items()}
 
 
 def add(left: Tensors, right: Tensors) -> dict[str, Tensor]:

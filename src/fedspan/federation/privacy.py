@@ -24,7 +24,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedspan.core.method import Memory, Method
-from fedspan.core.noise import digest_of, gaussian, poisson_sample
+from fedspan.core.noise import digest_tensors, gaussian, poisson_sample
 from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, ServerState
 from fedspan.errors import FedspanError
@@ -197,5 +197,5 @@ def _noisy(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label:
     """Add noise to every entry of a change."""
     std = noise * privacy.clip
     if privacy.secret:  # a repeated order yields either the same reply or one with different noise
-        label = (*label, digest_of(change), repr(std))
+        label = (*label, digest_tensors(change), repr(std))
     return {name: value + std * gaussian(privacy.key, value.shape, *label, name) for name, value in change.items()}

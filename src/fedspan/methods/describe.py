@@ -106,11 +106,11 @@ def title_of(cls: type[Any]) -> tuple[str, str]:
 
 def options_of(cls: type[Any], hidden: frozenset[str]) -> list[Option]:
     """List the fields of a class except the hidden ones, with help from the docstrings of the class and its bases."""
-    said: dict[str, str] = {}
+    helps: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
-        said |= _arguments(ancestor.__doc__ or "")
+        helps |= _arguments(ancestor.__doc__ or "")
     return [
-        Option(field.name, str(field.type), field.default, said.get(field.name, ""))
+        Option(field.name, str(field.type), field.default, helps.get(field.name, ""))
         for field in dataclasses.fields(cls)
         if field.name not in hidden
     ]

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal, final
 from fedspan.core.aggregation import map_layers, products
 from fedspan.core.base import BaseUpdate
 from fedspan.core.factors import Singular, by_slot, lora_job, principal, reply
-from fedspan.core.lowrank import LowRank, balanced, svd
+from fedspan.core.lowrank import LowRank, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
@@ -58,8 +58,8 @@ class FeDeRA(RegisteredMethod):
         return ServerState(tensors=tensors, base=BaseUpdate().add(increment))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = None if client is None else client.held
-        return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
+        known_round = None if client is None else client.held
+        return Message(state.tensors, {"generation": state.generation}, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return lora_job(self, message.tensors, client, ("A", "B"), int(message.scalars["generation"]))
@@ -76,10 +76,10 @@ class FeDeRA(RegisteredMethod):
         if self.aggregation == "factors":
             return state.next(tensors=reduced.mean)
 
-        def decomposed(layer: LayerSpec) -> LowRank:
+        def decompose(layer: LayerSpec) -> LowRank:
             stacked = products(layer.name, reduced)
             U, S, Vt = svd(stacked, self.r)
-            return balanced(U, S / self.scaling(None), Vt).to(stacked.B.dtype)
+            return balance_factors(U, S / self.scaling(None), Vt).to(stacked.B.dtype)
 
-        tensors = by_slot(map_layers(decomposed, self.spec.layers))
+        tensors = by_slot(map_layers(decompose, self.spec.layers))
         return state.next(tensors=tensors, generation=state.generation + 1)

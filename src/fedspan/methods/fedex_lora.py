@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from fedspan.core.aggregation import map_layers, mean_of_stack, residual, smaller
+from fedspan.core.aggregation import map_layers, mean_of_stack, residual, smaller_form
 from fedspan.core.base import Delta, Increment
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
@@ -68,7 +68,9 @@ class FedExLoRA(RegisteredMethod):
         means, s = mean_of_stack(reduced), self.scaling(None)
 
         def lost(layer: LayerSpec) -> Delta:
-            return smaller(residual(layer.name, reduced, means[tensor_name(layer.name, "B")], s, self.residual_rank))
+            return smaller_form(
+                residual(layer.name, reduced, means[tensor_name(layer.name, "B")], s, self.residual_rank)
+            )
 
         deltas = {name: delta for name, delta in map_layers(lost, self.spec.layers).items() if delta.numel()}
         return state.next(tensors=means, base=state.base.add(Increment(state.round + 1, deltas)))

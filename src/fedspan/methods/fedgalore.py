@@ -37,7 +37,7 @@ from fedspan.core.factors import names
 from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import seeded_projector, side_of
+from fedspan.core.projectors import draw_projector, side_of
 from fedspan.core.second_moments import MomentSynchroniser
 from fedspan.core.tensors import Tensors, generator, slots_of, tensor_name
 from fedspan.core.values import (
@@ -107,19 +107,19 @@ class FedGaLore(RegisteredMethod):
     )
 
     projectors: Literal["rsvd", "svd"] = "rsvd"
-    adaptive_refreshes: int = bounded(5, least=0)
+    adaptive_refreshes: int = bounded(5, minimum=0)
     adaptive_in: Literal["run", "round"] = "run"
-    steps: int = bounded(0, least=0)
-    period: int = bounded(0, least=0)
+    steps: int = bounded(0, minimum=0)
+    period: int = bounded(0, minimum=0)
     rounds_per_seed: int = 1
     moments: Literal["squared", "linear", "keep"] = "squared"
     scale: float = 1.0
     bias_correction: bool = False
     decay_base: bool = True
     synchronisation: Literal["ajive", "average", "average-svd", "none"] = "ajive"
-    joint_rank: int = bounded(0, least=0)
+    joint_rank: int = bounded(0, minimum=0)
     estimate_joint_rank: bool = False
-    view_rank: int = bounded(0, least=0)
+    view_rank: int = bounded(0, minimum=0)
     identifiable: bool = False
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class FedGaLore(RegisteredMethod):
         before = 0 if self.adaptive_in == "round" else round * self.segments
         return min(self.segments, max(0, self.adaptive_refreshes - before))
 
-    def fitted(self, round: int) -> bool:
+    def fits_basis(self, round: int) -> bool:
         """Return whether a round ends with clients' own projectors, so that vbar needs a transmitted basis."""
         return self.adaptive(round) == self.segments and self.moments != "keep" and self.synchronisation != "none"
 
@@ -150,26 +150,26 @@ class FedGaLore(RegisteredMethod):
     def projector(self, layer: LayerSpec, round: int, segment: int) -> Tensor:
         """Draw a seeded projector, (R, n) whatever the layer's orientation."""
         rank, side = min(self.r, *layer.shape), side_of(layer.shape)
-        return _tall(seeded_projector(layer.name, layer.shape, rank, side, self.seed_of(round) + segment), layer)
+        return _tall(draw_projector(layer.name, layer.shape, rank, side, self.seed_of(round) + segment), layer)
 
     def init(self, weights: Weights) -> ServerState:
         return ServerState(scalars={"steps": 0})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = None if client is None else client.held
-        return Message(state.memory, state.scalars, state.base.since(held))
+        known_round = None if client is None else client.held
+        return Message(state.memory, state.scalars, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         steps = int(message.scalars["steps"])
         tensors: dict[str, Tensor] = {}
         second: dict[str, Tensor] = {}
         for layer in self.spec.layers:
-            given, acc = slots_of(message.tensors, layer.name), tensor_name(layer.name, "acc")
-            P = given["P"] if "P" in given else self.projector(layer, round - 1, self.segments - 1)
+            slots, acc = slots_of(message.tensors, layer.name), tensor_name(layer.name, "acc")
+            P = slots["P"] if "P" in slots else self.projector(layer, round - 1, self.segments - 1)
             tensors[acc] = _tall(torch.zeros(max(layer.shape), len(P)), layer)
             tensors[tensor_name(layer.name, "P")] = _tall(P, layer)
-            if "v" in given:
-                second[acc] = _tall(given["v"], layer)
+            if "v" in slots:
+                second[acc] = _tall(slots["v"], layer)
         return Job(
             parametrization={layer.name: Projected(side_of(layer.shape), self.scale) for layer in self.spec.layers},
             tensors=tensors,
@@ -187,7 +187,7 @@ class FedGaLore(RegisteredMethod):
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         adaptive, reply = self.adaptive(round), dict[str, Tensor]()
         for layer in self.spec.layers:
-            accs, Ps = self._trained(layer, slots_of(trained.tensors, layer.name))
+            accs, Ps = self._concatenate_segments(layer, slots_of(trained.tensors, layer.name))
             reply[tensor_name(layer.name, "acc")] = accs
             if adaptive:  # the other projectors follow from the seed
                 reply[tensor_name(layer.name, "P")] = Ps[: adaptive * min(self.r, *layer.shape)]
@@ -196,11 +196,11 @@ class FedGaLore(RegisteredMethod):
                 reply[tensor_name(layer.name, "v")] = _tall(moment, layer)
         return Message(reply, {"decay": trained.decay, "steps": trained.steps}), memory
 
-    def _trained(self, layer: LayerSpec, slots: Tensors) -> tuple[Tensor, Tensor]:
+    def _concatenate_segments(self, layer: LayerSpec, slots: Tensors) -> tuple[Tensor, Tensor]:
         """Return the round's accumulators (m, J R) and projectors (J R, n)."""
         accs, Ps = Projected(side_of(layer.shape)).finished
-        done = [(_tall(slots[accs], layer), _tall(slots[Ps], layer))] if accs in slots else []
-        parts = [*done, (_tall(slots["acc"], layer), _tall(slots["P"], layer))]
+        pairs = [(_tall(slots[accs], layer), _tall(slots[Ps], layer))] if accs in slots else []
+        parts = [*pairs, (_tall(slots["acc"], layer), _tall(slots["P"], layer))]
         return torch.cat([acc for acc, _ in parts], 1), torch.cat([P for _, P in parts], 0)
 
     def contribute(self, message: Message, client: Client) -> Contribution:
@@ -261,7 +261,7 @@ class FedGaLore(RegisteredMethod):
         """Return vbar as ``v`` (m, R), and ``P`` (R, n) where its coordinates are not a seeded projector's."""
         moments = [item.tensors[tensor_name(layer.name, "v")].double() for item in stack]
         weights, rng = [item.weight for item in stack], generator(self.seed, "ajive", layer.name, round)
-        if not self.fitted(round):  # one projector for all, or unchanged coordinates
+        if not self.fits_basis(round):  # one projector for all, or unchanged coordinates
             return {"v": synchroniser.join(moments, weights, rng)}
         rank = moments[0].shape[1]
         Ps = [item.tensors[tensor_name(layer.name, "P")][-rank:].double() for item in stack]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedspan.core.aggregation import map_layers
 from fedspan.core.factors import kaiming, names, reply
-from fedspan.core.lowrank import LowRank, balanced, concatenate, leading, svd
+from fedspan.core.lowrank import LowRank, balance_factors, concatenate, leading, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.parametrization import Factorised, FactorisedConv, as_rectangle
 from fedspan.core.penalties import ProductDecay
@@ -84,11 +84,11 @@ class FedHM(RegisteredMethod):
     keep_global: bool = False
 
     def init(self, weights: Weights) -> ServerState:
-        def factorised(layer: LayerSpec) -> LowRank:
+        def factorise(layer: LayerSpec) -> LowRank:
             matrix = as_rectangle(weights.weight(layer.name), layer.kernel)
-            return balanced(*leading(matrix, min(matrix.shape))).to(matrix.dtype)
+            return balance_factors(*leading(matrix, min(matrix.shape))).to(matrix.dtype)
 
-        return ServerState(tensors=_by_slot(map_layers(factorised, self.spec.layers)))
+        return ServerState(tensors=_by_slot(map_layers(factorise, self.spec.layers)))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if client is None:
@@ -99,12 +99,12 @@ class FedHM(RegisteredMethod):
     def _cut(self, state: ServerState, layer: LayerSpec, rank: int) -> LowRank:
         """Return the first ``rank`` components of a layer, padded with components that add nothing."""
         whole, (rows, columns) = _pair(state.tensors, layer), layer.rectangle
-        kept = LowRank(whole.B[:, :rank], whole.A[:rank])
-        missing = min(rank, rows, columns) - kept.rank
+        retained = LowRank(whole.B[:, :rank], whole.A[:rank])
+        missing = min(rank, rows, columns) - retained.rank
         if missing <= 0:
-            return kept
-        random = kaiming(missing, columns, generator(self.seed, "V", layer.name, state.round)).to(kept.A)
-        return concatenate([kept, LowRank(kept.B.new_zeros(rows, missing), random)])
+            return retained
+        random = kaiming(missing, columns, generator(self.seed, "V", layer.name, state.round)).to(retained.A)
+        return concatenate([retained, LowRank(retained.B.new_zeros(rows, missing), random)])
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         decay = ProductDecay(
@@ -130,14 +130,14 @@ class FedHM(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        def averaged(layer: LayerSpec) -> LowRank:
+        def average(layer: LayerSpec) -> LowRank:
             replies = [_pair(item.tensors, layer, item.weight) for item in reduced.stack]
             if self.keep_global and max(reply.rank for reply in replies) < min(layer.rectangle):
                 share = 1 / (len(replies) + 1)
                 replies = [LowRank(reply.B, reply.A, reply.scale * (1 - share)) for reply in replies]
                 replies.append(_pair(state.tensors, layer, share))
             mean = concatenate(replies)
-            return balanced(*svd(mean)).to(mean.B.dtype)
+            return balance_factors(*svd(mean)).to(mean.B.dtype)
 
-        pairs = map_layers(averaged, self.spec.layers)
+        pairs = map_layers(average, self.spec.layers)
         return state.next(tensors=_by_slot(pairs), generation=state.generation + 1)

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedspan.core.aggregation import smaller
+from fedspan.core.aggregation import smaller_form
 from fedspan.core.base import BaseUpdate, Increment
 from fedspan.core.factors import a_factors, b_factors, kaiming, lora_job, reply
 from fedspan.core.lowrank import LowRank
@@ -83,11 +83,11 @@ class FedLoRU(RegisteredMethod):
         return {**a_factors(self, self.r), **random_B}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = None if client is None else client.held
+        known_round = None if client is None else client.held
         scalars = {"generation": state.generation}
         if state.round == max(0, state.base.round):  # just re-initialized (or never trained): the seed suffices
-            return Message(scalars=scalars, base=state.base.since(held))
-        return Message(state.tensors, scalars, state.base.since(held))
+            return Message(scalars=scalars, base=state.base.since(known_round))
+        return Message(state.tensors, scalars, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         generation = int(message.scalars["generation"])
@@ -106,7 +106,7 @@ class FedLoRU(RegisteredMethod):
         if (state.round + 1) % self.tau:
             return state.next(tensors=reduced.mean)
         deltas = {
-            layer.name: smaller(
+            layer.name: smaller_form(
                 LowRank(
                     reduced.mean[tensor_name(layer.name, "B")],
                     reduced.mean[tensor_name(layer.name, "A")],

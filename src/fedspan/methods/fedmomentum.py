@@ -23,10 +23,10 @@ from typing import ClassVar, final
 
 import torch
 
-from fedspan.core.aggregation import map_layers, products, smaller
+from fedspan.core.aggregation import map_layers, products, smaller_form
 from fedspan.core.base import Delta, Increment
-from fedspan.core.factors import a_factors, b_factors, by_slot, lora_job, reply, resized
-from fedspan.core.lowrank import LowRank, balanced, concatenate, svd, upward
+from fedspan.core.factors import a_factors, b_factors, by_slot, lora_job, reply, resize_factors
+from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, concatenate, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.parametrization import PairSum
 from fedspan.core.tensors import map_tensors, tensor_name
@@ -53,21 +53,21 @@ class FedMomentum(RegisteredMethod):
         return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = None if client is None else client.held
-        return Message(state.tensors, {"generation": state.generation}, state.base.since(held))
+        known_round = None if client is None else client.held
+        return Message(state.tensors, {"generation": state.generation}, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank, scaling = self.rank(client), self.scaling(client)
         share = (self.scaling(None) / scaling) ** 0.5
-        tensors = map_tensors(lambda factor: factor * share, resized(self, message.tensors, rank))
+        tensors = map_tensors(lambda factor: factor * share, resize_factors(self, message.tensors, rank))
         job = lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
         if rank >= self.r:
             return job
         for layer in self.spec.layers:
             tensors[tensor_name(layer.name, "L")] = message.tensors[tensor_name(layer.name, "B")][:, rank:]
             tensors[tensor_name(layer.name, "U")] = message.tensors[tensor_name(layer.name, "A")][rank:]
-        both = PairSum(scaling, self.scaling(None))
-        return replace(job, parametrization=dict.fromkeys(job.parametrization, both), tensors=tensors)
+        pair_sum = PairSum(scaling, self.scaling(None))
+        return replace(job, parametrization=dict.fromkeys(job.parametrization, pair_sum), tensors=tensors)
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
         return reply(job, trained), memory
@@ -76,17 +76,17 @@ class FedMomentum(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        def parted(layer: LayerSpec) -> tuple[LowRank, Delta]:
+        def split(layer: LayerSpec) -> tuple[LowRank, Delta]:
             U, S, Vt = svd(self._sum(layer.name, state, reduced))
             dtype = state.tensors[tensor_name(layer.name, "B")].dtype
-            kept = balanced(U[:, : self.r], S[: self.r] / self.scaling(None), Vt[: self.r])
-            rest = upward(U[:, self.r :], S[self.r :], Vt[self.r :])
-            return kept.to(dtype), smaller(rest).to(dtype).contiguous()
+            retained = balance_factors(U[:, : self.r], S[: self.r] / self.scaling(None), Vt[: self.r])
+            rest = assign_values_to_B(U[:, self.r :], S[self.r :], Vt[self.r :])
+            return retained.to(dtype), smaller_form(rest).to(dtype).contiguous()
 
-        parts = map_layers(parted, self.spec.layers)
+        parts = map_layers(split, self.spec.layers)
         increment = Increment(state.round + 1, {name: rest for name, (_, rest) in parts.items() if rest.numel()})
         return state.next(
-            tensors=by_slot({name: kept for name, (kept, _) in parts.items()}),
+            tensors=by_slot({name: retained for name, (retained, _) in parts.items()}),
             base=state.base.add(increment),
             generation=state.generation + 1,
         )
@@ -99,6 +99,9 @@ class FedMomentum(RegisteredMethod):
     def _frozen(self, layer: str, state: ServerState, reduced: Reduced) -> LowRank:
         """Sum the frozen components with weights p_i: component j counts for the clients of rank j or less."""
         B, A = state.tensors[tensor_name(layer, "B")], state.tensors[tensor_name(layer, "A")]
-        least = min(self.r, *(one.client.rank for one in reduced.stack))
-        shares = [sum(one.weight for one in reduced.stack if one.client.rank <= j) for j in range(least, self.r)]
-        return LowRank(B[:, least:] * torch.tensor(shares, dtype=B.dtype), A[least:], self.scaling(None))
+        minimum = min(self.r, *(contribution.client.rank for contribution in reduced.stack))
+        shares = [
+            sum(contribution.weight for contribution in reduced.stack if contribution.client.rank <= j)
+            for j in range(minimum, self.r)
+        ]
+        return LowRank(B[:, minimum:] * torch.tensor(shares, dtype=B.dtype), A[minimum:], self.scaling(None))

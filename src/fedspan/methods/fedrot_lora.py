@@ -69,10 +69,10 @@ class FedRotLoRA(RegisteredMethod):
             A, B = trained.tensors[a].double(), trained.tensors[b].double()
             # R^T is the rotation that takes the client's factor to the global one.
             if round % 2:
-                wanted = nearest_rotation(job.tensors[a].double() @ A.T)
+                rotation = nearest_rotation(job.tensors[a].double() @ A.T)
             else:
-                wanted = nearest_rotation(job.tensors[b].double().T @ B)
-            Rt = nearest_rotation(torch.lerp(torch.eye(len(A), dtype=A.dtype), wanted, self.strength))
+                rotation = nearest_rotation(job.tensors[b].double().T @ B)
+            Rt = nearest_rotation(torch.lerp(torch.eye(len(A), dtype=A.dtype), rotation, self.strength))
             turned |= {a: (Rt @ A).to(trained.tensors[a].dtype), b: (B @ Rt.T).to(trained.tensors[b].dtype)}
         return reply(job, replace(trained, tensors={**trained.tensors, **turned})), memory
 

@@ -20,7 +20,7 @@ from typing import ClassVar, final
 
 from fedspan.core.aggregation import map_layers
 from fedspan.core.factors import Init, a_factors, b_factors, by_slot, lora_job, reply
-from fedspan.core.lowrank import LowRank, svd, upward
+from fedspan.core.lowrank import LowRank, assign_values_to_B, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
@@ -62,9 +62,9 @@ class FedSVD(RegisteredMethod):
         return Contribution(sum=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        def renewed(layer: LayerSpec) -> LowRank:
+        def decompose(layer: LayerSpec) -> LowRank:
             B, A = reduced.mean[tensor_name(layer.name, "B")], state.tensors[tensor_name(layer.name, "A")]
-            return upward(*svd(LowRank(B, A))).to(B.dtype)
+            return assign_values_to_B(*svd(LowRank(B, A))).to(B.dtype)
 
-        pairs = map_layers(renewed, self.spec.layers)
+        pairs = map_layers(decompose, self.spec.layers)
         return state.next(tensors=by_slot(pairs), generation=state.generation + 1)

@@ -24,8 +24,8 @@ from typing import ClassVar, Literal, final
 from torch import Tensor
 
 from fedspan.core.aggregation import map_layers, products
-from fedspan.core.factors import by_slot, lora_job, reply, resized
-from fedspan.core.lowrank import LowRank, balanced, svd, upward
+from fedspan.core.factors import by_slot, lora_job, reply, resize_factors
+from fedspan.core.lowrank import LowRank, assign_values_to_B, balance_factors, svd
 from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
@@ -39,7 +39,7 @@ class FlexLoRA(RegisteredMethod):
     """Average products, truncate to each client's rank.
 
     Args:
-        split: Destination of the singular values: ``B`` (published code), or half to each (``balanced``).
+        split: Destination of the singular values: ``B`` (published code), or half to each (``balance_factors``).
     """
 
     claims: ClassVar[Claims] = Claims(
@@ -66,7 +66,7 @@ class FlexLoRA(RegisteredMethod):
         return Message(cut, {"generation": state.generation})
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        tensors = resized(self, message.tensors, self.rank(client))
+        tensors = resize_factors(self, message.tensors, self.rank(client))
         return lora_job(self, tensors, client, ("A", "B"), int(message.scalars["generation"]))
 
     def finish(self, job: Job, trained: Trained, client: Client, memory: Memory, round: int) -> tuple[Message, Memory]:
@@ -77,12 +77,14 @@ class FlexLoRA(RegisteredMethod):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         """Store the SVD itself, scaling 1; ``sync`` cuts it to a client's rank and scaling."""
-        largest = max(self.r, int(state.scalars.get("rank", 0)), *(one.client.rank for one in reduced.stack))
-        share = upward if self.split == "B" else balanced
+        largest = max(
+            self.r, int(state.scalars.get("rank", 0)), *(contribution.client.rank for contribution in reduced.stack)
+        )
+        share = assign_values_to_B if self.split == "B" else balance_factors
 
-        def decomposed(layer: LayerSpec) -> LowRank:
+        def decompose(layer: LayerSpec) -> LowRank:
             stacked = products(layer.name, reduced)
             return share(*svd(stacked, largest)).to(stacked.B.dtype)
 
-        tensors = by_slot(map_layers(decomposed, self.spec.layers))
+        tensors = by_slot(map_layers(decompose, self.spec.layers))
         return state.next(tensors=tensors, scalars={"rank": largest}, generation=state.generation + 1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from fedspan.core.aggregation import map_layers, products, smaller
+from fedspan.core.aggregation import map_layers, products, smaller_form
 from fedspan.core.base import Increment
 from fedspan.core.factors import a_factors, b_factors, lora_job, reply
 from fedspan.core.method import Claims, Memory, RegisteredMethod
@@ -55,8 +55,8 @@ class FLoRA(RegisteredMethod):
         return ServerState()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = None if client is None else client.held
-        return Message(base=state.base.since(held))
+        known_round = None if client is None else client.held
+        return Message(base=state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         rank = self.rank(client)
@@ -70,6 +70,6 @@ class FLoRA(RegisteredMethod):
         return Contribution(stack=message.tensors)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
-        deltas = map_layers(lambda layer: smaller(products(layer.name, reduced)), self.spec.layers)
+        deltas = map_layers(lambda layer: smaller_form(products(layer.name, reduced)), self.spec.layers)
         base = state.base.add(Increment(state.round + 1, deltas))
         return state.next(base=base, generation=state.generation + 1)

@@ -98,16 +98,16 @@ class FLoRG(RegisteredMethod):
         if self.bases == "dense":
             L_OK, R_KI = dense_bases(layer.shape, self.seed, layer.name)
             return Gram(scaling), {"L": L_OK, "R": R_KI}
-        places, signs = mixing_keys(max(layer.shape), min(layer.shape), self.seed, layer.name)
+        positions, signs = mixing_keys(max(layer.shape), min(layer.shape), self.seed, layer.name)
         side = "right" if layer.out_features <= layer.in_features else "left"
-        return MixedGram(scaling, side), {"places": places, "signs": signs}
+        return MixedGram(scaling, side), {"places": positions, "signs": signs}
 
     def init(self, weights: Weights) -> ServerState:
         tensors = {tensor_name(layer.name, "A"): self.first_A(layer) for layer in self.spec.layers}
         if not self.center:
             return ServerState(tensors=tensors)
-        taken = {layer.name: self._product(layer, tensors) for layer in self.spec.layers}
-        negative = {name: LowRank(pair.B, pair.A, -pair.scale) for name, pair in taken.items()}
+        products = {layer.name: self._product(layer, tensors) for layer in self.spec.layers}
+        negative = {name: LowRank(pair.B, pair.A, -pair.scale) for name, pair in products.items()}
         return ServerState(tensors=tensors, base=BaseUpdate().add(Increment(0, negative)))
 
     def _product(self, layer: LayerSpec, tensors: Tensors) -> LowRank:
@@ -117,8 +117,8 @@ class FLoRG(RegisteredMethod):
         return pair
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = None if client is None else client.held
-        return Message(state.tensors, base=state.base.since(held))
+        known_round = None if client is None else client.held
+        return Message(state.tensors, base=state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         parametrization: dict[str, Parametrization] = {}
@@ -145,7 +145,7 @@ class FLoRG(RegisteredMethod):
         for layer in self.spec.layers:
             name = tensor_name(layer.name, "A")
             dtype = (state if self.gram_sums else reduced.stack[0]).tensors[name].dtype
-            tensors[name] = self._aligned(self._mean(layer, reduced), state.tensors[name].double()).to(dtype)
+            tensors[name] = self._align(self._mean(layer, reduced), state.tensors[name].double()).to(dtype)
         return state.next(tensors=tensors, generation=state.generation + (self.alignment == "none"))
 
     def _mean(self, layer: LayerSpec, reduced: Reduced) -> Tensor:
@@ -155,7 +155,7 @@ class FLoRG(RegisteredMethod):
         name = tensor_name(layer.name, "A")
         return gram_factor(torch.cat([math.sqrt(item.weight) * item.tensors[name].double() for item in reduced.stack]))
 
-    def _aligned(self, A_tilde: Tensor, before_RK: Tensor) -> Tensor:
+    def _align(self, A_tilde: Tensor, before_RK: Tensor) -> Tensor:
         source = A_tilde if self.alignment == "paper" else A_tilde[: self.r]
         if self.alignment == "none":
             return torch.cat([source, source.new_zeros(self.r - len(source), source.shape[1])])

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal, final
 
 import torch
 
-from fedspan.core.aggregation import smaller
+from fedspan.core.aggregation import smaller_form
 from fedspan.core.base import BaseUpdate, Delta, Increment
 from fedspan.core.factors import Singular, lora_job, names, principal, reply
 from fedspan.core.lowrank import LowRank
@@ -61,9 +61,9 @@ class FRLoRA(RegisteredMethod):
         return ServerState(tensors=tensors, base=BaseUpdate().add(increment))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        held = None if client is None else client.held
-        tensors = state.tensors if held is None else {}  # A0 and B0 never change
-        return Message(tensors, {"generation": state.generation}, state.base.since(held))
+        known_round = None if client is None else client.held
+        tensors = state.tensors if known_round is None else {}  # A0 and B0 never change
+        return Message(tensors, {"generation": state.generation}, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         slots = ("A", "B") if self.train == "both" else ("B",)
@@ -85,6 +85,6 @@ class FRLoRA(RegisteredMethod):
         a, b = tensor_name(layer, "A"), tensor_name(layer, "B")
         A0, B0, B = state.tensors[a], state.tensors[b], reduced.mean[b]
         if self.train == "B":
-            return smaller(LowRank(B - B0, A0, self.scaling(None)))
+            return smaller_form(LowRank(B - B0, A0, self.scaling(None)))
         A = reduced.mean[a]
-        return smaller(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))
+        return smaller_form(LowRank(torch.cat([B - B0, B0], 1), torch.cat([A, A - A0]), self.scaling(None)))

@@ -52,7 +52,7 @@ def _rank(tensors: Tensors) -> int:
     return next(len(value) for name, value in tensors.items() if name.endswith("/A"))
 
 
-def _averaged(old_RX: Tensor, replies: Sequence[tuple[float, Tensor]]) -> Tensor:
+def _average(old_RX: Tensor, replies: Sequence[tuple[float, Tensor]]) -> Tensor:
     """Compute ``sum of share * value`` over replies padded with zero rows; rows that no reply has do not change."""
     mean = old_RX.to(torch.float64, copy=True)
     mean[: max(len(value) for _, value in replies)] = 0.0
@@ -90,11 +90,11 @@ class HetLoRA(RegisteredMethod):
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         rank = self.r if client is None else int(state.scalars.get(f"rank/{client.id}", client.rank))
-        own = cut_slots(self._widened(state.tensors, rank), rank)
+        own = cut_slots(self._widen(state.tensors, rank), rank)
         share = self.scaling(None) / self.scaling(client)
         return Message({name: value * share if name.endswith("/B") else value for name, value in own.items()})
 
-    def _widened(self, tensors: Tensors, rank: int) -> dict[str, Tensor]:
+    def _widen(self, tensors: Tensors, rank: int) -> dict[str, Tensor]:
         """Widen to a rank with untrained slots, B = 0 and A drawn by slot."""
         known = _rank(tensors)
         if known >= rank:
@@ -142,14 +142,14 @@ class HetLoRA(RegisteredMethod):
             sizes = [item.weight for item in reduced.stack]
         total, scaling = sum(sizes), self.scaling(None)
         ranks = {item.client.id: _rank(item.tensors) for item in reduced.stack}
-        tensors = self._widened(state.tensors, max(ranks.values()))
+        tensors = self._widen(state.tensors, max(ranks.values()))
         for layer in self.spec.layers:
             a, b = tensor_name(layer.name, "A"), tensor_name(layer.name, "B")
             pairs = list(zip(reduced.stack, sizes, strict=True))
             rows = [(size / total, item.tensors[a]) for item, size in pairs]
             columns = [(size / total * self.scaling(item.client) / scaling, item.tensors[b].T) for item, size in pairs]
-            tensors[a] = _averaged(tensors[a], rows)
-            tensors[b] = _averaged(tensors[b].T, columns).T.contiguous()
+            tensors[a] = _average(tensors[a], rows)
+            tensors[b] = _average(tensors[b].T, columns).T.contiguous()
         pruned = {
             f"rank/{item.client.id}": ranks[item.client.id]
             for item in reduced.stack

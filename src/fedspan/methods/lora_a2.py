@@ -45,17 +45,22 @@ __all__ = ["LoRAA2"]
 _SLOT_AXIS = {"A": 0, "B": 1}
 
 
-def _require_slots(kept: Tensor, change: Tensor, shape: tuple[int, int], axis: int) -> None:
+def _require_slots(slots: Tensor, change: Tensor, shape: tuple[int, int], axis: int) -> None:
     """Check that a reply's change is of distinct slots that exist.
 
     Raises:
         ValueError: If it is not.
     """
-    slots: list[int] = kept.flatten().tolist()
-    fits = change.shape == (*shape[:axis], len(slots), *shape[axis + 1 :])
-    if kept.ndim != 1 or not fits or len(set(slots)) != len(slots) or not all(0 <= one < shape[axis] for one in slots):
+    indices: list[int] = slots.flatten().tolist()
+    fits = change.shape == (*shape[:axis], len(indices), *shape[axis + 1 :])
+    if (
+        slots.ndim != 1
+        or not fits
+        or len(set(indices)) != len(indices)
+        or not all(0 <= index < shape[axis] for index in indices)
+    ):
         raise ValueError(
-            f"a change {list(change.shape)} of slots {slots[:8]}, not of distinct ones below {shape[axis]}"
+            f"a change {list(change.shape)} of slots {indices[:8]}, not of distinct ones below {shape[axis]}"
         )
 
 
@@ -104,15 +109,15 @@ class LoRAA2(RegisteredMethod):
         if job.phase == "probe":
             masks = self._masks(job.tensors, trained.tensors, active, client.rank)
             return replace(job, masks=masks, epochs=None, phase="train", extras=True), memory
-        axis, sent = _SLOT_AXIS[active], dict[str, Tensor]()
+        axis, tensors = _SLOT_AXIS[active], dict[str, Tensor]()
         for name, mask in job.masks.items():
             layer = name.partition("/")[0]
-            kept = mask.any(1 - axis).nonzero()[:, 0]
-            sent[tensor_name(layer, "slots")] = kept.to(torch.int32)
-            sent[tensor_name(layer, "d" + active)] = (trained.tensors[name] - job.tensors[name]).index_select(
-                axis, kept
+            slots = mask.any(1 - axis).nonzero()[:, 0]
+            tensors[tensor_name(layer, "slots")] = slots.to(torch.int32)
+            tensors[tensor_name(layer, "d" + active)] = (trained.tensors[name] - job.tensors[name]).index_select(
+                axis, slots
             )
-        return Message(sent, {"active": active}), select(job.tensors, names(self.spec, "A", "B"))
+        return Message(tensors, {"active": active}), select(job.tensors, names(self.spec, "A", "B"))
 
     def _masks(self, before: Tensors, probed: Tensors, active: str, rank: int) -> dict[str, Tensor]:
         """Build masks with 1 in the most important slots, ``rank`` per layer on average; ties go to the first."""
@@ -121,8 +126,8 @@ class LoRAA2(RegisteredMethod):
             now = {slot: before[tensor_name(layer.name, slot)] for slot in ("A", "B")}
             now[active] = probed[tensor_name(layer.name, active)] - now[active]
             importance.append(now["B"].norm(dim=0) * now["A"].norm(dim=1))
-        chosen = torch.cat(importance).argsort(descending=True, stable=True)[: rank * len(importance)]
-        flags = torch.zeros(self.r * len(importance)).index_fill(0, chosen, 1.0).split(self.r)
+        selected = torch.cat(importance).argsort(descending=True, stable=True)[: rank * len(importance)]
+        flags = torch.zeros(self.r * len(importance)).index_fill(0, selected, 1.0).split(self.r)
         masks: dict[str, Tensor] = {}
         for layer, flag in zip(self.spec.layers, flags, strict=True):
             name = tensor_name(layer.name, active)
@@ -134,10 +139,10 @@ class LoRAA2(RegisteredMethod):
         axis, sums = _SLOT_AXIS[active], dict[str, Tensor]()
         for layer in self.spec.layers:
             name = tensor_name(layer.name, "d" + active)  # a change: its name differs from that of the changed tensor
-            change, kept = message.tensors[name], message.tensors[tensor_name(layer.name, "slots")]
+            change, slots = message.tensors[name], message.tensors[tensor_name(layer.name, "slots")]
             shape = (layer.out_features, self.r) if active == "B" else (self.r, layer.in_features)
-            _require_slots(kept, change, shape, axis)
-            sums[name] = change.new_zeros(shape).index_copy(axis, kept.long(), change)
+            _require_slots(slots, change, shape, axis)
+            sums[name] = change.new_zeros(shape).index_copy(axis, slots.long(), change)
         return Contribution(sum=sums)
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:

@@ -32,10 +32,12 @@ from fedspan.core.method import Claims, Memory, RegisteredMethod
 from fedspan.core.tensors import tensor_name
 from fedspan.core.values import Client, Contribution, Job, LayerSpec, Message, Reduced, ServerState, Trained, Weights
 
-__all__ = ["LoRAFAIR", "aligned"]
+__all__ = ["LoRAFAIR", "descend_to_cosine"]
 
 
-def aligned(B: Tensor, C: Tensor, G: Tensor, size: float, lam: float, exponent: int, steps: int, lr: float) -> Tensor:
+def descend_to_cosine(
+    B: Tensor, C: Tensor, G: Tensor, size: float, lam: float, exponent: int, steps: int, lr: float
+) -> Tensor:
     """Find the X that descends ``1 - <C, X> / (size sqrt(<X G, X>)) + lam ||X - B||^exponent`` from X = B."""
     X, rate = B, lr * float(B.square().sum())
 
@@ -46,11 +48,11 @@ def aligned(B: Tensor, C: Tensor, G: Tensor, size: float, lam: float, exponent: 
     value = objective(X)
     for _ in range(steps):
         XG, dB = X @ G, X - B
-        length, along = (XG * X).sum().sqrt(), (C * X).sum()
-        gradient = (along / length**2 * XG - C) / (size * length)
-        away = dB.norm()
-        if away > 0:
-            gradient = gradient + lam * exponent * away ** (exponent - 2) * dB
+        length, correlation = (XG * X).sum().sqrt(), (C * X).sum()
+        gradient = (correlation / length**2 * XG - C) / (size * length)
+        distance = dB.norm()
+        if distance > 0:
+            gradient = gradient + lam * exponent * distance ** (exponent - 2) * dB
         while (lower := objective(X - rate * gradient)) > value and rate > 0:
             rate /= 2
         if not lower < value:
@@ -103,7 +105,7 @@ class LoRAFAIR(RegisteredMethod):
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         means = mean_of_stack(reduced)
 
-        def corrected(layer: LayerSpec) -> Tensor:
+        def correct(layer: LayerSpec) -> Tensor:
             stacked = products(layer.name, reduced).to(torch.float64)  # s D: s cancels in the cosine
             mean = means[tensor_name(layer.name, "B")]
             A, B = means[tensor_name(layer.name, "A")].double(), mean.double()
@@ -116,7 +118,9 @@ class LoRAFAIR(RegisteredMethod):
             if not size * float((B @ G * B).sum()) > 0:  # no direction to compare with
                 return mean
             exponent = 1 if self.penalty == "norm" else 2
-            return aligned(B, C, G, size, self.lam, exponent, self.server_steps, self.server_lr).to(mean.dtype)
+            return descend_to_cosine(B, C, G, size, self.lam, exponent, self.server_steps, self.server_lr).to(
+                mean.dtype
+            )
 
-        by_layer = map_layers(corrected, self.spec.layers)
+        by_layer = map_layers(correct, self.spec.layers)
         return state.next(tensors=means | {tensor_name(layer, "B"): B for layer, B in by_layer.items()})

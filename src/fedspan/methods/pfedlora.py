@@ -74,14 +74,14 @@ class PFedLoRA(RegisteredMethod):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         own = memory or personal_pair(self, self.rank(client), client)
-        together = self.variant == 2
+        is_joint = self.variant == 2
         return Job(
             parametrization={layer.name: DenseLoRA(self.scaling(client)) for layer in self.spec.layers},
             tensors={**message.tensors, **own},
-            trainable=(Group(names(self.spec, *(("W", "L", "U") if together else ("L", "U")))),),
-            epochs=None if together else self.personal_epochs,
-            phase="train" if together else PERSONAL,
-            extras=together,
+            trainable=(Group(names(self.spec, *(("W", "L", "U") if is_joint else ("L", "U")))),),
+            epochs=None if is_joint else self.personal_epochs,
+            phase="train" if is_joint else PERSONAL,
+            extras=is_joint,
         )
 
     def finish(

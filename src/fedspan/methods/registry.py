@@ -127,12 +127,12 @@ def method_class(key: str, field: str = "method.name") -> type[RegisteredMethod]
         FedspanError: If the key is unknown (the message lists the nearest known ones) or its package cannot be loaded.
     """
     if key not in METHODS:
-        for found in entry_points(group=GROUP, name=key):
+        for entry_point in entry_points(group=GROUP, name=key):
             try:
-                cls: Any = found.load()
+                cls: Any = entry_point.load()
             except Exception as error:  # a package's import may raise anything
                 why = f"{type(error).__name__}: {error}"
-                raise FedspanError(field, key, problem=f"{found.value} cannot be imported ({why})") from error
+                raise FedspanError(field, key, problem=f"{entry_point.value} cannot be imported ({why})") from error
             register(key, cls)
             return cls
         raise FedspanError(field, key, problem=f"no method is named {key!r}. {nearest(key, METHODS)}")

@@ -26,7 +26,7 @@ from fedspan.core.factors import lora_job, names, reply
 from fedspan.core.lowrank import leading
 from fedspan.core.method import Claims, Memory, RegisteredMethod, bounded
 from fedspan.core.parametrization import Sparse
-from fedspan.core.sparse import chosen, chosen_entries, scattered
+from fedspan.core.sparse import draw_entries, entry_count, scatter_entries
 from fedspan.core.tensors import Tensors, tensor_name
 from fedspan.core.values import (
     Client,
@@ -69,12 +69,12 @@ class SLoRA(RegisteredMethod):
 
     def _zeros(self) -> dict[str, Tensor]:
         return {
-            tensor_name(layer.name, "values"): torch.zeros(chosen(layer.shape, self.density))
+            tensor_name(layer.name, "values"): torch.zeros(entry_count(layer.shape, self.density))
             for layer in self.spec.layers
         }
 
     def _entries(self, layer: LayerSpec) -> Tensor:
-        return chosen_entries(layer.shape, self.density, self.seed, layer.name)
+        return draw_entries(layer.shape, self.density, self.seed, layer.name)
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
         # The values start at 0, so the first round transmits none.
@@ -106,7 +106,7 @@ class SLoRA(RegisteredMethod):
         tensors: dict[str, Tensor] = {}
         for layer in self.spec.layers:
             own = values[tensor_name(layer.name, "values")]
-            U, S, Vt = leading(scattered(own.double(), self._entries(layer), layer.shape), self.r)
+            U, S, Vt = leading(scatter_entries(own.double(), self._entries(layer), layer.shape), self.r)
             tensors[tensor_name(layer.name, "A")] = Vt.to(own.dtype).contiguous()
             tensors[tensor_name(layer.name, "B")] = (U * S / self.scaling(None)).to(own.dtype)
         return tensors

@@ -147,7 +147,7 @@ def export_adapter(
     rank = max(pair.rank for pair in updates.values())
     tensors: dict[str, Tensor] = {}
     for layer, pair in updates.items():
-        folded = pair.folded().to(torch.float32)
+        folded = pair.fold_scale().to(torch.float32)
         A_RI, B_OR = torch.zeros(rank, folded.A.shape[1]), torch.zeros(folded.B.shape[0], rank)
         A_RI[: folded.rank], B_OR[:, : folded.rank] = folded.A, folded.B
         for name, value in operators[layer].to_peft(B_OR, A_RI).items():
@@ -298,7 +298,7 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
         except (ValueError, TypeError, AttributeError, ArithmeticError, re.error) as error:
             expected = f"an adapter_config.json with numbers above 0 for r and lora_alpha ({error})"
             raise FedspanError("model.adapter", folder, expected) from None
-        updates[layer] = LowRank(B.float(), A.float(), scaling).folded()
+        updates[layer] = LowRank(B.float(), A.float(), scaling).fold_scale()
     return StartingAdapter(updates, extras)
 
 

@@ -163,9 +163,9 @@ def accelerator_speed(name: str, dtype: str, utilisation: float = UTILISATION) -
         raise FedspanError("--device", name, f"{HERE} (this machine, measured), or one of {', '.join(ACCELERATORS)}")
     if not 0 < utilisation <= 1:
         raise FedspanError("--utilisation", utilisation, "a share of the device's peak, more than 0 and at most 1")
-    found = ACCELERATORS[key]
-    peak: float | None = getattr(found, dtype)
+    accelerator = ACCELERATORS[key]
+    peak: float | None = getattr(accelerator, dtype)
     if peak is None:
         raise FedspanError("--device", name, "a GPU with bfloat16 (A10, RTX3090 or newer), or model.dtype: float16")
     rate = peak * 1e12 * utilisation
-    return Speed(key, rate, rate, found.bandwidth * 1e9, memory=round(found.memory * 1e9))
+    return Speed(key, rate, rate, accelerator.bandwidth * 1e9, memory=round(accelerator.memory * 1e9))

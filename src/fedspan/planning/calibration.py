@@ -35,17 +35,17 @@ from fedspan.training.batched import BatchedEngine, StackingPlan
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
 
-__all__ = ["measured_speed"]
+__all__ = ["measure_speed"]
 
 _WHOLE = 1 << 30  # maximum bytes of a model that is timed with all of its blocks
 _BLOCKS = 2  # blocks of a larger model
 _SECONDS = 2.0  # time for one client alone, and for several at once, after a first step of each
 _CLIENTS, _STEPS = 16, 64  # maximum clients whose jobs are measured, and maximum steps of a client
-_FEW = 4  # minimum clients that are timed at once
+_MIN_CLIENTS = 4  # minimum clients that are timed at once
 _FIRST_ID = 5  # first token id; padding and other special tokens have smaller ids in most vocabularies
 
 
-def measured_speed(
+def measure_speed(
     config: RunConfig,
     labels: Sequence[str],
     architecture: Mapping[str, Any] | None,
@@ -147,10 +147,10 @@ class _Bench:
         works = [self._work(f"client-{number}", steps) for number in range(min(clients, _CLIENTS))]
         stacking = self.engine.settle(works, clients, self._examples)
         measuring = time.perf_counter() - began
-        clients = min(clients, max(_FEW, 2 * stacking.at_once * stacking.workers))  # enough to form batches
+        clients = min(clients, max(_MIN_CLIENTS, 2 * stacking.at_once * stacking.workers))  # enough to form batches
         first = self._seconds(clients, 1)
-        each = int(min(steps, max(1, _SECONDS / first)))
-        return clients * each * self._step / self._seconds(clients, each), measuring
+        steps_each = int(min(steps, max(1, _SECONDS / first)))
+        return clients * steps_each * self._step / self._seconds(clients, steps_each), measuring
 
     def _work(self, client: str, steps: int) -> Assignment:
         indices = np.arange(self._batch * steps)

@@ -130,10 +130,10 @@ class PlannedPasses:
         """
         key = (tuple(sorted(trains.computations.items(), key=repr)), trains.extras, rows, length, prefix is not None)
         if key not in self._known:
-            self._known[key] = self._counted(trains, rows, length, prefix)
+            self._known[key] = self._meter_pass(trains, rows, length, prefix)
         return self._known[key]
 
-    def _counted(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None) -> PassCost:
+    def _meter_pass(self, trains: Trains, rows: int, length: int | None, prefix: Prefix | None) -> PassCost:
         trained, inputs = self._install(trains), self._inputs(rows, length)
         with ExitStack() as contexts:
             if prefix is not None and length is not None:
@@ -197,11 +197,11 @@ class PlannedPasses:
         if not self._searched and not self._packing and self.longest is not None:
             self._install(Trains({}, False))
             with Meter(), torch.no_grad():
-                found = FrozenPrefix.find(self._adapted, live_modules(self._adapted))
-                if found is not None:
-                    with found.recorded() as made:
+                frozen = FrozenPrefix.find(self._adapted, live_modules(self._adapted))
+                if frozen is not None:
+                    with frozen.recorded() as recorded:
                         self._outputs(self._inputs(1, 2))
-                    self._prefix = Prefix(found, made.hidden.shape[-1], made.hidden.dtype)
+                    self._prefix = Prefix(frozen, recorded.hidden.shape[-1], recorded.hidden.dtype)
         self._searched = True
         return self._prefix
 
@@ -256,25 +256,25 @@ def local_training(
             raise FedspanError("--length", length, problem="images have no length. Leave the option out")
         raise FedspanError("--length", length, f"a whole number from 1 to {longest}")
     length, settings, batch = length or longest, config.training_settings(), config.training.batch_size
-    seen = _seen(settings, examples)
-    own = seen if examples is None else examples
+    examples_seen = _examples_of_round(settings, examples)
+    own = examples_seen if examples is None else examples
     prefix = passes.prefix if config.engine.prefix_cache else None
     cache = 0 if prefix is None or length is None else prefix.nbytes(math.ceil((own or 0) * length))
     if cache > config.engine.prefix_memory * _GIB and config.engine.prefix_folder is None:
         prefix, cache = None, 0
-    each = passes.cost(trains, batch, length, prefix)
-    example = (each.forward + each.backward) // batch
+    cost = passes.cost(trains, batch, length, prefix)
+    example = (cost.forward + cost.backward) // batch
     once = 0 if prefix is None or length is None else passes.prefix_flops(prefix, batch, length) // batch
-    client = None if seen is None else round(seen * example)
-    run = first = kept = None
+    client = None if examples_seen is None else round(examples_seen * example)
+    run = first = stored = None
     if client is not None and own is not None:
-        asked, first = [at for cohort in cohorts for at in cohort], round(once * own)
-        run = client * len(asked) + (kept := first * len({*asked}))
-    compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, kept)
+        selected, first = [at for cohort in cohorts for at in cohort], round(once * own)
+        run = client * len(selected) + (stored := first * len({*selected}))
+    compute = Compute(length, example, once, example * batch * settings.accumulate, client, run, first, stored)
     return LocalTraining(compute, passes.cost(trains, batch, longest, prefix).peak, cache)
 
 
-def _seen(settings: TrainingSettings, examples: float | None) -> float | None:
+def _examples_of_round(settings: TrainingSettings, examples: float | None) -> float | None:
     """Return the examples that a client trains on in a round, counting repetitions."""
     if settings.steps is not None:
         return settings.steps * settings.batch_size * settings.accumulate

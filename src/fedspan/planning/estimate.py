@@ -16,8 +16,8 @@ from fedspan.experiments.comparison import plan_comparison
 from fedspan.experiments.execution import ConfigLike, plain_values
 from fedspan.methods.registry import METHODS
 from fedspan.planning.accelerators import HERE, UTILISATION, Speed, accelerator_speed
-from fedspan.planning.calibration import measured_speed
-from fedspan.planning.plan import Plan, plan_run, planned_model, timed
+from fedspan.planning.calibration import measure_speed
+from fedspan.planning.plan import Plan, add_time, plan_run, prepare_model
 from fedspan.runs.model_setup import PROBLEMS
 
 __all__ = ["known_examples", "known_labels", "plan", "plan_methods"]
@@ -65,11 +65,11 @@ def plan(
     )
     clients, examples, labels = _facts(checked, clients, examples, labels)
     _require_device(device, utilisation)
-    model = planned_model(_placed(checked, device), labels, architecture)
-    found = plan_run(checked, model, clients, examples, length=length, mbit=mbit)
+    model = prepare_model(_with_device(checked, device), labels, architecture)
+    estimate = plan_run(checked, model, clients, examples, length=length, mbit=mbit)
     if device is None:
-        return found
-    return timed(found, _speed(checked, found, device, utilisation, labels, architecture), checked)
+        return estimate
+    return add_time(estimate, _speed(checked, estimate, device, utilisation, labels, architecture), checked)
 
 
 def plan_methods(
@@ -113,20 +113,20 @@ def plan_methods(
     first = steps[0].config
     clients, examples, labels = _facts(first, clients, examples, labels)
     _require_device(device, utilisation)
-    model = planned_model(_placed(first, device), labels, architecture)
-    found: dict[str, Plan | FedspanError] = {}
+    model = prepare_model(_with_device(first, device), labels, architecture)
+    plans: dict[str, Plan | FedspanError] = {}
     speed: Speed | None = None
     for step in steps:
         try:
-            made = plan_run(step.config, model, clients, examples, length=length, mbit=mbit)
+            estimate = plan_run(step.config, model, clients, examples, length=length, mbit=mbit)
         except FedspanError as error:
-            found[step.group] = error
+            plans[step.group] = error
             continue
         if device is not None:
-            speed = speed or _speed(step.config, made, device, utilisation, labels, architecture)
-            made = timed(made, speed, step.config)
-        found[step.group] = made
-    return found
+            speed = speed or _speed(step.config, estimate, device, utilisation, labels, architecture)
+            estimate = add_time(estimate, speed, step.config)
+        plans[step.group] = estimate
+    return plans
 
 
 def _facts(
@@ -136,20 +136,20 @@ def _facts(
     for name, value in (("clients", clients), ("examples", examples), ("labels", labels)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise FedspanError(name, value, "a whole number from 1")
-    told = _entry(config) is not None
+    in_catalogue = _entry(config) is not None
     natural = clients is None and config.partition.partitioner == "natural"
     unnamed = labels is None and not config.data.labels
-    if natural or (not told and (unnamed or examples is None)):
-        here = _counted(config)
-        if here is not None:
-            clients = here[0] if natural else clients
-            examples = here[1] if examples is None else examples
-            labels = here[2] if labels is None else labels
+    if natural or (not in_catalogue and (unnamed or examples is None)):
+        counts = _count_local(config)
+        if counts is not None:
+            clients = counts[0] if natural else clients
+            examples = counts[1] if examples is None else examples
+            labels = counts[2] if labels is None else labels
     examples = known_examples(config) if examples is None else examples
     return clients, examples, known_labels(config) if labels is None else labels
 
 
-def _counted(config: RunConfig) -> tuple[int, int, int] | None:
+def _count_local(config: RunConfig) -> tuple[int, int, int] | None:
     """Return the clients, training examples and labels of data on this machine; None for other data."""
     train = config.data.train
     if train is None or not (train.startswith("builtin:") or Path(train).exists() or has_places(train)):
@@ -166,15 +166,15 @@ def _require_device(device: str | None, utilisation: float | None) -> None:
         raise FedspanError("--utilisation", utilisation, problem="it needs the name of a GPU (--device; device=)")
 
 
-def _placed(config: RunConfig, device: str | None) -> RunConfig:
+def _with_device(config: RunConfig, device: str | None) -> RunConfig:
     """Return the config for clients with a GPU of the table, where the attention implementation may differ."""
-    named = device not in (None, HERE) and config.device == "auto"
-    return config.model_copy(update={"device": "cuda"}) if named else config
+    has_gpu = device not in (None, HERE) and config.device == "auto"
+    return config.model_copy(update={"device": "cuda"}) if has_gpu else config
 
 
 def _speed(
     config: RunConfig,
-    found: Plan,
+    estimate: Plan,
     device: str,
     utilisation: float | None,
     labels: int,
@@ -183,14 +183,14 @@ def _speed(
     """Return the speed of a device by its name, or of this machine."""
     if device != HERE:
         return accelerator_speed(device, config.model.dtype, UTILISATION if utilisation is None else utilisation)
-    return measured_speed(
+    return measure_speed(
         config,
         config.data.labels or [str(number) for number in range(labels)],
         architecture,
-        base=found.client.base,
-        length=found.compute.length,
-        clients=found.cohort,
-        steps=found.steps,
+        base=estimate.client.base,
+        length=estimate.compute.length,
+        clients=estimate.cohort,
+        steps=estimate.steps,
     )
 
 

@@ -48,25 +48,25 @@ class StandIn:
         self._computation = computation
 
     def effective(self, slots: Mapping[str, Tensor]) -> Effective:
-        wanted = self._computation
-        pair: Any = LowRank(slots["B"], slots["A"]) if wanted.rank else slots.get("D")
+        computation = self._computation
+        pair: Any = LowRank(slots["B"], slots["A"]) if computation.rank else slots.get("D")
         weight = slots.get("W")
-        if wanted.matrix == "made":
+        if computation.matrix == "made":
             pair = pair.clone()
-        if wanted.weight == "made" and weight is not None:
+        if computation.weight == "made" and weight is not None:
             weight = weight.clone()
-        return Effective(pair, weight, wanted.base)
+        return Effective(pair, weight, computation.base)
 
     def shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
         """Return the shapes of the tensors by slot."""
-        wanted, found = self._computation, dict[str, tuple[int, int]]()
-        if wanted.rank:
-            found |= {"A": (wanted.rank, inputs), "B": (outputs, wanted.rank)}
-        if wanted.matrix:
-            found["D"] = (outputs, inputs)
-        if wanted.weight:
-            found["W"] = (outputs, inputs)
-        return found
+        computation, shapes = self._computation, dict[str, tuple[int, int]]()
+        if computation.rank:
+            shapes |= {"A": (computation.rank, inputs), "B": (outputs, computation.rank)}
+        if computation.matrix:
+            shapes["D"] = (outputs, inputs)
+        if computation.weight:
+            shapes["W"] = (outputs, inputs)
+        return shapes
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,17 @@ def _computation(job: Job, layer: str) -> Computation:
         for slot, value in by_layer(job.tensors).get(layer, {}).items()
     }
     with torch.enable_grad():
-        found = parametrization.effective(slots)
-    pair, tensors = found.pair, dict[str, Tensor]()
+        effective = parametrization.effective(slots)
+    pair, tensors = effective.pair, dict[str, Tensor]()
     if isinstance(pair, LowRank):
         tensors |= {"A": pair.A, "B": pair.B}
     elif pair is not None:
         tensors["D"] = pair
-    if found.weight is not None:
-        tensors["W"] = found.weight
+    if effective.weight is not None:
+        tensors["W"] = effective.weight
     return Computation(
-        base=found.base,
-        weight=_source(found.weight, slots),
+        base=effective.base,
+        weight=_source(effective.weight, slots),
         matrix=_source(tensors.get("D"), slots),
         rank=len(pair.A) if isinstance(pair, LowRank) else 0,
         moves=frozenset(name for name, value in tensors.items() if value.requires_grad),

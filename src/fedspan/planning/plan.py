@@ -26,7 +26,7 @@ from fedspan.runs.model_setup import empty_model
 from fedspan.runs.setup import client_ranks
 from fedspan.training.dp_sgd import private_steps
 
-__all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "plan_run", "planned_model", "timed"]
+__all__ = ["ClientMemory", "Plan", "PlannedModel", "ServerMemory", "add_time", "plan_run", "prepare_model"]
 
 _FLOAT = 4  # bytes: trained and transmitted tensors are float32
 _MOMENTS = {"adamw": 2, "sgd": 1}  # moments of a trained number; SGD has one with momentum only
@@ -155,7 +155,7 @@ class PlannedModel:
     passes: PlannedPasses
 
 
-def planned_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:
+def prepare_model(config: RunConfig, labels: int, architecture: Mapping[str, Any] | None = None) -> PlannedModel:
     """Build the model of a run without its weights.
 
     Args:
@@ -171,10 +171,10 @@ def planned_model(config: RunConfig, labels: int, architecture: Mapping[str, Any
     base = sum(
         value.numel() * value.element_size() for value in (*adapted.model.parameters(), *adapted.model.buffers())
     )
-    return PlannedModel(adapted, base - _saved_by_quantising(config, adapted.model), PlannedPasses(config, adapted))
+    return PlannedModel(adapted, base - _quantising_savings(config, adapted.model), PlannedPasses(config, adapted))
 
 
-def _saved_by_quantising(config: RunConfig, model: torch.nn.Module) -> int:
+def _quantising_savings(config: RunConfig, model: torch.nn.Module) -> int:
     """Return the bytes that quantisation saves; the scales of the blocks, about 1 %, are ignored."""
     bits = {None: None, "nf4": 4, "int8": 8}[config.model.quantization]
     if bits is None:
@@ -224,26 +224,26 @@ def plan_run(
     by_client = client_ranks(config, method, ids)
     ranks = [by_client[id] for id in ids]
     counts = {rank: RankCounts.of(method, rank) for rank in sorted(set(ranks))}
-    sent = plan_traffic(config, planned.adapted, method, ranks)
-    first, later = sent[0], sent[1:]
-    messages = sum(each.clients for each in later) or 1
-    most, extras = counts[max(counts)], extras_of(config, planned.adapted, method)
-    trainable = most.trained + (0 if extras.policy == "frozen" else extras.trained)
+    rounds = plan_traffic(config, planned.adapted, method, ranks)
+    first, later = rounds[0], rounds[1:]
+    messages = sum(traffic.clients for traffic in later) or 1
+    largest, extras = counts[max(counts)], extras_of(config, planned.adapted, method)
+    trainable = largest.trained + (0 if extras.policy == "frozen" else extras.trained)
     moments = _MOMENTS[config.training.optimizer]
     if config.training.optimizer == "sgd" and not config.training.momentum:
         moments = 0
     own = _own_examples(config, count, examples)
     steps = _steps(config, own)
-    trains = Trains(most.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
+    trains = Trains(largest.computations, extras.policy != "frozen" and bool(planned.adapted.extras))
     cohorts = [
         cohort_of(config.seed, number, count, config.federation.clients_per_round)
         for number in range(config.federation.rounds)
     ]
     local = local_training(config, planned.passes, trains, own, length, cohorts)
-    bytes_down, bytes_up = sum(each.down for each in sent), sum(each.up for each in sent)
-    asked = sum(each.clients for each in sent)
-    transfer = None if mbit is None else 8 * (bytes_down + bytes_up) / asked / (mbit * 1e6)
-    held = 1 if method.declared().reduction == "sum" else first.clients
+    bytes_down, bytes_up = sum(traffic.down for traffic in rounds), sum(traffic.up for traffic in rounds)
+    orders = sum(traffic.clients for traffic in rounds)
+    transfer = None if mbit is None else 8 * (bytes_down + bytes_up) / orders / (mbit * 1e6)
+    replies_in_memory = 1 if method.declared().reduction == "sum" else first.clients
     return Plan(
         method=config.method.title,
         model=config.model.name,
@@ -255,17 +255,17 @@ def plan_run(
         rounds=config.federation.rounds,
         first_down=first.down // first.clients,
         first_up=first.up // first.clients,
-        later_down=sum(each.down for each in later) / messages,
-        later_up=sum(each.up for each in later) / messages,
+        later_down=sum(traffic.down for traffic in later) / messages,
+        later_up=sum(traffic.up for traffic in later) / messages,
         bytes_down=bytes_down,
         bytes_up=bytes_up,
         head_up=_head_bytes(config, planned.adapted),
         exact=first.clients == count,
         steps=steps,
-        all_steps=None if steps is None else steps * asked,
+        all_steps=None if steps is None else steps * orders,
         client=ClientMemory(
             base=planned.base,
-            adapter=_FLOAT * most.held + extras.bytes,
+            adapter=_FLOAT * largest.held + extras.bytes,
             gradients=_FLOAT * trainable,
             optimizer=_FLOAT * moments * trainable,
             activations=local.activations,
@@ -273,15 +273,15 @@ def plan_run(
         ),
         server=ServerMemory(
             base=planned.base,
-            state=_FLOAT * most.stored + extras.bytes,
-            replies=max(each.up // each.clients for each in sent) * max(2, held),
+            state=_FLOAT * largest.stored + extras.bytes,
+            replies=max(traffic.up // traffic.clients for traffic in rounds) * max(2, replies_in_memory),
         ),
         compute=local.compute,
         transfer=transfer,
     )
 
 
-def timed(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
+def add_time(plan: Plan, speed: Speed, config: RunConfig) -> Plan:
     """Add the time that training takes on a device of this speed to a plan."""
     return replace(plan, time=speed.duration(plan.compute, plan.client.base, config, plan.transfer))
 

@@ -108,7 +108,7 @@ class _Shapes(TorchFunctionMode):
 
 
 @contextmanager
-def _without_values() -> Generator[None]:
+def _to_meta() -> Generator[None]:
     with torch.device("meta"), _Shapes():
         yield
 
@@ -159,12 +159,12 @@ class ShapeInference:
     def __init__(self, method: Method, ranks: Iterable[int], extras: Tensors = MappingProxyType({})) -> None:
         self._method = method
         self._memories: dict[int, Memory] = {rank: {} for rank in ranks}
-        with _without_values():
+        with _to_meta():
             self.state = method.init(_Weights(method.spec, extras))
 
     def start(self, rank: int) -> tuple[Message, Job]:
         """Return the message to a client of a rank in the current round, and its first job."""
-        with _without_values():
+        with _to_meta():
             client, round = self._client(rank), self.state.round
             message = self._method.sync(self.state, client)
             return message, self._method.start(message, client, self._memories[rank], round)
@@ -179,11 +179,11 @@ class ShapeInference:
             The exchange with a client of every rank, whether or not one replies.
         """
         exchanges = {rank: self._exchange(rank) for rank in self._memories}
-        with _without_values():
+        with _to_meta():
             parts = {
                 rank: self._method.contribute(exchanges[rank].up, self._client(rank)) for rank in sorted(set(cohort))
             }
-            self.state = self._method.update(self.state, self._reduced(cohort, parts))
+            self.state = self._method.update(self.state, self._reduce(cohort, parts))
         return exchanges
 
     def _client(self, rank: int) -> Client:
@@ -192,16 +192,18 @@ class ShapeInference:
     def _exchange(self, rank: int) -> Exchange:
         (down, job), client, memory = self.start(rank), self._client(rank), self._memories[rank]
         jobs = [job]
-        with _without_values():
+        with _to_meta():
             while True:
-                result, memory = self._method.finish(jobs[-1], _trained(jobs[-1]), client, memory, self.state.round)
+                result, memory = self._method.finish(
+                    jobs[-1], _pretend_training(jobs[-1]), client, memory, self.state.round
+                )
                 if isinstance(result, Message):
                     break
                 jobs.append(result)
         self._memories[rank] = memory
         return Exchange(down, tuple(jobs), result)
 
-    def _reduced(self, cohort: Sequence[int], parts: Mapping[int, Contribution]) -> Reduced:
+    def _reduce(self, cohort: Sequence[int], parts: Mapping[int, Contribution]) -> Reduced:
         mean = {name: value for part in parts.values() for name, value in part.sum.items()}
         share = 1 / len(cohort)
         stack = tuple(
@@ -212,7 +214,7 @@ class ShapeInference:
         return Reduced(mean, stack, len(cohort))
 
 
-def _trained(job: Job) -> Trained:
+def _pretend_training(job: Job) -> Trained:
     """Return a job's tensors as training leaves them: projector refreshes are all that changes a shape."""
     tensors, steps = dict(job.tensors), 1 if job.steps is None else job.steps
     if job.refresh is not None and job.refresh.period:
@@ -274,7 +276,7 @@ def _count_traffic(
             for number in range(len(cohorts))
         )
     bare = bare_method(method)
-    options = [getattr(bare, one.name) for one in fields(bare) if one.name not in ("seed", "r")]
+    options = [getattr(bare, option.name) for option in fields(bare) if option.name not in ("seed", "r")]
     largest = max([2, *(value for value in options if type(value) is int)])
     values = {path: torch.empty(shape, dtype=dtype, device="meta") for path, shape, dtype in extras}
     run = ShapeInference(method, ranks, values)

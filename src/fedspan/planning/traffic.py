@@ -131,14 +131,14 @@ def plan_traffic(
     ]
     # Extras are transmitted alike around every method; FedAvg supports every wrapper.
     beside = count_bytes(FedAvg(spec=replace(method.spec, layers=())), extras.values)
-    sent, held = list[Sent](), set[int]()
+    rounds, informed = list[Sent](), set[int]()
     for number, cohort in enumerate(cohorts):
         down = sum(times * rows[number][0] for times, rows in layers)
         up = sum(times * rows[number][1] for times, rows in layers)
         if extras.policy == "average":
             down, up = down + beside[number][0], up + beside[number][1]
         else:
-            down += sum(client not in held for client in cohort) * extras.bytes
-        held.update(cohort)
-        sent.append(Sent(len(cohort), down, up))
-    return sent
+            down += sum(client not in informed for client in cohort) * extras.bytes
+        informed.update(cohort)
+        rounds.append(Sent(len(cohort), down, up))
+    return rounds

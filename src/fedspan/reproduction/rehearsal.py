@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.planning.estimate import known_examples, known_labels
-from fedspan.planning.plan import Plan, PlannedModel, plan_run, planned_model
+from fedspan.planning.plan import Plan, PlannedModel, plan_run, prepare_model
 from fedspan.reproduction.cells import cells_of
 from fedspan.reproduction.presets import Scale, architectures, preset_of, require_scale
 
@@ -71,5 +71,5 @@ def _planned_model(config: RunConfig) -> PlannedModel:
     section = config.model.model_dump(mode="json", exclude={"extras", "extras_lr_scale"})
     key = json.dumps([config.task, config.device, config.data.packing, labels, section], sort_keys=True)
     if key not in _models:
-        _models[key] = planned_model(config, labels, architectures().get(config.model.name))
+        _models[key] = prepare_model(config, labels, architectures().get(config.model.name))
     return _models[key]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.noise import digest_of, gaussian, key_of_seed, poisson_sample
+from fedspan.core.noise import digest_tensors, gaussian, key_of_seed, poisson_sample
 from fedspan.core.tensors import Tensors, norm, subtract
 from fedspan.core.values import Job, Trained
 from fedspan.errors import FedspanError
@@ -85,7 +85,7 @@ def poisson_batches(privacy: Privacy, settings: TrainingSettings, work: Assignme
     label = ("poisson", work.round, work.client, work.job.phase)
     rate = expected_batch(settings, count) / max(1, count)
     if privacy.secret:
-        label = (*label, digest_of(work.job.tensors), repr(rate))
+        label = (*label, digest_tensors(work.job.tensors), repr(rate))
     for step in range(private_steps(settings, work.job, count)):
         yield work.indices[poisson_sample(privacy.key, rate, count, *label, step).numpy()]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Projected
-from fedspan.core.projectors import reproject, seeded_projector, sketch_projector, svd_projector
+from fedspan.core.projectors import draw_projector, reproject, sketch_projector, svd_projector
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Job, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
@@ -321,7 +321,7 @@ def refresh_due(refresh: Refresh, step: int) -> bool:
 def _random(seed: int, layer: str, parametrization: Projected, live: dict[str, Tensor]) -> Tensor:
     acc, P = live[tensor_name(layer, "acc")], live[tensor_name(layer, "P")]
     rows, columns = parametrization.pair(acc, P).shape
-    return seeded_projector(layer, (rows, columns), _rank(P, parametrization.side), parametrization.side, seed)
+    return draw_projector(layer, (rows, columns), _rank(P, parametrization.side), parametrization.side, seed)
 
 
 def _rank(P: Tensor, side: str) -> int:

@@ -59,24 +59,24 @@ class WithExtras(Wrapper):
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         inner, extras = split_extras(message.tensors)
-        own, kept = split_extras(memory)
+        own, stored_extras = split_extras(memory)
         job = self.inner.start(replace(message, tensors=inner), client, own, round)
         # Where extras stay on the client, its own values take precedence over the server's initial ones.
-        return self._with(job, extras if self.policy == "average" else {**extras, **kept})
+        return self._add_extras(job, extras if self.policy == "average" else {**extras, **stored_extras})
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
         inner_tensors, extras = split_extras(trained.tensors)
         own, _ = split_extras(memory)
-        inner_job = replace(job, tensors=split_extras(job.tensors)[0], trainable=_without_extras(job.trainable))
+        inner_job = replace(job, tensors=split_extras(job.tensors)[0], trainable=_drop_extras(job.trainable))
         result, own = self.inner.finish(inner_job, replace(trained, tensors=inner_tensors), client, own, round)
-        kept = {} if self.policy == "average" else extras
+        stored_extras = {} if self.policy == "average" else extras
         if isinstance(result, Job):
-            return self._with(result, extras), {**own, **split_extras(memory)[1]}
+            return self._add_extras(result, extras), {**own, **split_extras(memory)[1]}
         if self.policy == "average":
             result = replace(result, tensors={**result.tensors, **extras})
-        return result, {**own, **kept}
+        return result, {**own, **stored_extras}
 
     def contribute(self, message: Message, client: Client) -> Contribution:
         inner, extras = split_extras(message.tensors)
@@ -95,7 +95,7 @@ class WithExtras(Wrapper):
         after = self.inner.update(replace(state, tensors=inner_tensors), inner_reduced)
         return replace(after, tensors={**after.tensors, **extras, **extras_mean, **largest})
 
-    def _with(self, job: Job, extras: Tensors) -> Job:
+    def _add_extras(self, job: Job, extras: Tensors) -> Job:
         if not extras:
             return job
         groups = job.trainable
@@ -106,6 +106,6 @@ class WithExtras(Wrapper):
         return replace(job, tensors={**job.tensors, **extras}, trainable=groups)
 
 
-def _without_extras(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+def _drop_extras(groups: tuple[Group, ...]) -> tuple[Group, ...]:
     stripped = [replace(group, names=tuple(name for name in group.names if not is_extra(name))) for group in groups]
     return tuple(group for group in stripped if group.names)

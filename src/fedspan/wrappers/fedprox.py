@@ -48,7 +48,7 @@ class FedProx(RegisteredWrapper):
         return None
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        return self._pulled(self.inner.start(message, client, memory, round), {})
+        return self._add_penalty(self.inner.start(message, client, memory, round), {})
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
@@ -58,11 +58,15 @@ class FedProx(RegisteredWrapper):
         unchanged: tuple[Penalty, ...] = tuple(inner)
         result, memory = self.inner.finish(replace(job, penalties=unchanged), trained, client, memory, round)
         if isinstance(result, Job):
-            return self._pulled(result, own.reference), memory
+            return self._add_penalty(result, own.reference), memory
         return result, memory
 
-    def _pulled(self, job: Job, known: Tensors) -> Job:
+    def _add_penalty(self, job: Job, known: Tensors) -> Job:
         """Add the penalty on the job's trained tensors; ``known`` has the initial values of earlier phases."""
         reference = {name: known.get(name, job.tensors[name]) for name in job.trainable_names}
-        projected = {layer: one for layer, one in job.parametrization.items() if isinstance(one, Projected)}
+        projected = {
+            layer: parametrization
+            for layer, parametrization in job.parametrization.items()
+            if isinstance(parametrization, Projected)
+        }
         return replace(job, penalties=(*job.penalties, Proximal(self.mu, {**known, **reference}, projected)))

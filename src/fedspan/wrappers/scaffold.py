@@ -100,8 +100,8 @@ class Scaffold(RegisteredWrapper):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         state, variates, changed = _split(state)
         message = self.inner.sync(state, client)
-        held = -1 if client is None or client.held is None else client.held
-        missed = {name: value for name, value in variates.items() if changed[name] > held}
+        known_round = -1 if client is None or client.held is None else client.held
+        missed = {name: value for name, value in variates.items() if changed[name] > known_round}
         return replace(
             message,
             tensors={**message.tensors, **with_prefix(PREFIX, missed)},
@@ -109,64 +109,73 @@ class Scaffold(RegisteredWrapper):
         )
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
-        sent, others = without_prefix(PREFIX, message.tensors)
+        variates, inner_tensors = without_prefix(PREFIX, message.tensors)
         scalars, generation = _split_scalars(message.scalars)
-        kept, theirs = without_prefix(PREFIX, memory)
-        job = self.inner.start(replace(message, tensors=others, scalars=scalars), client, theirs, round)
+        stored, inner_memory = without_prefix(PREFIX, memory)
+        job = self.inner.start(replace(message, tensors=inner_tensors, scalars=scalars), client, inner_memory, round)
         if job.gradient_offset:
             raise FedspanError("method.wrappers", "scaffold", problem="this method already corrects the gradient")
-        own = _valid(kept, OWN, generation)
-        offsets = _valid(kept, OFFSET, generation)
-        for name, variate in sent.items():
+        own = _valid(stored, OWN, generation)
+        offsets = _valid(stored, OFFSET, generation)
+        for name, variate in variates.items():
             offsets[name] = variate - own[name] if name in own else variate
-        return self._next(job, offsets, {}, generation)
+        return self._next_phase(job, offsets, {}, generation)
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
     ) -> tuple[Job | Message, Memory]:
-        kept, theirs = without_prefix(PREFIX, memory)
+        stored, inner_memory = without_prefix(PREFIX, memory)
         scalars, generation = _split_scalars(job.scalars)
-        offsets, kept = job.gradient_offset, dict(kept)
+        offsets, stored = job.gradient_offset, dict(stored)
         if job.phase == PROBE:
-            kept = {**with_prefix(DRIFT, trained.gradient), **kept}  # tensors of an earlier phase retain its gradient
-            return self._next(_real(job), offsets, kept, generation), {**theirs, **with_prefix(PREFIX, kept)}
+            stored = {
+                **with_prefix(DRIFT, trained.gradient),
+                **stored,
+            }  # tensors of an earlier phase retain its gradient
+            return self._next_phase(_real(job), offsets, stored, generation), {
+                **inner_memory,
+                **with_prefix(PREFIX, stored),
+            }
         inner_job = replace(job, gradient_offset={}, scalars=scalars)
-        result, theirs = self.inner.finish(inner_job, trained, client, theirs, round)
+        result, inner_memory = self.inner.finish(inner_job, trained, client, inner_memory, round)
         if self.variate != "option-I":
-            self._follow(kept, job, trained)
+            self._follow(stored, job, trained)
         if isinstance(result, Job):
-            return self._next(result, offsets, kept, generation), {**theirs, **with_prefix(PREFIX, kept)}
-        own, changes = _valid(kept, OWN, generation), dict[str, Tensor]()
-        for name, drift in without_prefix(DRIFT, kept)[0].items():
+            return self._next_phase(result, offsets, stored, generation), {
+                **inner_memory,
+                **with_prefix(PREFIX, stored),
+            }
+        own, changes = _valid(stored, OWN, generation), dict[str, Tensor]()
+        for name, drift in without_prefix(DRIFT, stored)[0].items():
             if name not in result.tensors:
                 continue  # it stays on the client, so it has no drift
-            after = drift / kept[LENGTH + name].to(drift) if LENGTH + name in kept else drift
+            after = drift / stored[LENGTH + name].to(drift) if LENGTH + name in stored else drift
             if self.variate == "option-II":
                 after = after - offsets[name] if name in offsets else after
             changes[name] = after - own[name] if name in own else after
             own[name] = after
-        waiting = {name: value for name, value in offsets.items() if name not in changes}
-        mine = {
+        pending = {name: value for name, value in offsets.items() if name not in changes}
+        own_memory = {
             **with_prefix(OWN, own),
-            **with_prefix(OFFSET, waiting),
+            **with_prefix(OFFSET, pending),
             GENERATION: torch.tensor(generation),
         }
         reply = replace(result, tensors={**result.tensors, **with_prefix(PREFIX, changes)})
-        return reply, {**theirs, **with_prefix(PREFIX, mine)}
+        return reply, {**inner_memory, **with_prefix(PREFIX, own_memory)}
 
-    def _next(self, job: Job, offsets: Tensors, kept: Mapping[str, Tensor], generation: int) -> Job:
+    def _next_phase(self, job: Job, offsets: Tensors, stored: Mapping[str, Tensor], generation: int) -> Job:
         """Add the correction to a phase; under option I, insert a phase that takes the gradient of its new tensors."""
         job = replace(job, scalars={**job.scalars, PREFIX + GENERATION: generation})
-        unknown = any(DRIFT + name not in kept for name in job.trainable_names)
-        wanted = job.want_gradient or self.variate == "gradient"
-        corrected = replace(job, gradient_offset=offsets, want_gradient=wanted)
-        if self.variate != "option-I" or not unknown:
+        lacks_gradient = any(DRIFT + name not in stored for name in job.trainable_names)
+        want_gradient = job.want_gradient or self.variate == "gradient"
+        corrected = replace(job, gradient_offset=offsets, want_gradient=want_gradient)
+        if self.variate != "option-I" or not lacks_gradient:
             return corrected
         steps = -1 if job.steps is None else job.steps
         remembered = {PROBE + " phase": job.phase, PROBE + " steps": steps}
         return replace(corrected, steps=0, phase=PROBE, scalars={**job.scalars, **remembered})
 
-    def _follow(self, kept: dict[str, Tensor], job: Job, trained: Trained) -> None:
+    def _follow(self, stored: dict[str, Tensor], job: Job, trained: Trained) -> None:
         """Add a phase to the drift of every tensor and to the length by which the drift is divided."""
         for group in job.trainable:
             for name in group.names:
@@ -175,13 +184,13 @@ class Scaffold(RegisteredWrapper):
                 else:
                     drift = job.tensors[name] - trained.tensors[name]
                     length = trained.lr_sum * group.lr_scale
-                before = kept.get(LENGTH + name, torch.zeros((), dtype=torch.float64))
-                kept[DRIFT + name] = kept[DRIFT + name] + drift if DRIFT + name in kept else drift
-                kept[LENGTH + name] = before + length
+                before = stored.get(LENGTH + name, torch.zeros((), dtype=torch.float64))
+                stored[DRIFT + name] = stored[DRIFT + name] + drift if DRIFT + name in stored else drift
+                stored[LENGTH + name] = before + length
 
     def contribute(self, message: Message, client: Client) -> Contribution:
-        changes, others = without_prefix(PREFIX, message.tensors)
-        contribution = self.inner.contribute(replace(message, tensors=others), client)
+        changes, inner_tensors = without_prefix(PREFIX, message.tensors)
+        contribution = self.inner.contribute(replace(message, tensors=inner_tensors), client)
         return replace(contribution, sum={**contribution.sum, **with_prefix(PREFIX, changes)})
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
@@ -194,8 +203,8 @@ class Scaffold(RegisteredWrapper):
             now[name] = now[name] + moved if name in now else moved
         moved_names = set(changes)
         if after.generation != state.generation:
-            anew = {name: torch.zeros_like(value) for name, value in now.items() if not is_extra(name)}
-            now, moved_names = {**now, **anew}, moved_names | set(anew)
+            zeros = {name: torch.zeros_like(value) for name, value in now.items() if not is_extra(name)}
+            now, moved_names = {**now, **zeros}, moved_names | set(zeros)
         rounds = {**changed, **dict.fromkeys(moved_names, after.round)}
         return replace(
             after,
@@ -214,15 +223,15 @@ def _split(state: ServerState) -> tuple[ServerState, Tensors, dict[str, int]]:
 
 def _split_scalars(scalars: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], int]:
     """Split the scalars of a message or job into ``(wrapped method's scalars, generation of the server's tensors)``."""
-    others = dict(scalars)
-    return others, int(others.pop(PREFIX + GENERATION))
+    inner = dict(scalars)
+    return inner, int(inner.pop(PREFIX + GENERATION))
 
 
-def _valid(kept: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
+def _valid(stored: Tensors, prefix: str, generation: int) -> dict[str, Tensor]:
     """Return a client's stored tensors with a prefix, without factors that have been re-initialized since."""
-    values = without_prefix(prefix, kept)[0]
-    same = GENERATION in kept and int(kept[GENERATION]) == generation
-    return {name: value for name, value in values.items() if same or is_extra(name)}
+    values = without_prefix(prefix, stored)[0]
+    is_current = GENERATION in stored and int(stored[GENERATION]) == generation
+    return {name: value for name, value in values.items() if is_current or is_extra(name)}
 
 
 def _real(job: Job) -> Job:

@@ -56,10 +56,10 @@ class ServerOptimizer(RegisteredWrapper):
 
     def update(self, state: ServerState, reduced: Reduced) -> ServerState:
         prefix = f"{type(self).__name__}/"
-        own, theirs = without_prefix(prefix, state.memory)
-        inner_state = replace(state, memory=theirs)
+        own, inner_memory = without_prefix(prefix, state.memory)
+        inner_state = replace(state, memory=inner_memory)
         start = common_start(self.inner, inner_state)
-        kept, stepped = dict(own), dict[str, Tensor]()
+        stored, stepped = dict(own), dict[str, Tensor]()
         for name, mean in reduced.mean.items():
             if name not in start:
                 field = "method.wrappers"
@@ -69,8 +69,8 @@ class ServerOptimizer(RegisteredWrapper):
             }
             step, after = self.step(mean - start[name], before)
             stepped[name] = start[name] + step
-            kept.update({f"{kind}/{name}": value for kind, value in after.items()})
+            stored.update({f"{kind}/{name}": value for kind, value in after.items()})
         result = self.inner.update(inner_state, replace(reduced, mean=stepped))
         if result.generation != state.generation:
-            kept = {key: value for key, value in kept.items() if is_extra(key.partition("/")[2])}
-        return replace(result, memory={**result.memory, **with_prefix(prefix, kept)})
+            stored = {key: value for key, value in stored.items() if is_extra(key.partition("/")[2])}
+        return replace(result, memory={**result.memory, **with_prefix(prefix, stored)})
