@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedspan.models.layout import Move, Padded, TokenLayout, binned, rounded
+from fedspan.models.layout import Move, Padded, TokenLayout, pack_bins, round_up
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_what_is_moved_comes_back(cohort: tuple[np.ndarray, int, int], width: in
     assert torch.equal(packed[0, : layout.used], x[real])
     assert not packed[0, layout.used :].any()
     assert torch.equal(layout.unpack(packed), x * real[:, :, None])
-    assert torch.equal(layout.together(layout.by_client(packed)), packed[0])
+    assert torch.equal(layout.ungroup(layout.by_client(packed)), packed[0])
     grouped = layout.by_client(packed)
     for client, own in enumerate(real.view(clients, -1, tokens)):
         assert torch.equal(grouped[client, : own.sum()], x.view(clients, -1, tokens, width)[client][own])
@@ -65,7 +65,7 @@ def test_a_move_s_gradient_is_its_transpose(kept: list[bool], empty: int) -> Non
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=40).filter(any))
 def test_bins_hold_every_text_once_and_whole(lengths: list[int]) -> None:
     seen: dict[int, list[int]] = {}
-    found = binned(np.array(lengths, dtype=np.int64))
+    found = pack_bins(np.array(lengths, dtype=np.int64))
     for bins in found:
         assert bins.width % 32 == 0
         for text, position in zip(bins.text, bins.position, strict=True):
@@ -78,8 +78,8 @@ def test_bins_hold_every_text_once_and_whole(lengths: list[int]) -> None:
 
 @given(st.integers(1, 100_000))
 def test_few_shapes_and_little_waste(count: int) -> None:
-    assert count <= rounded(count) <= count * 1.0625 + 1
-    assert len({rounded(one) for one in range(513, 1025)}) <= 16
+    assert count <= round_up(count) <= count * 1.0625 + 1
+    assert len({round_up(one) for one in range(513, 1025)}) <= 16
 
 
 @pytest.mark.parametrize("causal", [False, True])

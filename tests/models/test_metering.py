@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedspan.models.metering import Meter, metered
+from fedspan.models.metering import Meter, meter_pass
 
 ROWS, INPUTS, WIDTH = 6, 10, 14
 
@@ -28,13 +28,13 @@ def test_flops_are_those_of_torch_s_counter_on_a_real_pass() -> None:
             loss = real(torch.ones(ROWS, INPUTS)).sum()
             forward = counter.get_total_flops()
             loss.backward()
-        found = metered(lambda empty=empty: empty(torch.empty(ROWS, INPUTS, device="meta")))
+        found = meter_pass(lambda empty=empty: empty(torch.empty(ROWS, INPUTS, device="meta")))
         assert (found.forward, found.forward + found.backward) == (forward, counter.get_total_flops())
 
 
 def test_frozen_weights_have_no_gradients_and_nothing_goes_below_the_first_that_moves() -> None:
     layer, last = 2 * ROWS * WIDTH * WIDTH, 2 * ROWS * WIDTH
-    found = metered(lambda: net("meta", frozen=3)(torch.empty(ROWS, INPUTS, device="meta")))
+    found = meter_pass(lambda: net("meta", frozen=3)(torch.empty(ROWS, INPUTS, device="meta")))
     assert found.forward == 2 * ROWS * INPUTS * WIDTH + layer + last
     assert found.backward == last  # of the last weight alone
 
@@ -49,7 +49,7 @@ def test_the_peak_is_of_what_is_held_at_the_same_time() -> None:
             y = y.sin()
         return y
 
-    assert metered(chain).peak == 2 * 4000
+    assert meter_pass(chain).peak == 2 * 4000
     weight = torch.empty(1000, device="meta", requires_grad=True)
 
     def saved() -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_the_peak_is_of_what_is_held_at_the_same_time() -> None:
             y = y.sin()  # keeps its input: four results; the fifth one is the output
         return y
 
-    assert 5 * 4000 <= metered(saved).peak <= 8 * 4000
+    assert 5 * 4000 <= meter_pass(saved).peak <= 8 * 4000
 
 
 def test_what_is_computed_again_is_counted_again_and_not_kept() -> None:
@@ -71,7 +71,7 @@ def test_what_is_computed_again_is_counted_again_and_not_kept() -> None:
             y = checkpoint(block, y, use_reentrant=False) if again else block(y)
         return y
 
-    kept, again = metered(lambda: blocks(False)), metered(lambda: blocks(True))
+    kept, again = meter_pass(lambda: blocks(False)), meter_pass(lambda: blocks(True))
     assert again.forward == kept.forward
     assert again.backward > kept.backward
     assert again.peak < kept.peak

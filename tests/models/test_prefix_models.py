@@ -86,7 +86,7 @@ def test_hidden_states_that_are_fed_give_the_same_logits(kind: str, first: int) 
     own = [vars(module).get("forward") for module in model.modules()]
     with torch.no_grad():
         wanted = model(**batch).logits
-        with prefix.recorded() as recording:
+        with prefix.record() as recording:
             model(**batch)
         with prefix.feed(recording.hidden):
             assert torch.equal(model(**batch).logits, wanted)
@@ -126,7 +126,7 @@ def test_the_head_alone_trains() -> None:
 def test_a_pass_that_goes_another_way() -> None:
     adapted, blocks = made("bert")
     prefix = FrozenPrefix.search(adapted, {blocks[2]})
-    with pytest.raises(NoPrefix, match="was not called"), prefix.recorded():
+    with pytest.raises(NoPrefix, match="was not called"), prefix.record():
         pass
 
 

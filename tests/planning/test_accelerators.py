@@ -26,13 +26,13 @@ def test_a_gpu_is_found_however_it_is_written(name: str) -> None:
     found = accelerator_speed(name, "bfloat16")
     peak = ACCELERATORS[found.device].bfloat16
     assert peak is not None
-    assert found.alone == found.together == pytest.approx(peak * 1e12 * UTILISATION)
+    assert found.single == found.parallel == pytest.approx(peak * 1e12 * UTILISATION)
 
 
 def test_number_formats_have_rates_of_their_own() -> None:
     for key, one in ACCELERATORS.items():
         assert one.float32 < one.float16
-        assert accelerator_speed(key, "float32", 1.0).alone == one.float32 * 1e12
+        assert accelerator_speed(key, "float32", 1.0).single == one.float32 * 1e12
         assert one.bfloat16 in (None, one.float16)
     for old in ("T4", "V100"):
         with pytest.raises(FedspanError, match=rf"^`--device`: '{old}' is not accepted\. Expected a GPU with bfloat16"):
@@ -54,7 +54,7 @@ def test_mistakes_name_what_there_is() -> None:
 
 def test_time_follows_from_flops(tiny_folder: Path) -> None:
     config = tiny.config(tiny_folder, federation={"rounds": 5})
-    found = Speed("x", alone=10.0, together=40.0).duration(compute(), 0, config, 3.0)
+    found = Speed("x", single=10.0, parallel=40.0).duration(compute(), 0, config, 3.0)
     assert (found.step, found.client, found.simulated) == (10.0, 40.0, 200.0)
     assert found.deployed == 5 * (40 + 3)
     unknown = Speed("x", 10.0, 40.0).duration(compute(client=None, run=None), 0, config, None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from fedspan.errors import FedspanError
-from fedspan.tasks.answers import same_answer
+from fedspan.tasks.answers import answers_agree
 from fedspan.tasks.causal import CausalLM, EncodedPrompts, Generation, sees_across
 from fedspan.tasks.prompts import cut
 from helpers import tiny_decoders
@@ -157,7 +157,7 @@ def test_generation_in_batches_is_greedy_decoding_of_each_prompt_alone(family: s
     ],
 )
 def test_what_counts_as_the_same_answer(made_text: str, wanted: str, pattern: str | None, same: bool) -> None:
-    assert same_answer(made_text, wanted, pattern) == same
+    assert answers_agree(made_text, wanted, pattern) == same
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 32), st.booleans())

@@ -20,7 +20,7 @@ ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=6)
 
 @given(st.lists(ROWS, max_size=4))
 def test_rows_come_back(parts: list[list[list[int]]]) -> None:
-    made, rows = Ragged.joined([Ragged(part) for part in parts]), [row for part in parts for row in part]
+    made, rows = Ragged.join([Ragged(part) for part in parts]), [row for part in parts for row in part]
     assert list(made) == rows
     assert made.lengths.tolist() == [len(row) for row in rows]
     assert made[1:-1] == rows[1:-1]

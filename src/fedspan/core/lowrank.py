@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "assign_values_to_B", "balance_factors", "concatenate", "fix_signs", "inner", "leading", "svd"]
+__all__ = [
+    "LowRank",
+    "assign_values_to_B",
+    "balance_factors",
+    "concatenate",
+    "fix_signs",
+    "inner",
+    "leading",
+    "svd",
+]
 
 
 @dataclass(frozen=True)

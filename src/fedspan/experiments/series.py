@@ -13,7 +13,17 @@ from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
 
-__all__ = ["Step", "Watcher", "finite", "mean", "spread", "standard_error", "under_seed", "valid_seeds", "with_shared"]
+__all__ = [
+    "Step",
+    "Watcher",
+    "finite",
+    "mean",
+    "spread",
+    "standard_error",
+    "under_seed",
+    "valid_seeds",
+    "with_shared",
+]
 
 _SHARED = ("task", "seed", "data", "partition", "baselines", "centralised_lr")
 

@@ -99,11 +99,11 @@ class AdaptedModel:
     def replica(self) -> AdaptedModel:
         """Create another model object on the same weights, with its own extras and state, for use in another thread."""
         own = {id(value) for value in self.values().values()}
-        kept: list[object] = [
+        shared: list[object] = [
             value for value in (*self.model.parameters(), *self.model.buffers()) if id(value) not in own
         ]
-        kept += [self._base, *(thing for layer in self.layers.values() for thing in layer.shared)]
-        return copy.deepcopy(self, {id(thing): thing for thing in kept})
+        shared += [self._base, *(value for layer in self.layers.values() for value in layer.shared)]
+        return copy.deepcopy(self, {id(value): value for value in shared})
 
     def share_base(self, other: AdaptedModel) -> None:
         """Compute with the base that was set on a replica of this model, or on the model that this one replicates."""
@@ -183,10 +183,10 @@ class AdaptedModel:
                 layer.capture = take
             yield
             for layer in self.layers.values():
-                layer.hand_over()  # recomputed activations count more uses than there are gradients
+                layer.deliver_gradient()  # recomputed activations count more uses than there are gradients
         finally:
             for layer in self.layers.values():
                 layer.capture = None
-                layer.hand_over()
+                layer.deliver_gradient()
             for path, value in before.items():
                 self.model.get_buffer(path).copy_(value)

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DROPOUTS", "HIDDEN", "Call", "block_chains", "evaluating", "hidden_of", "replaced", "tiny_batch", "traced"]
+__all__ = [
+    "DROPOUTS",
+    "HIDDEN",
+    "Call",
+    "block_chains",
+    "evaluating",
+    "hidden_of",
+    "replace_forward",
+    "tiny_batch",
+    "trace_calls",
+]
 
 HIDDEN = "hidden_states"
 """The name of a block's first argument."""
@@ -39,15 +49,17 @@ class Call:
         first = self.result[0] if isinstance(self.result, tuple) and self.result else self.result
         return first if isinstance(first, Tensor) else None
 
-    def keeps(self, shape: torch.Size) -> bool:
+    def preserves_shape(self, shape: torch.Size) -> bool:
         """Check whether both the input and the output are hidden states of the given shape."""
-        return all(one is not None and one.shape == shape for one in (self.hidden, self.output))
+        return all(tensor is not None and tensor.shape == shape for tensor in (self.hidden, self.output))
 
-    def hands_on_to(self, after: Call) -> bool:
+    def feeds(self, after: Call) -> bool:
         """Check whether another call took this one's returned hidden states, and none of its other returned values."""
-        others = self.result[1:] if isinstance(self.result, tuple) else ()
-        taken = {id(value) for value in after.given}
-        return after.hidden is self.output and not any(one is not None and id(one) in taken for one in others)
+        further = self.result[1:] if isinstance(self.result, tuple) else ()
+        inputs = {id(value) for value in after.given}
+        return after.hidden is self.output and not any(
+            tensor is not None and id(tensor) in inputs for tensor in further
+        )
 
 
 @contextmanager
@@ -69,7 +81,7 @@ def hidden_of(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list[Call]]]:
+def trace_calls(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list[Call]]]:
     """Trace a forward pass of a tiny batch: when each module is first entered, and all calls of modules in lists.
 
     Raises:
@@ -77,7 +89,12 @@ def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list
             propagate.
     """
     entered: dict[nn.Module, int] = {}
-    calls = {block: list[Call]() for one in model.modules() if isinstance(one, nn.ModuleList) for block in one}
+    calls = {
+        block: list[Call]()
+        for container in model.modules()
+        if isinstance(container, nn.ModuleList)
+        for block in container
+    }
     moment = 0
 
     def enter(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -103,14 +120,14 @@ def traced(model: nn.Module) -> tuple[dict[nn.Module, int], dict[nn.Module, list
 
 def block_chains(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> list[list[nn.Module]]:
     """Return the lists of blocks that hand on hidden states (examples, tokens, features), each in call order."""
-    return [made for one in _outer_lists(model) if (made := _chain(one, calls))]
+    return [chain for blocks in _outer_lists(model) if (chain := _chain(blocks, calls))]
 
 
 def _outer_lists(model: nn.Module) -> list[nn.ModuleList]:
     """Return the module lists that are not nested in an element of another list."""
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
-    inside = {module for one in lists for member in one for module in member.modules()}
-    return [one for one in lists if one not in inside]
+    lists = [outer for outer in model.modules() if isinstance(outer, nn.ModuleList)]
+    inside = {module for outer in lists for element in outer for module in element.modules()}
+    return [outer for outer in lists if outer not in inside]
 
 
 def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> list[nn.Module] | None:
@@ -120,13 +137,13 @@ def _chain(blocks: nn.ModuleList, calls: Mapping[nn.Module, Sequence[Call]]) -> 
         return None
     chain = [calls[block][0] for block in used]
     first = chain[0].hidden
-    if first is None or first.ndim != 3 or not all(call.keeps(first.shape) for call in chain):
+    if first is None or first.ndim != 3 or not all(call.preserves_shape(first.shape) for call in chain):
         return None
-    return used if all(call.hands_on_to(after) for call, after in pairwise(chain)) else None
+    return used if all(call.feeds(after) for call, after in pairwise(chain)) else None
 
 
 @contextmanager
-def replaced(module: nn.Module, forward: Any) -> Generator[None]:
+def replace_forward(module: nn.Module, forward: Any) -> Generator[None]:
     """Replace a module's forward within this context; on exit, restore any forward of its own (an adapted layer's)."""
     own = vars(module).get("forward")
     module.forward = forward

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import block_chains, replaced, traced
+from fedspan.models.calls import block_chains, replace_forward, trace_calls
 
 __all__ = ["CompiledBlocks"]
 
@@ -29,7 +29,7 @@ class CompiledBlocks:
     def __init__(self, adapted: AdaptedModel) -> None:
         model = adapted.model
         try:
-            chains = block_chains(model, traced(model)[1])
+            chains = block_chains(model, trace_calls(model)[1])
         except Exception:  # a model may raise anything on a batch that it does not expect
             chains = []
         blocks: list[nn.Module] = [block for chain in chains for block in chain] or [model]
@@ -46,10 +46,10 @@ class CompiledBlocks:
 
         with ExitStack() as contexts:
             for block, forward in self._compiled.items():
-                contexts.enter_context(replaced(block, forward))
+                contexts.enter_context(replace_forward(block, forward))
             try:
                 yield
             except TorchDynamoException as error:
-                said = str(error).strip().splitlines()
-                problem = f"torch.compile failed on this machine ({type(error).__name__}: {said[0] if said else ''})"
+                lines = str(error).strip().splitlines()
+                problem = f"torch.compile failed on this machine ({type(error).__name__}: {lines[0] if lines else ''})"
                 raise FedspanError("engine.compile", True, "false", problem=problem) from error

@@ -160,13 +160,13 @@ def export_adapter(
         weight, bias = (tensors.pop(f"{_PREFIX}{HEAD}.{name}") for name in ("weight", "bias"))
         within = f"{pooled.base_model_prefix}."
         own = {_PREFIX + name.removeprefix(_PREFIX + within): value for name, value in tensors.items()}
-        _write(folder, own, _of_encoder(config, [layer.removeprefix(within) for layer in updates]), rank)
+        _write(folder, own, _encoder_config(config, [layer.removeprefix(within) for layer in updates]), rank)
         write_modules(folder, pooled.pooling, weight, bias, int(str(notes["max_length"])))
     _write_notes(folder, notes)
     return rank
 
 
-def _of_encoder(config: LoraConfig, layers: list[str]) -> LoraConfig:
+def _encoder_config(config: LoraConfig, layers: list[str]) -> LoraConfig:
     """Return PEFT's description of the target layers for the encoder alone, whose paths lack the model's prefix."""
     config = copy.copy(config)
     config.task_type, config.target_modules = TaskType.FEATURE_EXTRACTION, sorted(layers)
@@ -218,9 +218,12 @@ def truncate_adapter(folder: Path, rank: int) -> None:
     for layer, own in names.items():
         A, B = tensors[own["A"]], tensors[own["B"]]
         U, S, Vt = svd(LowRank(B.flatten(1), A.flatten(1)))  # for a convolution, the unfolded matrix
-        root, least = S[:rank].sqrt(), min(rank, len(S))
+        root, smallest = S[:rank].sqrt(), min(rank, len(S))
         cut_B, cut_A = B.new_zeros(len(B), rank), A.new_zeros(rank, A[0].numel())
-        cut_B[:, :least], cut_A[:least] = (U[:, :rank] * root).to(B.dtype), (root[:, None] * Vt[:rank]).to(A.dtype)
+        cut_B[:, :smallest], cut_A[:smallest] = (
+            (U[:, :rank] * root).to(B.dtype),
+            (root[:, None] * Vt[:rank]).to(A.dtype),
+        )
         tensors[own["B"]] = cut_B.reshape(len(B), rank, *B.shape[2:])
         tensors[own["A"]] = cut_A.reshape(rank, *A.shape[1:])
         norm = float(S.norm())
@@ -304,8 +307,8 @@ def read_adapter(folder: str, operators: Mapping[str, Operator], model: Any = No
 
 def _is_base(name: str, value: Tensor, operators: Mapping[str, Operator]) -> bool:
     """Check whether a tensor is a target layer's frozen weight; PEFT saves those of embeddings unasked."""
-    layer, found, _ = name.partition(".base_layer.weight")
-    if not found or layer not in operators:
+    layer, suffix, _ = name.partition(".base_layer.weight")
+    if not suffix or layer not in operators:
         return False
     weight = operators[layer].module.weight
     assert isinstance(weight, Tensor)

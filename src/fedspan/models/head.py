@@ -44,14 +44,14 @@ def find_output_layer(adapted: AdaptedModel) -> OutputLayer:
         NoOutputLayer: If there is no such layer, or more than one.
     """
     outputs = getattr(getattr(adapted.model, "config", None), "num_labels", 0)
-    found = [
+    candidates = [
         (path, module)
         for path, module in adapted.model.named_modules()
         if isinstance(module, nn.Linear) and f"{path}.weight" in adapted.extras and module.out_features == outputs
     ]
-    if len(found) != 1:
-        raise NoOutputLayer(f"{len(found)} linear layers of its head have {outputs} outputs")
-    path, module = found[0]
+    if len(candidates) != 1:
+        raise NoOutputLayer(f"{len(candidates)} linear layers of its head have {outputs} outputs")
+    path, module = candidates[0]
     return OutputLayer(path, outputs, module.in_features, module.bias is not None)
 
 
@@ -82,7 +82,7 @@ class FeatureTap:
         self._last: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
-    def listening(self) -> Generator[None]:
+    def record(self) -> Generator[None]:
         """Record the layer's input and output of every forward pass within this context."""
 
         def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -107,13 +107,13 @@ class FeatureTap:
         """
         if self._last is None:
             raise NoOutputLayer(f"{self._layer.path} is not called")
-        given, output = self._last
+        features, output = self._last
         if output.ndim == 3 and output.shape[0] == len(logits):
             token = (output.float() - logits.float()[:, None]).abs().amax(2).argmin(1)
             rows = torch.arange(len(logits), device=output.device)
-            given, output = given[rows, token], output[rows, token]
+            features, output = features[rows, token], output[rows, token]
         shape = (len(logits), self._layer.features)
-        near = tolerance(self._model) * float(logits.float().abs().max())
-        if tuple(given.shape) != shape or float((output.float() - logits.float()).abs().max()) > near:
+        bound = tolerance(self._model) * float(logits.float().abs().max())
+        if tuple(features.shape) != shape or float((output.float() - logits.float()).abs().max()) > bound:
             raise NoOutputLayer(f"its logits are not the outputs of {self._layer.path}")
-        return given.float()
+        return features.float()

@@ -15,7 +15,7 @@ from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.errors import FedspanError
 from fedspan.models.operators import operator_of
-from fedspan.models.quantized import dequantized, is_quantized
+from fedspan.models.quantized import dequantize, is_quantized
 
 __all__ = ["AdaptedLayer", "Dropout"]
 
@@ -67,7 +67,7 @@ class AdaptedLayer:
     def original(self) -> Tensor:
         """Return W0, (O, I), in its stored dtype; for a quantised layer, the dequantised numbers."""
         if is_quantized(self.module):
-            return dequantized(self.module)
+            return dequantize(self.module)
         stored = self.stored_weight.detach() if self._original is None else self._original
         return self.operator.matrix(stored)
 
@@ -109,7 +109,7 @@ class AdaptedLayer:
             dropout = self.dropout if effective.dropout and x.is_floating_point() else None
             dropped = x if dropout is None else dropout(x, self.name)
             pair = self.operator.product(effective.pair, dropped, dtype)
-        y = self._without_pair(x, effective, pair)
+        y = self._apply_base(x, effective, pair)
         for fixed in (self.adopted, self.moved if effective.base else None):
             if fixed is not None:
                 y = y + self.operator.product(fixed, x, dtype) * self.shrink
@@ -121,7 +121,7 @@ class AdaptedLayer:
             y.register_hook(lambda gradient: self._collect(gradient, inputs))
         return y
 
-    def _without_pair(self, x: Tensor, effective: Effective, pair: Tensor | None) -> Tensor:
+    def _apply_base(self, x: Tensor, effective: Effective, pair: Tensor | None) -> Tensor:
         """Return the product of the base or of its replacement weight, or only the bias if the pair is everything."""
         bias = getattr(self.module, "bias", None)
         if effective.base:
@@ -141,9 +141,9 @@ class AdaptedLayer:
     def _collect(self, dy: Tensor, x: Tensor) -> None:
         self._captured.append(self.operator.gradient(dy, x))
         if len(self._captured) == self._expected:
-            self.hand_over()
+            self.deliver_gradient()
 
-    def hand_over(self) -> None:
+    def deliver_gradient(self) -> None:
         """Pass the captured loss gradient with respect to the layer's whole weight to ``capture``, as factors.
 
         Called as soon as every use of the layer in the forward pass has received its gradient, so that activations do

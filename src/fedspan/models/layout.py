@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Move", "Padded", "TokenLayout", "binned", "rounded"]
+__all__ = ["Move", "Padded", "TokenLayout", "pack_bins", "round_up"]
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,24 @@ class Bins:
 
     def masked(self, mask: Tensor) -> Tensor:
         """Return the additive mask (bins, 1, W, W): the batch's (B, 1, 1 or T, T) within a text, masked elsewhere."""
-        text, at = (torch.from_numpy(one).to(mask.device) for one in (self.text, self.position))
+        text, at = (torch.from_numpy(array).to(mask.device) for array in (self.text, self.position))
         own = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
         query = at[:, :, None] if mask.shape[2] > 1 else torch.zeros_like(at)[:, :, None]
-        made = mask[text.clamp(min=0)[:, :, None], 0, query, at[:, None, :]]
-        return made.masked_fill(~own, torch.finfo(mask.dtype).min)[:, None]
+        additive = mask[text.clamp(min=0)[:, :, None], 0, query, at[:, None, :]]
+        return additive.masked_fill(~own, torch.finfo(mask.dtype).min)[:, None]
 
 
-def rounded(count: int) -> int:
+def round_up(count: int) -> int:
     """Round a number of places up; at most sixteen distinct results lie between consecutive powers of two."""
-    return _rounded(count, 16)
+    return _round_up(count, 16)
 
 
-def _rounded(count: int, parts: int) -> int:
+def _round_up(count: int, parts: int) -> int:
     step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * parts))
     return -(-count // step) * step
 
 
-def binned(lengths: np.ndarray) -> list[Bins]:
+def pack_bins(lengths: np.ndarray) -> list[Bins]:
     """Pack texts into attention bins, best fit and longest first; leave out empty texts.
 
     Widths are multiples of 32: softmax is several times slower in rows that do not fill a processor's vectors, and many
@@ -78,7 +78,7 @@ def binned(lengths: np.ndarray) -> list[Bins]:
         contents[number].append(text)
         insort(room, (left - length, number))
     return [
-        _filled(width, [own for own, one in zip(contents, widths, strict=True) if one == width], lengths)
+        _fill_bins(width, [own for own, bin_width in zip(contents, widths, strict=True) if bin_width == width], lengths)
         for width in sorted(set(widths))
     ]
 
@@ -88,8 +88,8 @@ def _width(length: int) -> int:
     return -(-length // step) * step
 
 
-def _filled(width: int, contents: list[list[int]], lengths: np.ndarray) -> Bins:
-    count = _rounded(len(contents), 8)
+def _fill_bins(width: int, contents: list[list[int]], lengths: np.ndarray) -> Bins:
+    count = _round_up(len(contents), 8)
     text = np.full((count, width), -1, dtype=np.int64)
     position = np.zeros((count, width), dtype=np.int64)
     for number, own in enumerate(contents):
@@ -145,16 +145,16 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, take: Tensor, empty: Tensor, back: Tensor, lost: Tensor) -> Tensor:
         ctx.save_for_backward(back, lost)
-        return _selected(rows, take, empty)
+        return _select_rows(rows, take, empty)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _selected(gradients[0], *ctx.saved_tensors), None, None, None, None
+        return _select_rows(gradients[0], *ctx.saved_tensors), None, None, None, None
 
 
-def _selected(rows: Tensor, take: Tensor, empty: Tensor) -> Tensor:
-    made = rows.index_select(0, take)
-    return made.index_fill_(0, empty, 0) if len(empty) else made
+def _select_rows(rows: Tensor, take: Tensor, empty: Tensor) -> Tensor:
+    selected = rows.index_select(0, take)
+    return selected.index_fill_(0, empty, 0) if len(empty) else selected
 
 
 class TokenLayout:
@@ -170,7 +170,7 @@ class TokenLayout:
     def __init__(self, lengths: np.ndarray, tokens: int, device: torch.device, clients: int = 1) -> None:
         self.lengths, self.tokens, self.device, self.clients = lengths, tokens, device, clients
         self.used = int(lengths.sum())
-        self.places = rounded(self.used)
+        self.places = round_up(self.used)
         self._starts = lengths.cumsum() - lengths
         self._along: dict[int, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -198,10 +198,10 @@ class TokenLayout:
         """(1, P, D) -> (B, T, D), zero where there is padding."""
         return self._row.reverse(x_1PD[0]).view(len(self.lengths), self.tokens, -1)
 
-    def along(self, value: Any) -> Any:
+    def pack_argument(self, value: Any) -> Any:
         """Pack an argument of a block beside the hidden states if it has values by token (such as positions' sines)."""
         if isinstance(value, tuple):
-            return tuple(self.along(one) for one in value)
+            return tuple(self.pack_argument(item) for item in value)
         whole = (len(self.lengths), self.tokens)
         if not isinstance(value, Tensor) or value.ndim != 3 or value.shape[1] != self.tokens:
             return value
@@ -212,7 +212,7 @@ class TokenLayout:
     @cached_property
     def _by_client(self) -> Move:
         counts = self.lengths.reshape(self.clients, -1).sum(1)
-        width = rounded(int(counts.max()))
+        width = round_up(int(counts.max()))
         source = np.full((self.clients, width), -1, dtype=np.int64)
         at = 0
         for client, count in enumerate(counts.tolist()):
@@ -227,17 +227,17 @@ class TokenLayout:
     def by_client(self, x_PD: Tensor) -> Tensor:
         """(P, D) or (1, P, D) -> (C, S, D)."""
         if self._grouped is None or self._grouped[0] is not x_PD:  # queries, keys and values share one input
-            made = self._by_client(x_PD.reshape(self.places, -1)).view(self.clients, -1, x_PD.shape[-1])
-            self._grouped = (x_PD, made)
+            grouped = self._by_client(x_PD.reshape(self.places, -1)).view(self.clients, -1, x_PD.shape[-1])
+            self._grouped = (x_PD, grouped)
         return self._grouped[1]
 
-    def together(self, x_CSD: Tensor) -> Tensor:
+    def ungroup(self, x_CSD: Tensor) -> Tensor:
         """(C, S, D) -> (P, D)."""
         return self._by_client.reverse(x_CSD.flatten(0, 1))
 
     @cached_property
     def _bins(self) -> list[Bins]:
-        return binned(self.lengths)
+        return pack_bins(self.lengths)
 
     @cached_property
     def _bin_places(self) -> list[np.ndarray]:
@@ -247,8 +247,8 @@ class TokenLayout:
     def _to_bins(self, heads: int) -> Move:
         """Return the move from the row's places and heads, (P * heads, d), to each bin's (bins, heads, W) in turn."""
         if heads not in self._moves:
-            places, own = (place[:, None, :] for place in self._bin_places), np.arange(heads)[:, None]
-            parts = [np.where(place < 0, -1, place * heads + own).ravel() for place in places]
+            bins, own = (place[:, None, :] for place in self._bin_places), np.arange(heads)[:, None]
+            parts = [np.where(place < 0, -1, place * heads + own).ravel() for place in bins]
             self._moves[heads] = Move.of(np.concatenate(parts), self.places * heads, self.device)
         return self._moves[heads]
 
@@ -282,13 +282,13 @@ class TokenLayout:
         Returns:
             (1, P, heads, d).
         """
-        parts = zip(*(self._parts(one) for one in (query, key, value)), strict=True)
-        made = [
+        parts = zip(*(self._parts(tensor) for tensor in (query, key, value)), strict=True)
+        outputs = [
             forward(module, *own, masked, **options)[0].flatten(0, 1)
             for own, masked in zip(parts, self._bin_masks(mask, query), strict=True)
         ]
-        heads, width = made[0].shape[1:]
-        whole = made[0] if len(made) == 1 else torch.cat(made)
+        heads, width = outputs[0].shape[1:]
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self._from_bins(whole.flatten(1)).view(1, self.places, heads, width)
 
     def _parts(self, x_1HPd: Tensor) -> list[Tensor]:

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from fedspan.errors import FedspanError
 from fedspan.models.names import MODEL_NAMES, architecture_of, image_model, resolve_model
 from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, encoder_options
-from fedspan.models.quantized import Quantization, keep_layout, quantized_loading
+from fedspan.models.quantized import Quantization, prevent_repacking, quantization_options
 from fedspan.models.resnet import SmallResNetConfig
 
 __all__ = [
@@ -122,7 +122,7 @@ def load_pretrained(
         raise FedspanError(
             "model.name", name, "a pretrained model", problem=f"{name!r} is an architecture without weights"
         )
-    options = {} if quantization is None else quantized_loading(quantization, dtype, keep, device)
+    options = {} if quantization is None else quantization_options(quantization, dtype, keep, device)
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(source, revision=revision)
@@ -166,7 +166,7 @@ def load_pretrained(
             "model.name", name, "a causal language model", problem=f"{name!r} has no weights for {new[0]}"
         )
     if quantization is not None:
-        keep_layout(model)
+        prevent_repacking(model)
     elif device is not None:
         model = model.to(device)
     return Loaded(model.eval(), processor, tuple(new))

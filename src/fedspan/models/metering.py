@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Meter", "PassCost", "metered"]
+__all__ = ["Meter", "PassCost", "meter_pass"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PassCost:
     peak: int
 
 
-def metered(loss: Callable[[], Tensor]) -> PassCost:
+def meter_pass(loss: Callable[[], Tensor]) -> PassCost:
     """Meter a forward and backward pass; only a forward pass if nothing in it has a gradient.
 
     Args:
@@ -68,23 +68,23 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True if args[0].dtype == torch.bool else 1
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=made)
-        given = {_address(value) for value in _tensors((args, kwargs))}
-        for value in _tensors(made):
-            if (address := _address(value)) not in given and address not in self._sizes:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        inputs = {_address(value) for value in _tensors((args, kwargs))}
+        for value in _tensors(result):
+            if (address := _address(value)) not in inputs and address not in self._sizes:
                 self._count(address, value.untyped_storage())
-        return made
+        return result
 
     def _count(self, address: int, storage: torch.UntypedStorage) -> None:
         self._sizes[address] = storage.nbytes()
         self._now += storage.nbytes()
         self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._gone, address)
+        weakref.finalize(storage, self._release, address)
 
-    def _gone(self, address: int) -> None:
+    def _release(self, address: int) -> None:
         self._now -= self._sizes.pop(address)
 
 

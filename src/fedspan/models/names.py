@@ -97,15 +97,17 @@ def resolve_model(name: str) -> str:
     if key in ARCHITECTURES:
         return name
     if key not in BUILTIN_MODELS:
-        known = [*BUILTIN_MODELS, *ARCHITECTURES]
-        raise FedspanError("model.name", name, problem=f"no built-in model is named {key!r}. {nearest(key, known)}")
+        candidates = [*BUILTIN_MODELS, *ARCHITECTURES]
+        raise FedspanError(
+            "model.name", name, problem=f"no built-in model is named {key!r}. {nearest(key, candidates)}"
+        )
     packaged = BUILTIN_MODELS[key]
-    found = importlib.util.find_spec(packaged.package)
-    if found is None or found.origin is None:
+    module = importlib.util.find_spec(packaged.package)
+    if module is None or module.origin is None:
         raise FedspanError(
             "model.name", name, problem=f"the package of {name} is not installed. Run: {packaged.install}"
         )
-    folder = Path(found.origin).parent / packaged.folder
+    folder = Path(module.origin).parent / packaged.folder
     weights = folder / "model.safetensors"
     if not weights.is_file() or _sha256(weights) != packaged.sha256:
         raise FedspanError(

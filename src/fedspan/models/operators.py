@@ -213,18 +213,18 @@ class Lookup(Operator):
         return F.linear(h, up)
 
     def product(self, delta: Delta, x: Tensor, like: torch.dtype) -> Tensor:
-        made = super().product(delta, x, like)
+        result = super().product(delta, x, like)
         padding = self._embedding.padding_idx
         # For a pair, `apply` blocks the gradient at the padding for A only.
-        return made if padding is None else torch.where((x == padding)[..., None], made.detach(), made)
+        return result if padding is None else torch.where((x == padding)[..., None], result.detach(), result)
 
     def to_peft(self, B_OR: Tensor, A_RI: Tensor) -> dict[str, Tensor]:
         return {"lora_embedding_A": A_RI, "lora_embedding_B": B_OR}
 
     def gradient(self, dy: Tensor, x: Tensor) -> LowRank:
-        words, places = x.flatten().unique(return_inverse=True)
+        words, inverse = x.flatten().unique(return_inverse=True)
         sums = torch.zeros(len(words), self.shape[0], device=dy.device)
-        sums.index_add_(0, places, dy.flatten(0, -2).float())
+        sums.index_add_(0, inverse, dy.flatten(0, -2).float())
         if self._embedding.padding_idx is not None:
             sums[words == self._embedding.padding_idx] = 0
         return LowRank(sums.T, F.one_hot(words, self.shape[1]).float())

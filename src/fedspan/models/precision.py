@@ -64,10 +64,10 @@ def _cast_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _cast_back(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    def back(module: nn.Module, args: Any, output: Any) -> Any:
+    def cast(module: nn.Module, args: Any, output: Any) -> Any:
         return _map(output, lambda value: value.to(dtype) if value.dtype == torch.float32 else value)
 
-    return back
+    return cast
 
 
 def tolerance(model: nn.Module) -> float:

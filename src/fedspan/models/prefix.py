@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import DROPOUTS, HIDDEN, Call, block_chains, hidden_of, replaced, traced
+from fedspan.models.calls import DROPOUTS, HIDDEN, Call, block_chains, hidden_of, replace_forward, trace_calls
 
 __all__ = ["FrozenPrefix", "NoPrefix", "Recording", "live_modules"]
 
@@ -63,7 +63,7 @@ class FrozenPrefix:
             raise NoPrefix("activations are computed again in the backward pass (gradient checkpointing)")
         names = {module: name for name, module in model.named_modules()}
         try:
-            entered, calls = traced(model)
+            entered, calls = trace_calls(model)
         # A model may raise anything on a batch that it does not expect.
         except Exception as error:
             raise NoPrefix(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
@@ -115,7 +115,7 @@ class FrozenPrefix:
         return FrozenPrefix(adapted, self._paths, self._widths)
 
     @contextmanager
-    def recorded(self) -> Generator[Recording]:
+    def record(self) -> Generator[Recording]:
         """Stop one forward pass, and this context, where the first live block would begin.
 
         Yields:
@@ -124,17 +124,17 @@ class FrozenPrefix:
         Raises:
             NoPrefix: If the pass never reached that block.
         """
-        made = Recording(torch.empty(0))
+        recording = Recording(torch.empty(0))
 
         def stop(*args: Any, **options: Any) -> Any:
             hidden = hidden_of(args, options)
             assert hidden is not None
-            made.hidden = hidden.detach()
+            recording.hidden = hidden.detach()
             raise _Stopped
 
         try:
-            with replaced(self._first, stop):
-                yield made
+            with replace_forward(self._first, stop):
+                yield recording
         except _Stopped:
             return
         raise NoPrefix(f"{self._paths[-1]} was not called")
@@ -152,18 +152,18 @@ class FrozenPrefix:
         forward = self._first.forward
 
         def begin(*args: Any, **options: Any) -> Any:
-            given = hidden_of(args, options)
-            if given is None or given.shape != hidden.shape:
-                found = None if given is None else tuple(given.shape)
-                raise ValueError(f"hidden states of shape {tuple(hidden.shape)} for a batch of shape {found}")
+            own = hidden_of(args, options)
+            if own is None or own.shape != hidden.shape:
+                shape = None if own is None else tuple(own.shape)
+                raise ValueError(f"hidden states of shape {tuple(hidden.shape)} for a batch of shape {shape}")
             if args:
                 return forward(hidden, *args[1:], **options)
             return forward(**{**options, HIDDEN: hidden})
 
         with ExitStack() as contexts:
             for block, width in zip(self._skipped, self._widths, strict=True):
-                contexts.enter_context(replaced(block, _handing_on(width)))
-            contexts.enter_context(replaced(self._first, begin))
+                contexts.enter_context(replace_forward(block, _pass_through(width)))
+            contexts.enter_context(replace_forward(self._first, begin))
             yield
 
 
@@ -172,7 +172,7 @@ def live_modules(adapted: AdaptedModel) -> frozenset[str]:
     return frozenset(adapted.layers) | {path.rpartition(".")[0] for path in (*adapted.extras, *adapted.buffers)}
 
 
-def _handing_on(width: int | None) -> Any:
+def _pass_through(width: int | None) -> Any:
     """Return a forward that returns its hidden states unchanged, in the block's own return format."""
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -193,10 +193,10 @@ def _entry(model: nn.Module, path: str, entered: Mapping[nn.Module, int]) -> int
         if weights & {id(weight) for weight in module.parameters(recurse=False)}:
             paths.append(name)
     moments: list[int] = []
-    for one in paths:
-        while one and model.get_submodule(one) not in entered:
-            one = one.rpartition(".")[0]
-        moments.append(entered[model.get_submodule(one)])
+    for candidate in paths:
+        while candidate and model.get_submodule(candidate) not in entered:
+            candidate = candidate.rpartition(".")[0]
+        moments.append(entered[model.get_submodule(candidate)])
     return min(moments)
 
 

@@ -14,18 +14,25 @@ from transformers import BitsAndBytesConfig
 
 from fedspan.errors import FedspanError
 
-__all__ = ["Quantization", "dequantized", "is_quantized", "keep_layout", "left_out", "quantized_loading"]
+__all__ = [
+    "Quantization",
+    "dequantize",
+    "is_quantized",
+    "prevent_repacking",
+    "quantization_options",
+    "unquantized_modules",
+]
 
 Quantization = Literal["nf4", "int8"]
 _HEADS = (".*classifier", ".*score", "lm_head", "embed_out")  # regexes of what trains or is tied to the embeddings
 
 
-def left_out(keep: Sequence[str]) -> list[str]:
+def unquantized_modules(keep: Sequence[str]) -> list[str]:
     """Return regexes of the paths of modules that are not quantised: heads and the modules in ``keep``."""
     return [*_HEADS, *(rf"(?:.*\.)?{re.escape(name)}" for name in keep)]
 
 
-def quantized_loading(
+def quantization_options(
     quantization: Quantization, dtype: torch.dtype, keep: Sequence[str], device: torch.device | None
 ) -> dict[str, Any]:
     """Return the keyword arguments of ``from_pretrained`` for a quantised model.
@@ -42,7 +49,7 @@ def quantized_loading(
     if importlib.util.find_spec("bitsandbytes") is None:
         problem = f"{quantization} needs bitsandbytes. Run: pip install 'fedspan[quantization]'"
         raise FedspanError("model.quantization", quantization, problem=problem)
-    skipped = left_out(keep)
+    skipped = unquantized_modules(keep)
     config = (
         BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
         if quantization == "int8"
@@ -57,7 +64,7 @@ def quantized_loading(
     return {"quantization_config": config, "device_map": {"": device or torch.device("cpu")}}
 
 
-def keep_layout(model: nn.Module) -> None:
+def prevent_repacking(model: nn.Module) -> None:
     """Prevent forward passes from rewriting 4-bit weights.
 
     On CPUs with AVX512-BF16 bitsandbytes repacks them, in place, at the first pass in eval mode, then computes in
@@ -74,6 +81,6 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and not weight.is_floating_point()
 
 
-def dequantized(module: nn.Module) -> Tensor:
+def dequantize(module: nn.Module) -> Tensor:
     """Return the numbers that a quantised layer computes with: its weight, (O, I), float32, detached."""
     return dequantize_module_weight(module).detach().float()

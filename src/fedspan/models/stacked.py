@@ -26,10 +26,10 @@ from fedspan.models.operators import Linear, Operator
 from fedspan.models.targets import is_batch_norm
 from fedspan.models.unpadded import current_layout
 
-__all__ = ["StackedModel", "Unstackable", "added", "apply", "joins", "product"]
+__all__ = ["StackedModel", "Unstackable", "add_product", "apply", "can_add", "product"]
 
 
-def stacked_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
+def stack_effective(parametrization: Parametrization, slots: Mapping[str, Tensor], clients: int) -> Effective:
     """Compute a parametrization's ``Effective`` for every client at once.
 
     Args:
@@ -40,23 +40,23 @@ def stacked_effective(parametrization: Parametrization, slots: Mapping[str, Tens
     Returns:
         The ``Effective``; its pair is a ``StackedPair`` or a matrix (C, O, I), its weight (C, O, I).
     """
-    kept: list[Effective] = []
+    traced: list[Effective] = []
 
     def one(own: dict[str, Tensor]) -> tuple[Tensor, ...]:
         effective = parametrization.effective(own)
-        kept.append(effective)
+        traced.append(effective)
         pair = effective.pair
         parts = () if pair is None else ((pair.B, pair.A) if isinstance(pair, LowRank) else (pair,))
         return parts if effective.weight is None else (*parts, effective.weight)
 
-    made = vmap(one)(dict(slots))
-    effective = kept[0]
-    weight = None if effective.weight is None else made[-1]
+    stacked = vmap(one)(dict(slots))
+    effective = traced[0]
+    weight = None if effective.weight is None else stacked[-1]
     pair: Any = None
     if isinstance(effective.pair, LowRank):
-        pair = StackedPair(made[0], made[1], effective.pair.scale)
+        pair = StackedPair(stacked[0], stacked[1], effective.pair.scale)
     elif effective.pair is not None:
-        pair = made[0]
+        pair = stacked[0]
     return Effective(pair, weight, effective.base, effective.dropout)
 
 
@@ -71,12 +71,12 @@ class StackedPair:
         return StackedPair(self.B.to(dtype), self.A.to(dtype), self.scale)
 
 
-def joins(operator: Operator, pair: Any, x_CB: Tensor, y: Tensor) -> bool:
-    """Check whether ``added`` can be used."""
+def can_add(operator: Operator, pair: Any, x_CB: Tensor, y: Tensor) -> bool:
+    """Check whether ``add_product`` can be used."""
     return isinstance(operator, Linear) and isinstance(pair, StackedPair) and pair.A.dtype == x_CB.dtype == y.dtype
 
 
-def added(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:
+def add_product(y_CNO: Tensor, pair: StackedPair, x_CB: Tensor) -> Tensor:
     """Compute ``y + scale * x A^T B^T`` client by client; A, B and y must share one number format."""
     h_CNR = torch.bmm(x_CB.flatten(1, -2), pair.A.mT)
     return torch.baddbmm(y_CNO, h_CNR, (pair.B * pair.scale).mT)
@@ -104,8 +104,8 @@ def apply(operator: Operator, weight_COI: Tensor, x_CB: Tensor) -> Tensor:
 
 def _linear(x_CB: Tensor, matrix_COI: Tensor) -> Tensor:
     """Compute ``x @ W_c^T`` client by client, as one batched product: (C, B, ..., I) -> (C, B, ..., O)."""
-    made = torch.bmm(x_CB.flatten(1, -2), matrix_COI.mT)
-    return made.unflatten(1, x_CB.shape[1:-1])
+    product = torch.bmm(x_CB.flatten(1, -2), matrix_COI.mT)
+    return product.unflatten(1, x_CB.shape[1:-1])
 
 
 class Unstackable(Exception):
@@ -134,7 +134,7 @@ class StackedLayer:
         rows: int,
     ) -> None:
         self.layer, self.bias, self.clients, self.rows = layer, bias, clients, rows
-        self.effective = None if parametrization is None else stacked_effective(parametrization, slots, clients)
+        self.effective = None if parametrization is None else stack_effective(parametrization, slots, clients)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the layer's output, with rows as in ``x``."""
@@ -142,41 +142,41 @@ class StackedLayer:
         dtype = x.dtype if x.is_floating_point() else layer.stored_weight.dtype
         if effective is None:
             return self._base(x)
-        grouped = self._grouped(x)
+        grouped = self._group(x)
         pair, dropped = effective.pair, grouped
         if pair is not None and layer.dropout is not None and effective.dropout and x.is_floating_point():
-            dropped = self._grouped(layer.dropout(x, layer.name))
+            dropped = self._group(layer.dropout(x, layer.name))
         if pair is not None and dtype == torch.bfloat16:  # as in `Operator.product`
             pair = pair.to(dtype)
         if effective.base:
             y = self._base(x)
         elif effective.weight is not None:
-            y = self._with_bias(self._ungrouped(apply(operator, effective.weight.to(dtype), grouped), x))
+            y = self._add_bias(self._ungroup(apply(operator, effective.weight.to(dtype), grouped), x))
         else:
-            y, pair = self._with_bias(self._ungrouped(product(operator, pair, dropped, dtype), x)), None
+            y, pair = self._add_bias(self._ungroup(product(operator, pair, dropped, dtype), x)), None
         for fixed in (layer.adopted, layer.moved if effective.base else None):
             if fixed is not None:
                 y = y + operator.product(fixed, x, dtype)
         if pair is None:
             return y
-        if joins(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._in_a_row(x) is None:
-            return added(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
-        return y + self._ungrouped(product(operator, pair, dropped, dtype), x)
+        if can_add(operator, pair, dropped, y) and isinstance(pair, StackedPair) and self._packed_layout(x) is None:
+            return add_product(y.view(self.clients, -1, y.shape[-1]), pair, dropped).view(y.shape)
+        return y + self._ungroup(product(operator, pair, dropped, dtype), x)
 
-    def _grouped(self, x: Tensor) -> Tensor:
+    def _group(self, x: Tensor) -> Tensor:
         """Reshape (rows, ...) -> (C, B, ...); tokens may be flattened into the rows (some models) or stand in a row."""
-        if (layout := self._in_a_row(x)) is not None:
+        if (layout := self._packed_layout(x)) is not None:
             return layout.by_client(x)
         flat = x.ndim == 2 and x.is_floating_point() and x.shape[0] % self.rows == 0
         if x.shape[0] != self.rows and not flat:
             raise Unstackable(f"{self.layer.name} is given an input of {tuple(x.shape)} for {self.rows} examples")
         return x.unflatten(0, (self.clients, -1))
 
-    def _ungrouped(self, y_CB: Tensor, like: Tensor) -> Tensor:
-        layout = self._in_a_row(like)
-        return y_CB.flatten(0, 1) if layout is None else layout.together(y_CB).view(*like.shape[:-1], -1)
+    def _ungroup(self, y_CB: Tensor, like: Tensor) -> Tensor:
+        layout = self._packed_layout(like)
+        return y_CB.flatten(0, 1) if layout is None else layout.ungroup(y_CB).view(*like.shape[:-1], -1)
 
-    def _in_a_row(self, x: Tensor) -> TokenLayout | None:
+    def _packed_layout(self, x: Tensor) -> TokenLayout | None:
         """Return the layout of an input without padding; None if it is padded."""
         layout = current_layout()
         return layout if layout is not None and layout.holds(x) else None
@@ -185,17 +185,17 @@ class StackedLayer:
         if self.bias is None:
             return self.layer.base_forward(x)
         operator = self.layer.operator
-        return self._with_bias(operator.apply(x, operator.matrix(self.layer.stored_weight)))
+        return self._add_bias(operator.apply(x, operator.matrix(self.layer.stored_weight)))
 
-    def _with_bias(self, y: Tensor) -> Tensor:
+    def _add_bias(self, y: Tensor) -> Tensor:
         operator = self.layer.operator
         if self.bias is None:
             bias = getattr(self.layer.module, "bias", None)
             return y if bias is None else y + operator.bias_like(bias)
-        grouped = self._grouped(y)
+        grouped = self._group(y)
         biases = vmap(operator.bias_like)(self.bias)  # (C, O) or, for a convolution, (C, O, 1, 1)
         middle = grouped.ndim - 1 - (biases.ndim - 1)
-        return self._ungrouped(grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:]), y)
+        return self._ungroup(grouped + biases.reshape(self.clients, *[1] * middle, *biases.shape[1:]), y)
 
 
 class StackedModule:
@@ -214,7 +214,7 @@ class StackedModule:
         module.forward = self.forward  # pyright: ignore[reportAttributeAccessIssue]
 
     @contextmanager
-    def holding(self, values: Mapping[str, Tensor], clients: int, rows: int) -> Generator[None]:
+    def hold_tensors(self, values: Mapping[str, Tensor], clients: int, rows: int) -> Generator[None]:
         """Compute with (C, ...) parameters within this context; running statistics of norms are updated in place."""
         self._values, self._clients, self._rows = values, clients, rows
         try:
@@ -229,12 +229,14 @@ class StackedModule:
             return self._original(*args, **options)
         if len(args) != 1 or options or not isinstance(args[0], Tensor):
             raise Unstackable(f"{self.path} takes more than one input")
-        x_CB = self._grouped(args[0])
+        x_CB = self._group(args[0])
         self._values = None  # the module itself is called below
         try:
             if is_batch_norm(self.module):
-                made = [self._call({name: value[c] for name, value in values.items()}, x) for c, x in enumerate(x_CB)]
-                return torch.cat(made)
+                outputs = [
+                    self._call({name: value[c] for name, value in values.items()}, x) for c, x in enumerate(x_CB)
+                ]
+                return torch.cat(outputs)
             return vmap(self._call)(dict(values), x_CB).flatten(0, 1)
         finally:
             self._values = values
@@ -242,7 +244,7 @@ class StackedModule:
     def _call(self, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(self.module, dict(values), (x,))
 
-    def _grouped(self, x: Tensor) -> Tensor:
+    def _group(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1 and self._rows > 1:  # positions, which all rows share
             x = x.expand(self._rows, *x.shape[1:])
         if x.shape[0] % self._rows:
@@ -254,7 +256,7 @@ class StackedModel:
     """Installer of several clients' tensors in an adapted model at once.
 
     Args:
-        adapted: The adapted model; outside of ``holding`` its forward is unchanged.
+        adapted: The adapted model; outside of ``hold_tensors`` its forward is unchanged.
     """
 
     def __init__(self, adapted: AdaptedModel) -> None:
@@ -273,7 +275,7 @@ class StackedModel:
         return None
 
     @contextmanager
-    def holding(
+    def hold_tensors(
         self,
         parametrization: Mapping[str, Parametrization],
         tensors: Mapping[str, Tensor],
@@ -307,7 +309,7 @@ class StackedModel:
                 )
             with ExitStack() as contexts:
                 for path, module in self._modules.items():
-                    contexts.enter_context(module.holding(owned[path], clients, rows))
+                    contexts.enter_context(module.hold_tensors(owned[path], clients, rows))
                 yield
         finally:
             for layer in layers.values():

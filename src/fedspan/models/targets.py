@@ -16,7 +16,15 @@ from fedspan.core.values import LayerSpec, Spec
 from fedspan.errors import FedspanError, nearest
 from fedspan.models.operators import operator_of, unfit
 
-__all__ = ["find_buffers", "find_extras", "find_rest", "find_targets", "is_batch_norm", "make_spec", "suggest_targets"]
+__all__ = [
+    "find_buffers",
+    "find_extras",
+    "find_other_parameters",
+    "find_targets",
+    "is_batch_norm",
+    "make_spec",
+    "suggest_targets",
+]
 
 
 def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -25,7 +33,7 @@ def _suffixes(model: nn.Module, config: LoraConfig) -> list[str]:
     fit = [
         name
         for name, module in model.named_modules()
-        if unfit(module) is None and not isinstance(module, nn.Embedding) and _tied(model, name, module) is None
+        if unfit(module) is None and not isinstance(module, nn.Embedding) and _why_tied(model, name, module) is None
     ]
     return sorted({name.rpartition(".")[2] for name in fit if not any(part in f".{name}." for part in saved)})
 
@@ -42,8 +50,8 @@ def suggest_targets(model: nn.Module, outputs: int) -> list[str] | None:
         model: The model; its weights are not used.
         outputs: Number of outputs of its head, which no other layer has.
     """
-    known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    if getattr(getattr(model, "config", None), "model_type", None) in known:
+    defaults = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    if getattr(getattr(model, "config", None), "model_type", None) in defaults:
         return None
     heads = [name for name, module in model.named_modules() if getattr(module, "out_features", None) == outputs]
     names = [name for name in _suffixes(model, LoraConfig(modules_to_save=heads)) if not name.isdecimal()]
@@ -70,32 +78,32 @@ def find_targets(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
                 f"names of modules, for example {', '.join(_suffixes(model, config)[:6])}",
                 problem=f"PEFT has no default for the architecture {architecture!r}",
             )
-        chosen = defaults[architecture]
-        config.target_modules = chosen
-    asked = config.target_modules
+        default = defaults[architecture]
+        config.target_modules = default
+    requested = config.target_modules
     config = _maybe_include_all_linear_layers(config, model)  # pyright: ignore[reportAssignmentType]
-    found: dict[str, nn.Module] = {}
+    targets: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         match = check_target_module_exists(config, name)
         if not match:  # PEFT marks excluded modules with a falsy value of its own
             continue
-        why = unfit(module) or _tied(model, name, module)
+        why = unfit(module) or _why_tied(model, name, module)
         if why is not None:
             expected = f"other modules, for example {', '.join(_suffixes(model, config)[:6])}"
             raise FedspanError("model.target_modules", name, expected, problem=f"{name!r} {why}")
-        found[name] = module
-    if not found:
-        wanted = asked if isinstance(asked, str) else ", ".join(sorted(asked or ()))
+        targets[name] = module
+    if not targets:
+        names = requested if isinstance(requested, str) else ", ".join(sorted(requested or ()))
         raise FedspanError(
             "model.target_modules",
-            wanted,
-            problem=f"{wanted!r} matches no layer{_layers_hint(config)}. "
-            f"{nearest(wanted.split(',')[0], _suffixes(model, config))}",
+            names,
+            problem=f"{names!r} matches no layer{_layers_hint(config)}. "
+            f"{nearest(names.split(',')[0], _suffixes(model, config))}",
         )
-    return found
+    return targets
 
 
-def _tied(model: nn.Module, name: str, module: nn.Module) -> str | None:
+def _why_tied(model: nn.Module, name: str, module: nn.Module) -> str | None:
     for other, another in model.named_modules(remove_duplicate=False):
         if other != name and getattr(another, "weight", None) is module.weight:
             return f"shares its weight with {other}, and an update of one would separate them. Target neither"
@@ -116,24 +124,24 @@ def find_extras(model: nn.Module, modules_to_save: Sequence[str]) -> dict[str, n
     parameters: dict[str, nn.Parameter] = {}
     matched: set[str] = set()
     for name, module in model.named_modules():
-        for wanted in modules_to_save:
-            if name == wanted or name.endswith("." + wanted):
-                matched.add(wanted)
+        for suffix in modules_to_save:
+            if name == suffix or name.endswith("." + suffix):
+                matched.add(suffix)
                 for path, parameter in module.named_parameters(prefix=name):
                     parameters[path] = parameter
-    for wanted in modules_to_save:
-        if wanted not in matched:
-            known = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
+    for suffix in modules_to_save:
+        if suffix not in matched:
+            candidates = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
             raise FedspanError(
-                "model.modules_to_save", wanted, problem=f"{wanted!r} matches no module. {nearest(wanted, known)}"
+                "model.modules_to_save", suffix, problem=f"{suffix!r} matches no module. {nearest(suffix, candidates)}"
             )
     return parameters
 
 
-def find_rest(model: nn.Module, targets: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+def find_other_parameters(model: nn.Module, targets: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     """Return all parameters outside the target layers' weights, by path; they train too in a model from scratch."""
-    taken = {id(module.weight) for module in targets.values()}
-    return {path: parameter for path, parameter in model.named_parameters() if id(parameter) not in taken}
+    target_weights = {id(module.weight) for module in targets.values()}
+    return {path: parameter for path, parameter in model.named_parameters() if id(parameter) not in target_weights}
 
 
 def find_buffers(model: nn.Module, extras: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.calls import DROPOUTS, HIDDEN, block_chains, hidden_of, replaced, traced
+from fedspan.models.calls import DROPOUTS, HIDDEN, block_chains, hidden_of, replace_forward, trace_calls
 from fedspan.models.layout import Padded, TokenLayout
 from fedspan.models.operators import Linear
 
@@ -71,13 +71,13 @@ class Unpadded:
         if any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules()):
             raise Padded("the model drops out at random")
         try:
-            _, calls = traced(model)
+            _, calls = trace_calls(model)
         except Exception as error:  # a model may raise anything on a batch that it does not expect
             raise Padded(f"a forward pass to look at failed ({type(error).__name__}: {error})") from error
         chains = block_chains(model, calls)
         if not chains:
             raise Padded("the model has no list of blocks that hand on hidden states (examples, tokens, features)")
-        self._blocks = max(chains, key=lambda chain: sum(one.numel() for block in chain for one in block.parameters()))
+        self._blocks = max(chains, key=lambda chain: sum(p.numel() for block in chain for p in block.parameters()))
         names = {module: name for name, module in model.named_modules()}
         inside = tuple(f"{names[block]}." for block in self._blocks)
         for path in (*adapted.extras, *adapted.buffers):
@@ -102,7 +102,7 @@ class Unpadded:
             with ExitStack() as contexts:
                 for block in self._blocks:
                     last = block is self._blocks[-1]
-                    contexts.enter_context(replaced(block, _in_a_row(block.forward, layout, last)))
+                    contexts.enter_context(replace_forward(block, _packed_forward(block.forward, layout, last)))
                 self._config._attn_implementation = _ATTENTION
                 yield
         finally:
@@ -110,7 +110,7 @@ class Unpadded:
             _CURRENT.reset(token)
 
 
-def _in_a_row(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> Callable[..., Any]:
+def _packed_forward(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> Callable[..., Any]:
     """Wrap a block's forward to pack inputs that are still padded; the last block's output is padded again."""
 
     def packed(*args: Any, **options: Any) -> Any:
@@ -121,11 +121,11 @@ def _in_a_row(forward: Callable[..., Any], layout: TokenLayout, last: bool) -> C
             if hidden.shape[:2] != (len(layout.lengths), layout.tokens):
                 raise Padded(f"a block is given hidden states of shape {tuple(hidden.shape)}")
             hidden = layout.pack(hidden)
-        others = {name: layout.along(value) for name, value in options.items() if name != HIDDEN}
+        packed_options = {name: layout.pack_argument(value) for name, value in options.items() if name != HIDDEN}
         if args:
-            result = forward(hidden, *(layout.along(value) for value in args[1:]), **others)
+            result = forward(hidden, *(layout.pack_argument(value) for value in args[1:]), **packed_options)
         else:
-            result = forward(**{HIDDEN: hidden}, **others)
+            result = forward(**{HIDDEN: hidden}, **packed_options)
         if not last:
             return result
         if isinstance(result, tuple):

@@ -102,17 +102,17 @@ class Speed:
 
     Args:
         device: Name of the device.
-        alone: FLOP/s of a client that trains alone.
-        together: FLOP/s of a simulation of many clients; None: unknown.
-        bandwidth: Memory bandwidth in bytes a second, at which the weights are read twice a pass; None: ``alone``
+        single: FLOP/s of a client that trains alone.
+        parallel: FLOP/s of a simulation of many clients; None: unknown.
+        bandwidth: Memory bandwidth in bytes a second, at which the weights are read twice a pass; None: ``single``
             includes it.
         start: Seconds in which the engine measures how many clients to train at once.
         memory: Memory in bytes; None: unknown.
     """
 
     device: str
-    alone: float
-    together: float | None
+    single: float
+    parallel: float | None
     bandwidth: float | None = None
     start: float = 0.0
     memory: int | None = None
@@ -127,15 +127,15 @@ class Speed:
             transfer: Seconds of a client's messages in a round; None: no bandwidth was given.
         """
         passes, slower = config.training.gradient_accumulation_steps, 1.0
-        step = compute.step / self.alone
+        step = compute.step / self.single
         if self.bandwidth is not None:
             slower = max(1.0, _PASSES * base * compute.above * passes / self.bandwidth / step)
-        client = None if compute.client is None else compute.client / self.alone * slower
+        client = None if compute.client is None else compute.client / self.single * slower
         deployed = run = None
         if client is not None and compute.first is not None:
-            deployed = compute.first / self.alone + config.federation.rounds * (client + (transfer or 0.0))
-        if compute.run is not None and compute.kept is not None and self.together is not None:
-            run = ((compute.run - compute.kept) * slower + compute.kept) / self.together
+            deployed = compute.first / self.single + config.federation.rounds * (client + (transfer or 0.0))
+        if compute.run is not None and compute.kept is not None and self.parallel is not None:
+            run = ((compute.run - compute.kept) * slower + compute.kept) / self.parallel
         return Duration(
             device=self.device,
             step=step * slower,

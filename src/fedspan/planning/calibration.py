@@ -81,13 +81,13 @@ def measure_speed(
         torch.set_num_threads(config.threads)
     try:
         bench = _Bench(config, tuple(labels), architecture, device, depth, length)
-        alone = bench.alone()
-        together, start = None if config.engine.name == "flower-sim" else alone, 0.0  # it has other processes
+        single = bench.time_single()
+        parallel, start = None if config.engine.name == "flower-sim" else single, 0.0  # it has other processes
         if isinstance(bench.engine, BatchedEngine):
-            together, start = bench.together(clients, steps)
+            parallel, start = bench.time_parallel(clients, steps)
     finally:
         torch.set_num_threads(threads)
-    return Speed(HERE, alone, together, start=start)
+    return Speed(HERE, single, parallel, start=start)
 
 
 class _Bench:
@@ -130,7 +130,7 @@ class _Bench:
         self._step = (cost.forward + cost.backward) * settings.accumulate
         self._job = _job(adapted, rank)
 
-    def alone(self) -> float:
+    def time_single(self) -> float:
         """Measure the FLOP/s of one client."""
         if isinstance(self.engine, BatchedEngine):
             self.engine.stacking = StackingPlan(1, 1)
@@ -139,7 +139,7 @@ class _Bench:
         steps = int(min(_STEPS, max(1, _SECONDS / first)))
         return steps * self._step / self._seconds(1, steps)
 
-    def together(self, clients: int, steps: int | None) -> tuple[float, float]:
+    def time_parallel(self, clients: int, steps: int | None) -> tuple[float, float]:
         """Measure the FLOP/s of the stacking plan that the engine finds best, and the seconds of finding it."""
         assert isinstance(self.engine, BatchedEngine)
         self.engine.stacking, steps = None, min(_STEPS, steps or _STEPS)

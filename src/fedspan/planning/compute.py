@@ -22,11 +22,11 @@ from fedspan.core.tensors import extra_name
 from fedspan.core.values import LayerSpec
 from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
-from fedspan.models.metering import Meter, PassCost, metered
+from fedspan.models.metering import Meter, PassCost, meter_pass
 from fedspan.models.prefix import FrozenPrefix, live_modules
 from fedspan.planning.layer_counts import Computation, StandIn
 from fedspan.runs.setup import max_length
-from fedspan.tasks.losses import widened
+from fedspan.tasks.losses import widen
 from fedspan.training.jobs import TrainingSettings
 
 __all__ = ["Compute", "LocalTraining", "PlannedPasses", "Trains", "local_training"]
@@ -139,7 +139,7 @@ class PlannedPasses:
             if prefix is not None and length is not None:
                 hidden = torch.empty(rows, length, prefix.features, device="meta", dtype=prefix.dtype)
                 contexts.enter_context(prefix.found.feed(hidden))
-            cost = metered(lambda: self._loss(inputs))
+            cost = meter_pass(lambda: self._loss(inputs))
         gradients = sum(value.grad.untyped_storage().nbytes() for value in trained if value.grad is not None)
         self._install(Trains({}, False))
         return replace(cost, peak=max(0, cost.peak - gradients))
@@ -189,7 +189,7 @@ class PlannedPasses:
         if self._task == "causal-lm":  # upper bound: the loss of all tokens
             logits = logits[:, :-1].flatten(0, 1)
         labels = torch.empty(len(logits), dtype=torch.long, device="meta")
-        return F.cross_entropy(widened(logits), labels)
+        return F.cross_entropy(widen(logits), labels)
 
     @property
     def prefix(self) -> Prefix | None:
@@ -199,7 +199,7 @@ class PlannedPasses:
             with Meter(), torch.no_grad():
                 frozen = FrozenPrefix.find(self._adapted, live_modules(self._adapted))
                 if frozen is not None:
-                    with frozen.recorded() as recorded:
+                    with frozen.record() as recorded:
                         self._outputs(self._inputs(1, 2))
                     self._prefix = Prefix(frozen, recorded.hidden.shape[-1], recorded.hidden.dtype)
         self._searched = True
@@ -209,7 +209,7 @@ class PlannedPasses:
         """Count the FLOPs of a batch's hidden states at the end of the prefix."""
         self._install(Trains({}, False))
         inputs = self._inputs(rows, length)
-        with Meter() as meter, torch.no_grad(), prefix.found.recorded():
+        with Meter() as meter, torch.no_grad(), prefix.found.record():
             self._outputs(inputs)
         return meter.flops
 

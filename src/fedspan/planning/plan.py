@@ -18,7 +18,7 @@ from fedspan.errors import FedspanError
 from fedspan.federation.federation import cohort_of
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import NoOutputLayer, find_output_layer
-from fedspan.models.quantized import left_out
+from fedspan.models.quantized import unquantized_modules
 from fedspan.planning.accelerators import Duration, Speed
 from fedspan.planning.compute import Compute, PlannedPasses, Trains, local_training
 from fedspan.planning.traffic import RankCounts, extras_of, plan_traffic
@@ -179,7 +179,7 @@ def _quantising_savings(config: RunConfig, model: torch.nn.Module) -> int:
     bits = {None: None, "nf4": 4, "int8": 8}[config.model.quantization]
     if bits is None:
         return 0
-    whole = re.compile("|".join(left_out(config.model.modules_to_save)))
+    whole = re.compile("|".join(unquantized_modules(config.model.modules_to_save)))
     weights = [
         module.weight
         for path, module in model.named_modules()

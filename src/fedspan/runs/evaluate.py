@@ -23,7 +23,7 @@ from fedspan.runs.load import adapter_folder, load_served
 from fedspan.runs.model_setup import PROBLEMS, Facts, ModelObjects, facts_of, read_notes
 from fedspan.runs.objects import require_named_data
 from fedspan.runs.session import is_run
-from fedspan.tasks.metrics import shown
+from fedspan.tasks.metrics import order_metrics
 
 __all__ = ["evaluate"]
 
@@ -79,7 +79,7 @@ def evaluate(
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
     metrics = served.task.metrics(served.predictions(examples, thorough=generate), examples, range(len(examples)))
-    return {**{name: metrics[name] for name in shown(metrics)}, "examples": float(len(examples))}
+    return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
 
 
 def _file_config(data: str | Path, facts: Facts, columns: Mapping[str, str | None]) -> DataConfig:

@@ -79,7 +79,7 @@ def _output_layer(adapted: AdaptedModel) -> OutputLayer:
     """Find the output layer of a model, and check on a forward pass of a tiny batch that it computes the logits."""
     layer = find_output_layer(adapted)
     tap = FeatureTap(adapted.model, layer)
-    with evaluating(adapted.model), tap.listening():
+    with evaluating(adapted.model), tap.record():
         tap.take(adapted.model(**tiny_batch(adapted.model)).logits)
     return layer
 

@@ -21,7 +21,7 @@ from fedspan.models.names import published_name
 from fedspan.models.pooling import DENSE, Pooling
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
-from fedspan.tasks.metrics import METRICS, shown
+from fedspan.tasks.metrics import METRICS, order_metrics
 
 __all__ = ["CARD", "RunReport", "card", "cut_card", "merged_card", "write_cards"]
 
@@ -199,7 +199,7 @@ def _scores(report: RunReport) -> str:
     for part, title in (("test", "held-out examples"), ("clients", "the clients' own test parts, mean over clients")):
         found = report.scores.get(part)
         if isinstance(found, Mapping):
-            numbers = ", ".join(f"{METRICS[name].title} {found[name]:.4f}" for name in shown(found))
+            numbers = ", ".join(f"{METRICS[name].title} {found[name]:.4f}" for name in order_metrics(found))
             rows.append(f"- {title}: {numbers}")
     return ("\n".join(rows) or "Nothing was held out.") + "\n"
 
@@ -222,7 +222,7 @@ def _results(prepared: Prepared, report: RunReport) -> list[EvalResult]:
             metric_type=metric,
             metric_value=round(float(found[metric]), 6),
         )
-        for metric in shown(found)
+        for metric in order_metrics(found)
     ]
 
 

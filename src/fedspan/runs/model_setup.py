@@ -29,7 +29,7 @@ from fedspan.models.loading import Head, Loaded, Processor, adopt_loaded, load_p
 from fedspan.models.names import FROM_PYTHON, architecture_of, published_name
 from fedspan.models.pooling import PooledClassifier, Pooling, find_pooling
 from fedspan.models.quantized import Quantization
-from fedspan.models.targets import find_buffers, find_extras, find_rest, find_targets
+from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
 from fedspan.tasks.causal import CausalLM, Generation, sees_across
 from fedspan.tasks.classification import SequenceClassification
 from fedspan.tasks.images import ImageClassification
@@ -365,7 +365,7 @@ def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[Ad
             raise FedspanError(
                 "model.gradient_checkpointing", True, "false", problem=f"this model does not support it ({error})"
             ) from None
-    extras = find_rest(model, targets) if config.model.scratch else find_extras(model, saved)
+    extras = find_other_parameters(model, targets) if config.model.scratch else find_extras(model, saved)
     return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["same_answer"]
+__all__ = ["answers_agree"]
 
 
-def same_answer(made: str, wanted: str, pattern: str | None = None) -> bool:
+def answers_agree(prediction: str, truth: str, pattern: str | None = None) -> bool:
     """Check whether two answers agree: as numbers if both are (1,000 is 1000.0), else as texts, ignoring whitespace."""
-    left, right = (_counted(text, pattern) for text in (made, wanted))
+    left, right = (_extract(text, pattern) for text in (prediction, truth))
     if left is None or right is None:
         return False
     try:
@@ -18,8 +18,8 @@ def same_answer(made: str, wanted: str, pattern: str | None = None) -> bool:
         return left.split() == right.split()
 
 
-def _counted(text: str, pattern: str | None) -> str | None:
+def _extract(text: str, pattern: str | None) -> str | None:
     if pattern is None:
         return text
-    found = re.search(pattern, text)
-    return None if found is None else found[1 if found.re.groups else 0]
+    match = re.search(pattern, text)
+    return None if match is None else match[1 if match.re.groups else 0]

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fedspan.errors import FedspanError
-from fedspan.tasks.answers import same_answer
+from fedspan.tasks.answers import answers_agree
 from fedspan.tasks.encoding import Ragged
-from fedspan.tasks.losses import means, widened
+from fedspan.tasks.losses import means, widen
 from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 
 __all__ = ["CausalLM", "EncodedPrompts", "Generation", "sees_across"]
@@ -114,13 +114,13 @@ class CausalLM:
             FedspanError: If an answer is longer than ``max_length`` where that is refused, or a chat template fails.
         """
         columns = [name for name in ("text", "answer", "history") if name in dataset.column_names]
-        chosen = dataset.select_columns(columns)
+        selected = dataset.select_columns(columns)
         parts = [
-            self._rows(chosen.select(range(start, min(start + _CHUNK, len(chosen)))), start)
-            for start in range(0, max(1, len(chosen)), _CHUNK)
+            self._rows(selected.select(range(start, min(start + _CHUNK, len(selected)))), start)
+            for start in range(0, max(1, len(selected)), _CHUNK)
         ]
         ids, starts, answers, cut_prompts, cut_answers = zip(*parts, strict=True)
-        joined = Ragged.joined(ids)
+        joined = Ragged.join(ids)
         return EncodedPrompts(
             joined, np.concatenate(starts), (*chain(*answers),), joined.lengths, sum(cut_prompts), sum(cut_answers)
         )
@@ -128,27 +128,27 @@ class CausalLM:
     def _rows(self, rows: datasets.Dataset, first: int) -> tuple[Ragged, np.ndarray, list[str], int, int]:
         """Encode rows, given the first one's number in its data set: ids, starts, answers and numbers of cuts."""
         prompts = [Prompt.of(row) for row in rows]  # pyright: ignore[reportArgumentType]
-        texts = [(one.text, one.answer) for one in prompts]
+        texts = [(prompt.text, prompt.answer) for prompt in prompts]
         if self.chat:
-            texts = [render(self.tokenizer, one, self.system) for one in prompts]
-        given = tokenise(self.tokenizer, [text for text, _ in texts], special=not self.chat)
+            texts = [render(self.tokenizer, prompt, self.system) for prompt in prompts]
+        prompt_ids = tokenise(self.tokenizer, [text for text, _ in texts], special=not self.chat)
         learnt = tokenise(self.tokenizer, [answer for _, answer in texts], special=False)
         ids: list[list[int]] = []
         starts: list[int] = []
         cut_prompts = cut_answers = 0
-        for row, (prompt, answer) in enumerate(zip(given, learnt, strict=True), first):
-            prompt, answer = prompt or [self._start], self._ended(answer)
+        for row, (prompt, answer) in enumerate(zip(prompt_ids, learnt, strict=True), first):
+            prompt, answer = prompt or [self._start], self._append_end(answer)
             if self.refuse_long and len(answer) >= self.max_length:
                 problem = (
                     f"the answer of example {row + 1} has {len(answer)} tokens, and {self.max_length} is the limit"
                 )
                 cure = "a larger model.max_length, or data.long_answers: cut"
                 raise FedspanError("model.max_length", self.max_length, cure, problem=problem)
-            kept, rest = cut(prompt, answer, self.max_length, prompt[0] in self.tokenizer.all_special_ids)
-            cut_prompts, cut_answers = cut_prompts + (kept != prompt), cut_answers + (rest != answer)
-            ids.append([*kept, *rest])
-            starts.append(len(kept))
-        answers = [one.answer for one in prompts]
+            cut_prompt, cut_answer = cut(prompt, answer, self.max_length, prompt[0] in self.tokenizer.all_special_ids)
+            cut_prompts, cut_answers = cut_prompts + (cut_prompt != prompt), cut_answers + (cut_answer != answer)
+            ids.append([*cut_prompt, *cut_answer])
+            starts.append(len(cut_prompt))
+        answers = [prompt.answer for prompt in prompts]
         return Ragged(ids), np.array(starts, dtype=np.int64), answers, cut_prompts, cut_answers
 
     @property
@@ -157,7 +157,7 @@ class CausalLM:
         ids = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         return next(id for id in ids if isinstance(id, int))
 
-    def _ended(self, answer: list[int]) -> list[int]:
+    def _append_end(self, answer: list[int]) -> list[int]:
         """Append the end-of-text token to an answer; a chat template writes its own."""
         end = self.tokenizer.eos_token_id
         return [*answer, end] if isinstance(end, int) and end not in answer else answer
@@ -181,40 +181,40 @@ class CausalLM:
             return {key: value.to(device) for key, value in batch.items()}
         pad = int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
         batch = {
-            "input_ids": _padded(rows, pad),
-            "attention_mask": _padded([[1] * len(row) for row in rows], 0),
-            "labels": _padded(labels, _IGNORED),
+            "input_ids": _pad(rows, pad),
+            "attention_mask": _pad([[1] * len(row) for row in rows], 0),
+            "labels": _pad(labels, _IGNORED),
         }
         return {key: value.to(device) for key, value in batch.items()}
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
-        logits_SV, targets_S, _ = self._scored(model, batch)
+        logits_SV, targets_S, _ = self._answer_logits(model, batch)
         return F.cross_entropy(logits_SV, targets_S)
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean negative log-likelihood of the answer tokens of each client's examples, (C,)."""
-        logits_SV, targets_S, numbers_S = self._scored(model, batch)
+        logits_SV, targets_S, numbers_S = self._answer_logits(model, batch)
         losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
-        return means(losses_S, members_CB[:, numbers_S])
+        return means(losses_S, mask_CB[:, numbers_S])
 
-    def _scored(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
         logits_BTV = model(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False).logits
         labels_BT = batch["labels"][:, 1:]
-        wanted_BT = labels_BT != _IGNORED
+        targets_BT = labels_BT != _IGNORED
         if "position_ids" in batch:
             numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1
         else:
             numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
-        return widened(logits_BTV[:, :-1][wanted_BT]), labels_BT[wanted_BT], numbers_BT[wanted_BT]
+        return widen(logits_BTV[:, :-1][targets_BT]), labels_BT[targets_BT], numbers_BT[targets_BT]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """Return each example's sum of negative log-likelihood over its answer, answer tokens, and correct tokens.
 
         Thorough: N further columns with the generated ids, -1 after their end.
         """
-        logits_SV, targets_S, numbers_S = self._scored(model, batch)
+        logits_SV, targets_S, numbers_S = self._answer_logits(model, batch)
         packed = "position_ids" in batch
         count = int((batch["position_ids"] == 0).sum()) if packed else len(batch["labels"])
         losses_S = F.cross_entropy(logits_SV, targets_S, reduction="none")
@@ -230,31 +230,31 @@ class CausalLM:
         prompts = self._prompts(batch)
         device, pad = batch["input_ids"].device, int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
         # Padded on the left: generation continues at the right end of every row.
-        ids = _padded([row[::-1] for row in prompts], pad).flip(1).to(device)
-        mask = _padded([[1] * len(row) for row in prompts], 0).flip(1).to(device)
+        ids = _pad([row[::-1] for row in prompts], pad).flip(1).to(device)
+        mask = _pad([[1] * len(row) for row in prompts], 0).flip(1).to(device)
         # Prompt and answer together have at most as many positions as the model supports.
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", ids.shape[1] + count)
         own = getattr(model, "generation_config", None)
         ends = getattr(own, "eos_token_id", None) or self.tokenizer.eos_token_id
         room = max(1, min(count, positions - ids.shape[1]))
         config = GenerationConfig(max_new_tokens=room, do_sample=False, pad_token_id=pad, eos_token_id=ends)
-        made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]  # pyright: ignore
+        generated = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]  # pyright: ignore
         rows = torch.full((len(prompts), count), -1.0, device=device)
-        rows[:, : made.shape[1]] = made.float()
+        rows[:, : generated.shape[1]] = generated.float()
         stops = torch.tensor([ends] if isinstance(ends, int) else list(ends or ()), device=device)
-        over = torch.isin(made, stops).cumsum(1) > 0
-        rows[:, : made.shape[1]][over] = -1.0
+        ended = torch.isin(generated, stops).cumsum(1) > 0
+        rows[:, : generated.shape[1]][ended] = -1.0
         return rows
 
     def _prompts(self, batch: Mapping[str, Tensor]) -> list[list[int]]:
         """Extract the prompts' ids from a batch."""
-        ids, given = batch["input_ids"], batch["labels"] == _IGNORED
+        ids, is_prompt = batch["input_ids"], batch["labels"] == _IGNORED
         if "position_ids" in batch:
             starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
             borders = [*starts[1:], ids.shape[1]]
-            return [ids[0, at:to][given[0, at:to]].tolist() for at, to in zip(starts, borders, strict=True)]
-        given = given & batch["attention_mask"].bool()
-        return [row[kept].tolist() for row, kept in zip(ids, given, strict=True)]
+            return [ids[0, at:to][is_prompt[0, at:to]].tolist() for at, to in zip(starts, borders, strict=True)]
+        is_prompt = is_prompt & batch["attention_mask"].bool()
+        return [row[own].tolist() for row, own in zip(ids, is_prompt, strict=True)]
 
     def metrics(self, predictions: Tensor, examples: EncodedPrompts, indices: Sequence[int]) -> dict[str, float]:
         """Compute ``loss`` (mean over answer tokens), ``perplexity``, ``token_accuracy``, generated ``exact_match``."""
@@ -266,14 +266,14 @@ class CausalLM:
         }
         if predictions.shape[1] > _SUMS:
             pairs = zip(self.answers(predictions), self.truths(examples, indices), strict=True)
-            scores["exact_match"] = float(np.mean([same_answer(*pair, self.generation.pattern) for pair in pairs]))
+            scores["exact_match"] = float(np.mean([answers_agree(*pair, self.generation.pattern) for pair in pairs]))
         return scores
 
     def remarks(self, examples: EncodedPrompts) -> tuple[str, ...]:
         """Report how many prompts and answers were cut."""
         cuts = {"prompts lost their beginning": examples.cut_prompts, "answers lost their end": examples.cut_answers}
         limit = f"model.max_length is {self.max_length} tokens"
-        return tuple(f"{count} of {len(examples)} {what}: {limit}" for what, count in cuts.items() if count)
+        return tuple(f"{count} of {len(examples)} {effect}: {limit}" for effect, count in cuts.items() if count)
 
     def answers(self, predictions: Tensor) -> list[str]:
         """Return the generated texts."""
@@ -296,6 +296,6 @@ def sees_across(model: nn.Module, device: torch.device) -> bool:
     return not torch.allclose(logits[0], logits[1], rtol=1e-5)
 
 
-def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+def _pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])

@@ -35,20 +35,20 @@ class Ragged(Sequence[list[int]]):
         self._ends = np.cumsum(lengths)
 
     @classmethod
-    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+    def join(cls, parts: Sequence[Ragged]) -> Ragged:
         """Concatenate the rows of all parts in order."""
-        made = cls([])
+        joined = cls([])
         if parts:
-            made._set(np.concatenate([part.lengths for part in parts]), np.concatenate([part._ids for part in parts]))
-        return made
+            joined._set(np.concatenate([part.lengths for part in parts]), np.concatenate([part._ids for part in parts]))
+        return joined
 
-    def padded(self, indices: Sequence[int], value: int) -> np.ndarray:
+    def pad(self, indices: Sequence[int], value: int) -> np.ndarray:
         """Return some rows, padded on the right to the longest of them, int64, (rows, longest)."""
         lengths, ends = self.lengths[list(indices)], self._ends[list(indices)]
         at = np.arange(lengths.max(initial=0))
         real = at < lengths[:, None]
-        where = np.where(real, (ends - lengths)[:, None] + at, 0)
-        return np.where(real, self._ids[where], value).astype(np.int64)
+        positions = np.where(real, (ends - lengths)[:, None] + at, 0)
+        return np.where(real, self._ids[positions], value).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -90,15 +90,15 @@ def encode_texts(
     tokenizer: PreTrainedTokenizerBase, dataset: datasets.Dataset, max_length: int, labels: np.ndarray
 ) -> EncodedText:
     """Tokenise the column ``text`` and, if present, ``text_pair``, once."""
-    chosen = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
+    selected = dataset.select_columns([name for name in ("text", "text_pair") if name in dataset.column_names])
     pieces: dict[str, list[Ragged]] = {}
-    for start in range(0, max(1, len(chosen)), _CHUNK):
-        rows = chosen[start : start + _CHUNK]
+    for start in range(0, max(1, len(selected)), _CHUNK):
+        rows = selected[start : start + _CHUNK]
         encoded = tokenizer(rows["text"], rows.get("text_pair"), truncation=True, max_length=max_length)
         for key, value in encoded.items():
             if key != "attention_mask":
                 pieces.setdefault(key, []).append(Ragged(value))
-    encodings = {key: Ragged.joined(parts) for key, parts in pieces.items()}
+    encodings = {key: Ragged.join(parts) for key, parts in pieces.items()}
     return EncodedText(encodings, labels, encodings["input_ids"].lengths)
 
 
@@ -108,9 +108,7 @@ def collate(
     """Collate examples, padded on the right to the longest of them, with ``attention_mask`` and ``labels``."""
     # As ``tokenizer.pad``, which takes milliseconds for a batch of many clients.
     fill = {"input_ids": int(tokenizer.pad_token_id), "token_type_ids": tokenizer.pad_token_type_id}  # pyright: ignore
-    batch = {
-        key: torch.from_numpy(values.padded(indices, fill.get(key, 0))) for key, values in examples.encodings.items()
-    }
+    batch = {key: torch.from_numpy(values.pad(indices, fill.get(key, 0))) for key, values in examples.encodings.items()}
     lengths = torch.from_numpy(examples.encodings["input_ids"].lengths[list(indices)])
     batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     batch["labels"] = torch.from_numpy(examples.labels[list(indices)])

@@ -74,8 +74,8 @@ class ImageClassification(Labelling):
         chunks: list[np.ndarray] = []
         for start in range(0, len(stored), _CHUNK):
             rows = cast(list[Mapping[str, Any]], stored[start : start + _CHUNK]["image"])
-            images = [_decoded(row, start + at) for at, row in enumerate(rows)]
-            chunks.append(self._resized(images))
+            images = [_decode(row, start + at) for at, row in enumerate(rows)]
+            chunks.append(self._resize(images))
             if start == 0:
                 self._require_likeness(images[0], chunks[0][:1])
         if len({chunk.shape[1:] for chunk in chunks}) != 1:
@@ -83,27 +83,27 @@ class ImageClassification(Labelling):
         labels = np.array(dataset["label"], dtype=np.int64)
         return EncodedImages(np.concatenate(chunks), labels, np.ones(len(labels), np.int64))
 
-    def _resized(self, images: list[PIL.Image.Image]) -> np.ndarray:
-        made = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
-        if len({np.shape(image) for image in made}) != 1:
+    def _resize(self, images: list[PIL.Image.Image]) -> np.ndarray:
+        pixels = self.processor(images, do_rescale=False, do_normalize=False)["pixel_values"]
+        if len({np.shape(image) for image in pixels}) != 1:
             raise _different_sizes()
         # In this memory order, too: a processor leaves colours last, and oneDNN's convolutions of such images write
         # beyond their end in the backward pass (torch 2.13; 5 of 3 x 224 x 224 into 6 channels).
-        return np.array(made, np.uint8, order="C")
+        return np.array(pixels, np.uint8, order="C")
 
     def _require_likeness(self, image: PIL.Image.Image, pixels: np.ndarray) -> None:
         whole = torch.from_numpy(np.asarray(self.processor([image], return_tensors="np")["pixel_values"])).float()
-        if not torch.allclose(whole, self._scaled(torch.from_numpy(pixels)), rtol=0, atol=1e-4):
+        if not torch.allclose(whole, self._scale(torch.from_numpy(pixels)), rtol=0, atol=1e-4):
             raise _unlike(self.processor)
 
-    def _scaled(self, pixels: Tensor) -> Tensor:
+    def _scale(self, pixels: Tensor) -> Tensor:
         return (pixels.float() * self._scale - self._mean.to(pixels.device)) / self._std.to(pixels.device)
 
     def batch(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``pixel_values``, (batch, 3, H, W), as the model's processor computes them, and ``labels``."""
-        chosen = list(indices)
-        scaled = self._scaled(torch.from_numpy(examples.pixels[chosen]).to(device))
-        return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[chosen]).to(device)}
+        rows = list(indices)
+        scaled = self._scale(torch.from_numpy(examples.pixels[rows]).to(device))
+        return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[rows]).to(device)}
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """Compute the logits, (images, labels).
@@ -131,7 +131,7 @@ def _large_enough(batch: Mapping[str, Tensor]) -> Generator[None]:
         ) from error
 
 
-def _decoded(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
+def _decode(row: Mapping[str, Any], number: int) -> PIL.Image.Image:
     try:
         with PIL.Image.open(io.BytesIO(row["bytes"]) if row["bytes"] else row["path"]) as image:
             return image.convert("RGB")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedspan.tasks.losses import means, widened
+from fedspan.tasks.losses import means, widen
 
 __all__ = ["OFFSETS", "Labelling", "class_offsets"]
 
@@ -59,14 +59,14 @@ class Labelling(ABC):
         """Compute the mean cross-entropy, in float32 or better."""
         return F.cross_entropy(self._training_logits(model, batch), batch["labels"])
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean cross-entropy of each client's examples, (C,)."""
         losses_B = F.cross_entropy(self._training_logits(model, batch), batch["labels"], reduction="none")
-        return means(losses_B, members_CB)
+        return means(losses_B, mask_CB)
 
     def _training_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the logits, (B, K), with the batch's offsets, if it has any."""
-        logits = widened(self.predict(model, batch))
+        logits = widen(self.predict(model, batch))
         return logits + batch[OFFSETS] if OFFSETS in batch else logits
 
     def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # it imports large libraries, and every command shows numbers
     from fedspan.data.columns import TaskName
 
-__all__ = ["CLASSIFIERS", "METRICS", "METRICS_OF", "Metric", "defined", "rank_of", "shown"]
+__all__ = ["CLASSIFIERS", "METRICS", "METRICS_OF", "Metric", "drop_undefined", "order_metrics", "rank_of"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ CLASSIFIERS: tuple[TaskName, ...] = ("sequence-classification", "image-classific
 """Tasks whose answers are one of several labels."""
 
 
-def defined(values: Mapping[str, float]) -> dict[str, float]:
+def drop_undefined(values: Mapping[str, float]) -> dict[str, float]:
     """Remove undefined values: a correlation of one example, or of equal values."""
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
@@ -84,7 +84,7 @@ def rank_of(metric: str, values: Mapping[str, float]) -> float:
     return values[metric] if METRICS[metric].higher else -values[metric]
 
 
-def shown(names: Iterable[str]) -> list[str]:
+def order_metrics(names: Iterable[str]) -> list[str]:
     """Return the names that are metrics, in the order of tables."""
     there = set(names)
     return [name for name in METRICS if name in there]

@@ -52,11 +52,11 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | Non
     """
     if not tokenizer.chat_template:
         raise FedspanError("data.chat", True, "false", problem="this model's tokenizer has no chat template")
-    given = [] if system is None else [{"role": "system", "content": system}]
-    given = [*given, *prompt.history, {"role": "user", "content": prompt.text}]
-    whole = [*given, {"role": "assistant", "content": prompt.answer}]
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*messages, *prompt.history, {"role": "user", "content": prompt.text}]
+    whole = [*messages, {"role": "assistant", "content": prompt.answer}]
     try:
-        before = str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
+        before = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         after = str(tokenizer.apply_chat_template(whole, tokenize=False))
     except TemplateError as error:
         raise FedspanError(

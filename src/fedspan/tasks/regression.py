@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from fedspan.tasks.encoding import EncodedText, collate, encode_texts, full_length
-from fedspan.tasks.losses import means, widened
-from fedspan.tasks.metrics import defined
+from fedspan.tasks.losses import means, widen
+from fedspan.tasks.metrics import drop_undefined
 
 __all__ = ["Regression"]
 
@@ -48,13 +48,13 @@ class Regression:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean squared error, in float32 or better."""
-        values_B = widened(self.predict(model, batch))[:, 0]
+        values_B = widen(self.predict(model, batch))[:, 0]
         return F.mse_loss(values_B, batch["labels"].to(values_B))
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute the mean squared error of each client's examples, (C,)."""
-        values_B = widened(self.predict(model, batch))[:, 0]
-        return means((values_B - batch["labels"].to(values_B)).square(), members_CB)
+        values_B = widen(self.predict(model, batch))[:, 0]
+        return means((values_B - batch["labels"].to(values_B)).square(), mask_CB)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
         """Predict the numbers, (examples, 1)."""
@@ -72,7 +72,7 @@ class Regression:
             with warnings.catch_warnings():  # about constant input, which gives NaN
                 warnings.simplefilter("ignore")
                 pearson, spearman = float(pearsonr(guess, truth)[0]), float(spearmanr(guess, truth)[0])  # pyright: ignore
-        return defined({"loss": float(np.mean((guess - truth) ** 2)), "pearson": pearson, "spearman": spearman})
+        return drop_undefined({"loss": float(np.mean((guess - truth) ** 2)), "pearson": pearson, "spearman": spearman})
 
     def remarks(self, examples: EncodedText) -> tuple[str, ...]:
         """Report how many texts fill the maximal length, and so may have been cut."""

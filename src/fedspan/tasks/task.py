@@ -35,13 +35,13 @@ class Task(Protocol):
         """Compute the mean loss over the batch's examples, a scalar."""
         ...
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], members_CB: Tensor) -> Tensor:
+    def losses(self, model: nn.Module, batch: Mapping[str, Tensor], mask_CB: Tensor) -> Tensor:
         """Compute ``loss`` for several clients' examples that share a batch, (C,), each over its own examples.
 
         Args:
             model: The model.
             batch: A batch of B examples.
-            members_CB: 1 where an example belongs to a client, else 0, in the loss's number format; an example may
+            mask_CB: 1 where an example belongs to a client, else 0, in the loss's number format; an example may
                 belong to no client.
         """
         ...

@@ -180,7 +180,7 @@ class PrivateTraining:
         }
         rows = indices.tolist()
         batch = trainer.task.batch(examples, rows, trainer.adapted.device)
-        held = self.stacked.holding(work.job.parametrization, {**others, **leaves}, count, count)
+        held = self.stacked.hold_tensors(work.job.parametrization, {**others, **leaves}, count, count)
         whole = trainer.padding.remove_padding(batch, count, np.ones(count, dtype=bool))
         with held, whole, trainer.prefixes.feed(examples, rows):
             losses = trainer.task.losses(trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device))

@@ -243,7 +243,7 @@ class Trainer:
         else:
             adapted.install(job.parametrization, job.tensors, frozenset())
         rows: dict[int, Tensor] = {}
-        with nullcontext() if tap is None else tap.listening():
+        with nullcontext() if tap is None else tap.record():
             for indices in batches:
                 batch = self.task.batch(examples, indices.tolist(), adapted.device)
                 with nullcontext() if thorough else self.prefixes.feed(examples, indices.tolist()):

@@ -213,7 +213,7 @@ class Layout:
             for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
         }
 
-    def joined(self, gradients: Sequence[Tensor | None], clients: int, like: Tensor) -> Tensor:
+    def join(self, gradients: Sequence[Tensor | None], clients: int, like: Tensor) -> Tensor:
         """Join gradients by tensor, (C, ...) each, into rows (C, P); None is zero."""
         parts = [
             like.new_zeros(clients, size) if gradient is None else gradient.reshape(clients, size)

@@ -229,7 +229,7 @@ class PrefixCache:
         with evaluating(model), torch.random.fork_rng(cards, enabled=training):  # verify() only
             if training:
                 self.adapted.train_mode(frozenset())
-            with self.prefix.recorded() as made:
+            with self.prefix.record() as made:
                 self.task.loss(model, self.task.batch(self.examples, indices, device))
         hidden = made.hidden
         if hidden.ndim != 3 or len(hidden) != len(indices):

@@ -192,7 +192,7 @@ class Worker:
         counted = members.sum(0).numpy() > 0
         self._verify(group, batch, size, counted)
         self._set_dropout(group, batch, size)
-        held = self.stacked.holding(job.parametrization, {**others, **leaves}, clients, clients * size)
+        held = self.stacked.hold_tensors(job.parametrization, {**others, **leaves}, clients, clients * size)
         padding, compiled = self.loop.padding, self.compiled
         quick = padding.remove_padding(batch, clients, counted) if compiled is None else compiled.within()
         with held, quick, self.loop.prefixes.feed(examples, rows):
@@ -203,7 +203,7 @@ class Worker:
         for name in job.buffers:
             for number, seat in enumerate(group):
                 seat.others[name].copy_(others[name][number])
-        return losses.detach(), layout.joined(found, clients, values)
+        return losses.detach(), layout.join(found, clients, values)
 
     def _step(self, group: Sequence[ClientSlot], gradients: Tensor) -> None:
         layout, settings = group[0].layout, self.settings
@@ -250,7 +250,7 @@ class Worker:
             own = {name: view.detach().requires_grad_() for name, view in seat.layout.views(seat.values).items()}
             terms = [penalty.value({**seat.others, **own}) for penalty in seat.work.job.penalties]
             found = torch.autograd.grad(torch.stack(terms).sum(), list(own.values()), allow_unused=True)
-        return seat.layout.joined(found, 1, seat.values)[0]
+        return seat.layout.join(found, 1, seat.values)[0]
 
     def _set_dropout(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int) -> None:
         rate = self.settings.dropout
@@ -287,7 +287,7 @@ class Worker:
         tensors = [perturb(seat) for seat in (first, second)]
         both = {name: value[: 2 * size] for name, value in batch.items()}
         together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
-        held = self.stacked.holding(job.parametrization, together, 2, 2 * size)
+        held = self.stacked.hold_tensors(job.parametrization, together, 2, 2 * size)
         with held, self.loop.padding.remove_padding(both, 2, counted[: 2 * size]):
             found = self.task.predict(self.adapted.model, both)
         for number, own in enumerate(tensors):
