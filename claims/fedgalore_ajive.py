@@ -18,7 +18,7 @@ from planted_views import second_moments
 from torch import Tensor
 
 from fedspan.core.alignment import ajive
-from fedspan.experiments.verdict import Within, paired
+from fedspan.experiments.verdict import Within, compare_pairs
 
 RANK, SQUARED = 5, 15  # of G*, and of its square: 5 * 6 / 2
 WIDE = 28  # of the square of a matrix of rank 5 + 2, the clients' gradient without its noise: 7 * 8 / 2
@@ -105,7 +105,7 @@ def points(found: Within) -> str:
 
 def below(errors: Errors, better: str, worse: str, count: int) -> Within:
     """How far the first estimate's error lies below the second's."""
-    return paired(errors[worse, count], errors[better, count])
+    return compare_pairs(errors[worse, count], errors[better, count])
 
 
 def findings(errors: Errors, clients: Sequence[int]) -> list[report.Finding]:
@@ -124,10 +124,10 @@ def findings(errors: Errors, clients: Sequence[int]) -> list[report.Finding]:
             f"{said} below average + SVD of rank {joint_rank}": (ours, svd_name(joint_rank)),
             f"{said} below AJIVE of joint rank {RANK}, which underfits": (ours, ajive_name(*LOW)),
         }
-        fall = paired(errors[ours, least], errors[ours, most])
+        fall = compare_pairs(errors[ours, least], errors[ours, most])
         text = f"{said} recovers better as clients grow, {least} to {most}"
         falls.append(report.Finding(text, f"error falls by {points(fall)} points", fall.verdict))
-        perfect = paired([5.0] * len(errors[ours, most]), errors[ours, most])
+        perfect = compare_pairs([5.0] * len(errors[ours, most]), errors[ours, most])
         text = f"{said} recovers V* nearly perfectly (read as: error below 5 %), {most} clients"
         falls.append(report.Finding(text, f"error {5 - perfect.mean:.2f} ± {perfect.error:.2f} %", perfect.verdict))
     leads = {statement: below(errors, *pair, most) for statement, pair in compared.items()}
@@ -180,7 +180,7 @@ def readings(seeds: Sequence[int], count: int, size: int, drift: float, noise: f
     for name, options in READINGS.items():
         found = [error(joint(views, SQUARED, **options), target) for target, views in drawn]
         others = [errors[other, count] for other in (AVERAGE, svd_name(SQUARED))]
-        leads = [paired(other, found) for other in others]
+        leads = [compare_pairs(other, found) for other in others]
         rows.append([name, f"{sum(found) / len(found):.2f}", *(f"{points(one)}, {one.verdict}" for one in leads)])
     return report.table((f"AJIVE, rank {SQUARED}", "error, %", "below average", "below average + SVD"), rows)
 

@@ -18,7 +18,7 @@ from planted_views import planted, shortest
 from torch import Tensor
 
 from fedspan.core.alignment import Ajive, ajive
-from fedspan.experiments.verdict import near, paired, standard_error
+from fedspan.experiments.verdict import compare_pairs, compare_to, standard_error
 
 PAPER = (
     "Rethinking LoRA for Data Heterogeneous Federated Learning: Subspace and State Alignment (arXiv:2602.01746), "
@@ -75,14 +75,14 @@ def findings(times: Mapping[tuple[int, int], Times]) -> list[report.Finding]:
     for kind in ("dense", "factored"):
         if NAMED in times:
             values, printed = getattr(times[NAMED], kind), PRINTED[NAMED]
-            lead = paired([printed] * len(values), values)
+            lead = compare_pairs([printed] * len(values), values)
             text = f"5 views with n = 1024 take {printed:.0f} ms on a CPU (read as: at most that), {kind} views"
             found.append(report.Finding(text, f"{spread(values)} ms", lead.verdict))
         size = max(size for _, size in times)
         few, many = sorted({views for views, _ in times})[-2:]
         pairs = zip(getattr(times[many, size], kind), getattr(times[few, size], kind), strict=True)
         ratios = [one / other for one, other in pairs]
-        growth = near(ratios, many / few, 0.2 * many / few)
+        growth = compare_to(ratios, many / few, 0.2 * many / few)
         text = (
             f"Time grows in proportion to the views (read as: within 20 %), {few} to {many}, n = {size}, {kind} views"
         )

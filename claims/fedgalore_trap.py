@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedspan.core.parametrization import Dense, LoRA, Parametrization, Projected
 from fedspan.core.tensors import generator, tensor_name
 from fedspan.core.values import Group, Job, OptimizerSpec, Refresh
-from fedspan.experiments.verdict import paired
+from fedspan.experiments.verdict import compare_pairs
 from fedspan.models.adapted import AdaptedModel
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
@@ -280,7 +280,7 @@ def findings(played: Mapping[str, Mapping[str, Outcome]]) -> list[report.Finding
             continue
         for above, under in pairs:
             one, other = played[name][above], played[name][under]
-            lead = paired(one.flat, other.flat)
+            lead = compare_pairs(one.flat, other.flat)
             text = f"{METHODS[above]} reaches the flat basin more often than {METHODS[under]}; {name}"
             shares = f"{one.share:.1f} % and {other.share:.1f} %, by {lead} points"
             found.append(report.Finding(text, shares, lead.verdict))
@@ -308,7 +308,7 @@ def rows(played: Mapping[str, Mapping[str, Outcome]], positions: Mapping[str, fl
     ordered = 0
     for name, outcomes in played.items():
         steps = [
-            paired(outcomes[above].flat, outcomes[under].flat)
+            compare_pairs(outcomes[above].flat, outcomes[under].flat)
             for above, under in (("full", "galore"), ("galore", "lora"))
         ]
         ordered += all(step.verdict == "holds" for step in steps)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedspan.core.tensors import generator
-from fedspan.experiments.verdict import paired
+from fedspan.experiments.verdict import compare_pairs
 from fedspan.models.resnet import ResNetForSmallImages, SmallResNetConfig
 
 PAPER = (
@@ -88,12 +88,12 @@ def findings(found: Curves, looks: Sequence[int]) -> list[report.Finding]:
     few, many = min(found), max(found)
     rows: list[report.Finding] = []
     for at, epoch in enumerate(looks):
-        one = paired([curve[at] for curve in found[few]], [curve[at] for curve in found[many]])
+        one = compare_pairs([curve[at] for curve in found[few]], [curve[at] for curve in found[many]])
         when = "with the initial weights" if epoch == 0 else f"after {epoch} epochs"
         text = f"The stable rank with {few} images is above that with {many}, {when}"
         rows.append(report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict))
     means = [[sum(curve) / len(curve) for curve in found[size]] for size in (few, many)]
-    one = paired(*means)
+    one = compare_pairs(*means)
     text = f"The stable rank with {few} images is above that with {many}, mean over all looks"
     return [report.Finding(text, f"by {one.mean:+.1f} ± {one.error:.1f}", one.verdict), *rows]
 

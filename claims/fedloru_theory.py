@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedspan.core.tensors import generator
-from fedspan.experiments.verdict import Verdict, Within, near, paired
+from fedspan.experiments.verdict import Verdict, Within, compare_pairs, compare_to
 
 PAPER = (
     "Communication-Efficient Federated Low-Rank Update Algorithm and its Connection to Implicit Regularization "
@@ -155,10 +155,10 @@ def eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
             ratios.append(sum(float(one.values[at]) / outlier(v, client) for at, v in enumerate(by_size)) / len(theta))
             inner = [float(one.vectors[theta.index(v), at]) ** 2 for at, v in enumerate(by_size)]
             overlaps.append(sum(x - (1 - (client / v) ** 2) for x, v in zip(inner, by_size, strict=True)) / len(theta))
-        one = near(ratios, 1.0, TOLERANCE)
+        one = compare_to(ratios, 1.0, TOLERANCE)
         text = f"Proposition 3.1: eigenvalues above sigma s go to g^-1(theta) (within {TOLERANCE:.0%}); theta = {name}"
         found.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
-        one = near(overlaps, 0.0, TOLERANCE)
+        one = compare_to(overlaps, 0.0, TOLERANCE)
         text = f"Equation (5): squared cosines go to 1 - sigma^2 s^2 / theta^2 (within {TOLERANCE}); theta = {name}"
         found.append(report.Finding(text, f"{one.mean:+.4f} ± {one.error:.4f} off", one.verdict))
     tops = [float(noisy(HIDDEN, client, size, seed, "client 0").values[0].abs()) for seed in seeds]
@@ -169,20 +169,20 @@ def eigenvalues(size: int, seeds: Sequence[int]) -> list[report.Finding]:
         ),
         (f"The same with theta > sigma s as the condition: theta = {HIDDEN[0]} goes to the edge U", 2 * client),
     ):
-        one = near([top / target for top in tops], 1.0, TOLERANCE)
+        one = compare_to([top / target for top in tops], 1.0, TOLERANCE)
         found.append(report.Finding(said, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
     theta = next(iter(SPECTRA.values()))
     bulk = [
         float((noisy(theta, client, size, seed, "client 0").values[len(theta) :] ** 2).mean()) / (2 * client) ** 2
         for seed in seeds
     ]
-    one = near(bulk, 1.0, TOLERANCE)
+    one = compare_to(bulk, 1.0, TOLERANCE)
     text = "Proposition 3.1: all other eigenvalues go to the edges (read as: their mean square to U^2)"
     found.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
     ratios = [
         noisy(theta, client, size, seed, "client 0").stable_rank / estimate(theta, client, size) for seed in seeds
     ]
-    one = near(ratios, 1.0, TOLERANCE)
+    one = compare_to(ratios, 1.0, TOLERANCE)
     text = "Equation (35) gives the stable rank"
     found.append(report.Finding(text, f"{one.mean:.4f} ± {one.error:.4f} of it", one.verdict))
     return found
@@ -194,14 +194,14 @@ def ranks(size: int, seeds: Sequence[int]) -> list[report.Finding]:
     few, many = CLIENTS[-1], CLIENTS[0]
     for name, theta in SPECTRA.items():
         gap = gaps(theta, few, size, seeds)
-        one = paired(gap, [0.0] * len(gap))
+        one = compare_pairs(gap, [0.0] * len(gap))
         text = f"Theorem 3.2: the client's stable rank is above the server's; theta = {name}"
         found.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
         least = bound(theta, few, SERVER, size)
-        one = paired(gap, [least] * len(gap))
+        one = compare_pairs(gap, [least] * len(gap))
         text = f"Theorem 3.2: ... by at least equation (4); theta = {name}"
         found.append(report.Finding(text, f"{sum(gap) / len(gap):.2f}, where (4) says {least:.2f}", one.verdict))
-        one = paired(gap, gaps(theta, many, size, seeds))
+        one = compare_pairs(gap, gaps(theta, many, size, seeds))
         text = f"Theorem 3.2: ... by more where the client has fewer examples (s {few} against {many}); theta = {name}"
         found.append(report.Finding(text, f"by {one.mean:+.2f} ± {one.error:.2f}", one.verdict))
     return found
@@ -210,7 +210,8 @@ def ranks(size: int, seeds: Sequence[int]) -> list[report.Finding]:
 def falls(curves: Sequence[Sequence[float]]) -> list[Within]:
     """How much alignment falls with each rank more, over seeds."""
     return [
-        paired([curve[at] for curve in curves], [curve[at + 1] for curve in curves]) for at in range(len(curves[0]) - 1)
+        compare_pairs([curve[at] for curve in curves], [curve[at + 1] for curve in curves])
+        for at in range(len(curves[0]) - 1)
     ]
 
 
@@ -223,7 +224,7 @@ def gradients(curves: Mapping[tuple[str, float], Sequence[Sequence[float]]], spr
         text = f"Theorem 3.3: alignment falls with every rank, 1 to {len(steps) + 1}, derivatives of 1; theta = {name}"
         found.append(report.Finding(text, f"at least by {least.mean:+.4f} ± {least.error:.4f}", worst(steps)))
         varied = curves[name, spread]
-        one = paired([curve[0] for curve in varied], [curve[1] for curve in varied])
+        one = compare_pairs([curve[0] for curve in varied], [curve[1] for curve in varied])
         text = (
             f"... also from 1 to 2 where the derivative along the first varies between clients (0.2 ± {spread:g}); "
             f"theta = {name}"

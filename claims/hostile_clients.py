@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from fedspan.config import RunConfig, parse_config
 from fedspan.errors import FedspanError
-from fedspan.experiments.verdict import Verdict, paired
+from fedspan.experiments.verdict import Verdict, compare_pairs
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.runs.setup import Prepared, prepare
@@ -245,7 +245,7 @@ def label_fault(fault: str) -> str:
 def compare_defences(statement: str, better: Sequence[Cell], worse: Sequence[Cell]) -> report.Finding:
     """Compare two defences, paired by method and seed."""
     one, other = accuracies(better), accuracies(worse)
-    difference = paired(one, other)
+    difference = compare_pairs(one, other)
     means = f"{sum(one) / len(one):.1f} % and {sum(other) / len(other):.1f} %"
     return report.Finding(statement, f"{means}: {difference} points", difference.verdict)
 

@@ -28,7 +28,7 @@ class Look:
         preset: whose statement is contradicted.
         cell: of its small scale.
         asked: what might be the reason; in markdown.
-        says: what is judged; the first row is said to be better than each of the others.
+        statement: The claim that is judged: the first row is better than each of the others.
         rows: these.
         found: what came of it, in words; the numbers are the table's.
         measure: what is compared (``statements.Claim``).
@@ -37,7 +37,7 @@ class Look:
     preset: str
     cell: str
     asked: str
-    says: str
+    statement: str
     rows: tuple[Row, ...]
     found: str
     measure: str = "score"

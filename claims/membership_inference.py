@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from fedspan.config import parse_config
-from fedspan.experiments.verdict import paired, standard_error
+from fedspan.experiments.verdict import compare_pairs, standard_error
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.accounting import PrivacySpend
 
@@ -123,7 +123,7 @@ def chance(count: int) -> float:
 def findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: Sequence[float]) -> list[report.Finding]:
     """Paired by seed."""
     none = [one["auc"] for one in results["none"]]
-    known = paired(none, [50.0] * len(none))
+    known = compare_pairs(none, [50.0] * len(none))
     made = [
         report.Finding(
             "Without privacy, members have smaller losses: the attack's AUC is above 50 %",
@@ -133,7 +133,7 @@ def findings(results: Mapping[str, Sequence[dict[str, float]]], budgets: Sequenc
     ]
     for budget in budgets:
         own = results[f"{budget:g}"]
-        less = paired(none, [one["auc"] for one in own])
+        less = compare_pairs(none, [one["auc"] for one in own])
         made.append(
             report.Finding(
                 f"DP-SGD with epsilon {budget:g} takes AUC from the attack",

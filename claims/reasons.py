@@ -74,7 +74,7 @@ def findings(look: Look, scores: Sequence[CellScore]) -> list[report.Finding]:
     """The first row against each of the others, by the claims' own rule."""
     cells = [cell for cell in cells_of(preset_of(look.preset), "small") if cell.name == look.cell]
     first, *others = (row.name for row in look.rows)
-    claim = Claim(says=look.says, better=first, worse=others, measure=look.measure)
+    claim = Claim(statement=look.statement, better=first, worse=others, measure=look.measure)
     return [finding(judged) for judged in judge([claim], cells, scores)]
 
 

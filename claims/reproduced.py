@@ -26,7 +26,7 @@ from fedspan.tasks.metrics import METRICS, Metric
 
 def finding(judged: Judged) -> report.Finding:
     """A verdict as a row."""
-    statement = f"{judged.says}: {judged.better} against {judged.worse}"
+    statement = f"{judged.statement}: {judged.better} against {judged.worse}"
     if judged.overall is None:
         return report.Finding(statement, judged.why or "", judged.verdict)
     known = METRICS.get(judged.metric)
@@ -37,7 +37,7 @@ def finding(judged: Judged) -> report.Finding:
 def by_cell(verdicts: Sequence[Judged]) -> str:
     """The same, cell by cell, where there are several."""
     rows = [
-        [judged.says, judged.better, judged.worse, cell.cell, difference(judged.metric, cell), cell.verdict]
+        [judged.statement, judged.better, judged.worse, cell.cell, difference(judged.metric, cell), cell.verdict]
         for judged in verdicts
         if len(judged.cells) > 1 and not judged.metric.startswith("bytes")
         for cell in judged.cells

@@ -26,7 +26,7 @@ from fedspan.core.method import scaling_of
 from fedspan.core.tensors import generator
 from fedspan.core.values import Client, OptimizerSpec
 from fedspan.errors import FedspanError
-from fedspan.experiments.verdict import near, paired, standard_error
+from fedspan.experiments.verdict import compare_pairs, compare_to, standard_error
 from fedspan.federation.evaluation import Evaluator
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData
@@ -212,14 +212,14 @@ def findings(curves: Mapping[tuple[str, int], Sequence[Curve]]) -> list[report.F
     level = {key: [curve.plateau("test") for curve in runs] for key, runs in curves.items()}
     found: list[report.Finding] = []
     for clients in CLIENTS:
-        plateau = near(level["ffa-lora", clients], 55.0, 5.0)
+        plateau = compare_to(level["ffa-lora", clients], 55.0, 5.0)
         text = f"FFA-LoRA plateaus around 55 % with {clients} clients (read as: 50 to 60 %)"
         found.append(report.Finding(text, f"{plateau.mean:.1f} ± {plateau.error:.1f} %", plateau.verdict))
-    fall = paired(level["fedit", 5], level["fedit", 10])
+    fall = compare_pairs(level["fedit", 5], level["fedit", 10])
     found.append(report.Finding("LoRA falls from 5 to 10 clients", f"by {fall} points", fall.verdict))
     for clients in CLIENTS:
         for other in ("ffa-lora", "fedit"):
-            lead = paired(level["rolora", clients], level[other, clients])
+            lead = compare_pairs(level["rolora", clients], level[other, clients])
             text = f"RoLoRA is ahead of {METHODS[other]} with {clients} clients"
             found.append(report.Finding(text, f"by {lead} points", lead.verdict))
     return found

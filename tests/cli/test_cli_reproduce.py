@@ -62,10 +62,10 @@ def tiny_preset(tiny_folder: Path) -> Preset:
         "sweep": {"training.lr": [0.02, 0.001]},
         "seeds": [0, 1],
         "claims": [
-            {"says": "FFA-LoRA sends less", "better": "FFA-LoRA", "worse": ["LoRA"], "measure": "bytes_up"},
-            {"says": "LoRA is better", "better": "LoRA", "worse": ["FFA-LoRA"], "cells": {"rounds": ["two"]}},
+            {"statement": "FFA-LoRA sends less", "better": "FFA-LoRA", "worse": ["LoRA"], "measure": "bytes_up"},
+            {"statement": "LoRA is better", "better": "LoRA", "worse": ["FFA-LoRA"], "cells": {"rounds": ["two"]}},
             *(
-                {"says": measure, "better": "FFA-LoRA", "worse": ["LoRA"], "measure": measure}
+                {"statement": measure, "better": "FFA-LoRA", "worse": ["LoRA"], "measure": measure}
                 for measure in ("bytes_to", "rounds_to", "alignment", "barrier", "state_step")
             ),
         ],

@@ -14,13 +14,13 @@ from torch import Tensor
 from fedspan.core.base import Delta
 from fedspan.core.lowrank import LowRank
 from fedspan.diagnostics.updates import (
-    combined,
+    combine,
+    compare_updates,
     inner_product,
     moment_mismatch,
     principal_angles,
     shape_of,
     singular_values,
-    together,
 )
 
 O, I = 7, 5  # noqa: E741
@@ -42,7 +42,7 @@ def test_numbers_of_factors_are_those_of_dense_matrices(seed: int, kinds: list[t
     updates = {f"c{number}": draw(rng, *kind) for number, kind in enumerate(kinds)}
     weights = {id: float(number + 1) for number, id in enumerate(updates)}
     whole = draw(rng, 3, seed % 2 == 0)
-    found = together(updates, weights, whole)
+    found = compare_updates(updates, weights, whole)
 
     total = sum(weights.values())
     D = {id: matrix(one) for id, one in updates.items()}
@@ -66,9 +66,9 @@ def test_numbers_of_factors_are_those_of_dense_matrices(seed: int, kinds: list[t
 def test_without_a_global_model_the_mean_is_what_updates_are_aligned_with() -> None:
     rng = torch.Generator().manual_seed(0)
     updates = {id: draw(rng, 2, False) for id in "ab"}
-    found = together(updates, {"a": 1, "b": 3}, None)
-    mean = combined([(0.25, updates["a"]), (0.75, updates["b"])], (O, I))
-    with_mean = together(updates, {"a": 1, "b": 3}, mean)
+    found = compare_updates(updates, {"a": 1, "b": 3}, None)
+    mean = combine([(0.25, updates["a"]), (0.75, updates["b"])], (O, I))
+    with_mean = compare_updates(updates, {"a": 1, "b": 3}, mean)
     assert math.isnan(found.aggregation_error)
     assert with_mean.aggregation_error < 1e-12
     assert found.alignment == pytest.approx(with_mean.alignment)
@@ -77,9 +77,9 @@ def test_without_a_global_model_the_mean_is_what_updates_are_aligned_with() -> N
 def test_nearly_nothing_is_not_lost_in_rounding() -> None:
     rng = torch.Generator().manual_seed(0)
     updates = {id: draw(rng, 2, False) for id in "ab"}
-    mean = combined([(0.5, updates["a"]), (0.5, updates["b"])], (O, I))
+    mean = combine([(0.5, updates["a"]), (0.5, updates["b"])], (O, I))
     off = LowRank(torch.full((O, 1), 1e-9), torch.ones(1, I))
-    found = together(updates, {"a": 1, "b": 1}, combined([(1.0, mean), (1.0, off)], (O, I)))
+    found = compare_updates(updates, {"a": 1, "b": 1}, combine([(1.0, mean), (1.0, off)], (O, I)))
     assert found.aggregation_error == pytest.approx(1e-9 * math.sqrt(O * I) / float(matrix(mean).norm()), rel=1e-3)
 
 
@@ -90,7 +90,7 @@ def test_angles_between_known_subspaces() -> None:
     frozen = torch.randn(2, I, generator=torch.Generator().manual_seed(1))
     rng = torch.Generator().manual_seed(2)
     updates = {id: LowRank(torch.randn(O, 2, generator=rng), frozen) for id in "abc"}
-    found = together(updates, dict.fromkeys("abc", 1.0), None)
+    found = compare_updates(updates, dict.fromkeys("abc", 1.0), None)
     assert found.angle_in < 1e-3
     assert found.angle_out > 20
 
@@ -127,4 +127,4 @@ def test_moments_apart() -> None:
 
 def test_of_nobody() -> None:
     with pytest.raises(ValueError, match="no client"):
-        together({}, {}, None)
+        compare_updates({}, {}, None)

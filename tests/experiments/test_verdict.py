@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedspan.experiments.verdict import near, paired
+from fedspan.experiments.verdict import compare_pairs, compare_to
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ from fedspan.experiments.verdict import near, paired
     ],
 )
 def test_paired(better: list[float], worse: list[float], expected: str) -> None:
-    assert paired(better, worse).verdict == expected
+    assert compare_pairs(better, worse).verdict == expected
 
 
 def test_two_standard_errors_are_the_border() -> None:
     """Differences 0, 1, 2 + shift: mean 1 + shift, standard error 1 / sqrt(3)."""
     border = 2 / math.sqrt(3) - 1
     for shift, expected in ((border - 1e-6, "inconclusive"), (border + 1e-6, "holds")):
-        found = paired([shift, 1 + shift, 2 + shift], [0.0, 0.0, 0.0])
+        found = compare_pairs([shift, 1 + shift, 2 + shift], [0.0, 0.0, 0.0])
         assert found.verdict == expected
         assert found.error == pytest.approx(1 / math.sqrt(3))
 
@@ -38,9 +38,9 @@ def test_two_standard_errors_are_the_border() -> None:
     [([55.0, 56.0, 54.0], "holds"), ([70.0, 71.0, 72.0], "contradicted"), ([50.0, 60.0, 70.0], "inconclusive")],
 )
 def test_near(values: list[float], expected: str) -> None:
-    assert near(values, 55.0, 5.0).verdict == expected
+    assert compare_to(values, 55.0, 5.0).verdict == expected
 
 
 def test_values_that_do_not_pair_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        paired([1.0, 2.0], [1.0])
+        compare_pairs([1.0, 2.0], [1.0])

@@ -13,7 +13,7 @@ from fedspan.models.names import ARCHITECTURES, BUILTIN_MODELS, resolve_model
 from fedspan.planning import plan
 from fedspan.planning.compute import Compute, LocalTraining
 from fedspan.reproduction.cells import cells_of, row_folders, settings_table
-from fedspan.reproduction.presets import SCALES, architectures, list_presets, merged, preset_of, read_preset
+from fedspan.reproduction.presets import SCALES, architectures, list_presets, merge, preset_of, read_preset
 from fedspan.reproduction.rehearsal import dry_run
 
 IDS = [preset.id for preset in list_presets()]
@@ -105,7 +105,7 @@ def test_the_architecture_of_minilm_is_its_package_s() -> None:
 
 
 def test_merging_goes_into_sections() -> None:
-    assert merged({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "c": 5}) == {"a": {"x": 1, "y": 4}, "b": 3, "c": 5}
+    assert merge({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "c": 5}) == {"a": {"x": 1, "y": 4}, "b": 3, "c": 5}
 
 
 def test_a_combination_that_small_skips_is_no_cell_there() -> None:
@@ -125,7 +125,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         "axes": {"task": {"one": {}}},
         "methods": {"LoRA": {"key": "fedit"}},
         "seeds": [0],
-        "claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"]}],
+        "claims": [{"statement": "s", "better": "LoRA", "worse": ["LoRA"]}],
         "small": {},
         "notes": ["n"],
     }
@@ -137,8 +137,11 @@ def changed(**changes: Any) -> dict[str, Any]:
     [
         ({"nots": ["n"]}, r"`x\.nots`: there is no such field. Did you mean 'notes'"),
         ({"methods": {"LoRA": {"key": "fedit-lora"}}}, "methods.LoRA.key 'fedit-lora' is no method. Did you mean"),
-        ({"claims": [{"says": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
-        ({"claims": [{"says": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]}, "'two' is none"),
+        ({"claims": [{"statement": "s", "better": "LoRA", "worse": ["FFA"]}]}, "claims: 'FFA' is none of LoRA"),
+        (
+            {"claims": [{"statement": "s", "better": "LoRA", "worse": ["LoRA"], "cells": {"task": ["two"]}}]},
+            "'two' is none",
+        ),
         ({"small": {"axes": {"clients": {}}}}, "small.axes: 'clients' is none of task"),
         ({"small": {"skip": [{"task": ["two"]}]}}, "small.skip.task: 'two' is none of one"),
         (

@@ -35,7 +35,7 @@ SCORES = (
 
 def judged(**claim: Any) -> Judged:
     (found,) = judge(
-        [Claim.model_validate({"says": "A is better", "better": "A", "worse": ["B"], **claim})], CELLS, SCORES
+        [Claim.model_validate({"statement": "A is better", "better": "A", "worse": ["B"], **claim})], CELLS, SCORES
     )
     return found
 
@@ -67,9 +67,9 @@ def test_less_of_a_loss_is_better_and_a_row_that_failed_leaves_its_cell_out() ->
         score("skewed", "A", metric=""),
         score("skewed", "B", 2.0, 2.2, 2.1, metric="loss", higher=False),
     )
-    (found,) = judge([Claim(says="s", better="A", worse=["B"])], CELLS, scores)
+    (found,) = judge([Claim(statement="s", better="A", worse=["B"])], CELLS, scores)
     assert (found.verdict, [cell.cell for cell in found.cells]) == ("holds", ["iid"])
-    (none,) = judge([Claim(says="s", better="A", worse=["B"], cells={"split": ["skewed"]})], CELLS, scores)
+    (none,) = judge([Claim(statement="s", better="A", worse=["B"], cells={"split": ["skewed"]})], CELLS, scores)
     assert none.why is not None
     table = verdict_table([found, none])
     assert [row[1] for row in table.rows] == ["A over B"] * 2
@@ -84,7 +84,7 @@ def test_scores_of_several_metrics_have_no_mean() -> None:
         score("skewed", "A", 1.0, 1.1, 1.2, metric="loss", higher=False),
         score("skewed", "B", 2.0, 2.2, 2.1, metric="loss", higher=False),
     )
-    claim = Claim(says="s", better="A", worse=["B"])
+    claim = Claim(statement="s", better="A", worse=["B"])
     (found,) = judge([claim], CELLS, scores)
     assert (found.verdict, found.why) == ("not runnable here", "accuracy and loss have no mean: a claim for each")
     (found,) = judge([claim.model_copy(update={"cells": {"split": ["skewed"]}})], CELLS, scores)
@@ -104,7 +104,7 @@ def test_the_cost_of_coming_to_nine_tenths_of_the_way() -> None:
         ),
     )
     for measure, mean in (("rounds_to", 1.5), ("bytes_to", 10 * 5), ("seconds_to", 0.75)):
-        claim = Claim.model_validate({"says": "A is sooner", "better": "A", "worse": ["B"], "measure": measure})
+        claim = Claim.model_validate({"statement": "A is sooner", "better": "A", "worse": ["B"], "measure": measure})
         (found,) = judge([claim], CELLS[:1], scores)
         assert found.overall is not None
         assert found.overall.mean == pytest.approx(mean)
@@ -119,7 +119,7 @@ def test_a_row_that_never_comes_there_counts_with_all_that_it_cost() -> None:
     """So one that learns nothing is no reason to time the others to an untrained model's score."""
     learns = score("iid", "A", 0.9, 0.9, curves=(points(0.5, 0.9, 0.9, 0.9),) * 2)
     stuck = score("iid", "B", 0.5, 0.5, curves=(points(0.5, 0.5, 0.5, 0.5),) * 2)
-    one = Claim(says="A is sooner", better="A", worse=["B"], measure="rounds_to")
+    one = Claim(statement="A is sooner", better="A", worse=["B"], measure="rounds_to")
     (found,) = judge([one], CELLS[:1], (learns, stuck))
     assert found.overall is not None
     assert (found.verdict, found.overall.mean, found.overall.bound) == ("holds", 2.0, "at least ")
@@ -144,7 +144,7 @@ def test_what_is_measured_beside_scores(measure: str, verdict: str) -> None:
         score("iid", "A", 0.9, 0.9, 0.9, measured={measure: (0.1, 0.12, 0.11)}),
         score("iid", "B", 0.9, 0.9, 0.9, measured={measure: (0.4, 0.41, 0.43)}),
     )
-    claim = Claim.model_validate({"says": "", "better": "A", "worse": ["B"], "measure": measure})
+    claim = Claim.model_validate({"statement": "", "better": "A", "worse": ["B"], "measure": measure})
     assert judge([claim], CELLS[:1], scores)[0].verdict == verdict
     (found,) = judge([claim], CELLS[:1], (scores[0], score("iid", "B", 0.9, measured={measure: (None,)})))
     assert found.verdict == "not runnable here"

@@ -137,21 +137,21 @@ class Reading:
 
 def readings(diagnosis: Diagnosis) -> tuple[Reading, ...]:
     """Return every measure that has a value in at least one layer."""
-    found: list[Reading] = []
+    result: list[Reading] = []
     for measure in MEASURES:
         values = _values(measure, diagnosis.layers)
         if values:
-            ends = {"high": max, "low": min}
-            worst = None if measure.worst is None else ends[measure.worst](values, key=lambda name: values[name])
+            extremes = {"high": max, "low": min}
+            worst = None if measure.worst is None else extremes[measure.worst](values, key=lambda name: values[name])
             numbers = list(values.values())
-            found.append(Reading(measure, sum(numbers) / len(numbers), min(numbers), max(numbers), worst))
-    return tuple(found)
+            result.append(Reading(measure, sum(numbers) / len(numbers), min(numbers), max(numbers), worst))
+    return tuple(result)
 
 
 def values_of(layer: LayerDiagnosis) -> dict[str, float]:
     """Return the available measures of a layer, by key."""
-    found = {measure.key: measure.value(layer) for measure in MEASURES}
-    return {key: value for key, value in found.items() if value is not None and not math.isnan(value)}
+    values = {measure.key: measure.value(layer) for measure in MEASURES}
+    return {key: value for key, value in values.items() if value is not None and not math.isnan(value)}
 
 
 def _values(measure: Measure, layers: Mapping[str, LayerDiagnosis]) -> dict[str, float]:
@@ -187,9 +187,9 @@ class DiagnosticsRecorder:
         record = TrainingRecord()
         result = federation.run_round(progress, on_client, record, on_charge)
         began = time.monotonic()
-        looked = layers_of(federation, record, progress, result)
-        found = {name: values_of(layer) for name, layer in looked.items()}
-        together = alignment([layer.updates.products for layer in looked.values()])
+        layers = layers_of(federation, record, progress, result)
+        measures = {name: values_of(layer) for name, layer in layers.items()}
+        cosine = alignment([layer.updates.products for layer in layers.values()])
         seconds = time.monotonic() - began
         self.seconds += seconds
-        return result, {"layers": found, "alignment": together, "seconds": seconds}
+        return result, {"layers": measures, "alignment": cosine, "seconds": seconds}

@@ -19,13 +19,13 @@ from fedspan.core.tensors import generator, is_extra, slots_of, tensor_name
 from fedspan.core.values import Job, Trained
 from fedspan.diagnostics.updates import (
     Shape,
-    Together,
+    UpdateComparison,
     alignment,
     as_shape,
-    combined,
+    combine,
+    compare_updates,
     moment_mismatch,
     shape_of,
-    together,
 )
 from fedspan.errors import FedspanError
 from fedspan.federation.federation import Federation
@@ -78,7 +78,7 @@ class LayerDiagnosis:
         accumulated: Change of the global model since the start of the run; None where there is no global model.
     """
 
-    updates: Together
+    updates: UpdateComparison
     moments: float | None
     accumulated: Shape | None
 
@@ -163,14 +163,15 @@ def diagnose_round(
         raise FedspanError("round", round, "another checkpoint", problem=problem)
     result = federation.run_round(progress, on_trained=record)
     began = time.monotonic()
-    look = _look(federation, record, progress, result)
-    layers = look.layers()
+    models = _models_of(federation, record, progress, result)
+    layers = models.layers()
     engine.adapted.set_base(progress.state.base)
     rng = generator(seed, "diagnosis")
     indices = np.sort(torch.randperm(len(held_out), generator=rng)[:examples].numpy())
     ids = sorted(record.by_client)
     barriers = tuple(
-        Barrier(pair, look.losses(pair, held_out, indices, batch_size)) for pair in islice(combinations(ids, 2), pairs)
+        Barrier(pair, models.losses(pair, held_out, indices, batch_size))
+        for pair in islice(combinations(ids, 2), pairs)
     )
     return Diagnosis(
         method=title,
@@ -195,10 +196,10 @@ def layers_of(
         before: The progress before the round.
         result: Result of the round.
     """
-    return _look(federation, record, before, result).layers()
+    return _models_of(federation, record, before, result).layers()
 
 
-def _look(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _RoundModels:
+def _models_of(federation: Federation, record: TrainingRecord, before: Progress, result: RoundResult) -> _RoundModels:
     weights = {id: federation.clients[id].client.weight for id in result.cohort}
     engine = federation.engine
     engine.adapted.set_base(result.progress.state.base)
@@ -225,16 +226,16 @@ class _RoundModels:
     def __init__(
         self,
         engine: Engine,
-        found: Mapping[str, ClientTraining],
+        training: Mapping[str, ClientTraining],
         before: BaseUpdate,
         after: BaseUpdate,
         weights: Mapping[str, float],
         end: Job | None,
     ) -> None:
-        self.engine, self.found = engine, found
+        self.engine, self.training = engine, training
         self.before, self.after, self.end = before, after, end
-        total = sum(weights[id] for id in found)
-        self.weights = {id: weights[id] / total for id in sorted(found)}
+        total = sum(weights[id] for id in training)
+        self.weights = {id: weights[id] / total for id in sorted(training)}
 
     def layers(self) -> dict[str, LayerDiagnosis]:
         """Diagnose all target layers."""
@@ -243,31 +244,31 @@ class _RoundModels:
     def _layer(self, name: str) -> LayerDiagnosis:
         shape = self.engine.adapted.operators[name].shape
         starts = {id: self._start(id, name) for id in self.weights}
-        updates = {id: combined([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
+        updates = {id: combine([(1.0, self._own(id, name)), (-1.0, starts[id])], shape) for id in starts}
         whole = accumulated = None
         if self.end is not None:
             end = self._change(self.end.parametrization[name], self.end.tensors, name, self.after)
             # relative to the clients' mean start: the global model, unless the clients' ranks are smaller
-            begun = [(-self.weights[id], start) for id, start in starts.items()]
-            whole = combined([(1.0, end), *self._moved(name), *begun], shape)
+            negative_starts = [(-self.weights[id], start) for id, start in starts.items()]
+            whole = combine([(1.0, end), *self._base_change(name), *negative_starts], shape)
             parts: list[tuple[float, Delta]] = [(1.0, end)]
             if name in self.after.total:
                 parts.append((1.0, self.after.total[name]))
             if self.after.rho != 1.0:
                 parts.append((self.after.rho - 1.0, self.engine.adapted.weight(name)))
-            accumulated = shape_of(combined(parts, shape))
-        return LayerDiagnosis(together(updates, self.weights, whole), self._moments(name), accumulated)
+            accumulated = shape_of(combine(parts, shape))
+        return LayerDiagnosis(compare_updates(updates, self.weights, whole), self._moments(name), accumulated)
 
     def losses(
         self, pair: tuple[str, str], examples: Examples, indices: np.ndarray, batch_size: int
     ) -> tuple[float, ...]:
         """Measure the losses of the models between two clients' models, at ``STEPS``."""
         operators = self.engine.adapted.operators
-        ends = [{name: self._own(id, name) for name in operators} for id in pair]
+        changes = [{name: self._own(id, name) for name in operators} for id in pair]
         extras = [
-            {name: value for name, value in self.found[id].trained.tensors.items() if is_extra(name)} for id in pair
+            {name: value for name, value in self.training[id].trained.tensors.items() if is_extra(name)} for id in pair
         ]
-        found: list[float] = []
+        losses: list[float] = []
         for at in STEPS:
             parametrization: dict[str, Parametrization] = {}
             tensors = {
@@ -275,27 +276,27 @@ class _RoundModels:
                 for name, value in extras[0].items()
             }
             for name, operator in operators.items():
-                mixed = combined([(1 - at, ends[0][name]), (at, ends[1][name])], operator.shape)
+                mixed = combine([(1 - at, changes[0][name]), (at, changes[1][name])], operator.shape)
                 parametrization[name] = LoRA(mixed.scale) if isinstance(mixed, LowRank) else DenseChange()
                 slots = {"A": mixed.A, "B": mixed.B} if isinstance(mixed, LowRank) else {"D": mixed.float()}
                 tensors |= {tensor_name(name, slot): value for slot, value in slots.items()}
             predictions = self.engine.predict(Job(parametrization, tensors, ()), examples, indices, batch_size)
-            found.append(self.engine.task.metrics(predictions, examples, indices.tolist())["loss"])
-        return tuple(found)
+            losses.append(self.engine.task.metrics(predictions, examples, indices.tolist())["loss"])
+        return tuple(losses)
 
     def _start(self, id: str, name: str) -> Delta:
         """Return a client's layer before its training, relative to the base at the start of the round."""
-        first = self.found[id].first
+        first = self.training[id].first
         return self._change(first.parametrization[name], first.tensors, name, self.before)
 
     def _own(self, id: str, name: str) -> Delta:
         """Return a client's layer after its training, relative to the base at the start of the round."""
-        local = self.found[id]
+        local = self.training[id]
         change = self._change(local.last.parametrization[name], local.trained.tensors, name, self.before)
         decay = local.trained.decay
         if decay == 1.0:
             return change
-        return combined([(1.0, change), (decay - 1.0, self._base(name, self.before))], as_shape(change))
+        return combine([(1.0, change), (decay - 1.0, self._base(name, self.before))], as_shape(change))
 
     def _change(
         self, parametrization: Parametrization, tensors: Mapping[str, Tensor], name: str, base: BaseUpdate
@@ -310,24 +311,24 @@ class _RoundModels:
     def _base(self, name: str, base: BaseUpdate) -> Tensor:
         return materialise(self.engine.adapted.weight(name), base, name)
 
-    def _moved(self, name: str) -> list[tuple[float, Delta]]:
+    def _base_change(self, name: str) -> list[tuple[float, Delta]]:
         """Return the change of the base in the round, as terms of a linear combination."""
-        new = [one for one in self.after.recent if one.round > self.before.round]
-        if all(one.decay == 1.0 for one in new):
-            return [(1.0, one.deltas[name]) for one in new if name in one.deltas]
+        new = [increment for increment in self.after.recent if increment.round > self.before.round]
+        if all(increment.decay == 1.0 for increment in new):
+            return [(1.0, increment.deltas[name]) for increment in new if name in increment.deltas]
         return [(1.0, self._base(name, self.after)), (-1.0, self._base(name, self.before))]
 
     def _moments(self, name: str) -> float | None:
         """Return the mean mismatch of the second moments of a layer's tensors; None where there are none."""
-        seconds = {id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._found()}
-        slots = [slots_of(one, name) for one in seconds.values()]
-        shared = set.intersection(*(set(one) for one in slots)) if slots else set[str]()
+        seconds = {id: local.trained.optimizer_state.moments.get("exp_avg_sq", {}) for id, local in self._records()}
+        slots = [slots_of(own, name) for own in seconds.values()]
+        shared = set.intersection(*(set(own) for own in slots)) if slots else set[str]()
         gaps = [
-            moment_mismatch({id: slots_of(one, name)[slot] for id, one in seconds.items()}, self.weights)
+            moment_mismatch({id: slots_of(own, name)[slot] for id, own in seconds.items()}, self.weights)
             for slot in sorted(shared)
-            if len({one[slot].shape for one in slots}) == 1
+            if len({own[slot].shape for own in slots}) == 1
         ]
         return sum(gaps) / len(gaps) if gaps else None
 
-    def _found(self) -> list[tuple[str, ClientTraining]]:
-        return sorted(self.found.items())
+    def _records(self) -> list[tuple[str, ClientTraining]]:
+        return sorted(self.training.items())

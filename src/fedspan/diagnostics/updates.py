@@ -20,21 +20,21 @@ from fedspan.core.lowrank import LowRank, concatenate, inner, svd
 
 __all__ = [
     "Shape",
-    "Together",
+    "UpdateComparison",
     "alignment",
     "as_shape",
-    "combined",
+    "combine",
+    "compare_updates",
     "inner_product",
     "moment_mismatch",
     "principal_angles",
     "shape_of",
     "singular_values",
-    "together",
 ]
 
 
 @dataclass(frozen=True)
-class Together:
+class UpdateComparison:
     """Measures of one layer's updates in a round.
 
     Args:
@@ -74,19 +74,19 @@ class Shape:
     effective_rank: float
 
 
-def combined(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
+def combine(parts: Sequence[tuple[float, Delta]], shape: tuple[int, int]) -> Delta:
     """Return a linear combination of updates, as factors if all of them are factors.
 
     Args:
         parts: Coefficients and updates.
         shape: (O, I), for an empty combination.
     """
-    pairs = [LowRank(one.B, one.A, factor * one.scale) for factor, one in parts if isinstance(one, LowRank)]
+    pairs = [LowRank(part.B, part.A, factor * part.scale) for factor, part in parts if isinstance(part, LowRank)]
     if not parts:
         return torch.zeros(shape)
     if len(pairs) == len(parts):
         return concatenate(pairs)
-    return sum((factor * as_dense(one).double() for factor, one in parts), torch.zeros(shape, dtype=torch.float64))
+    return sum((factor * as_dense(part).double() for factor, part in parts), torch.zeros(shape, dtype=torch.float64))
 
 
 def inner_product(left: Delta, right: Delta) -> float:
@@ -100,7 +100,9 @@ def inner_product(left: Delta, right: Delta) -> float:
     return float((matrix * pair.double()).sum())
 
 
-def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: Delta | None) -> Together:
+def compare_updates(
+    updates: Mapping[str, Delta], weights: Mapping[str, float], whole: Delta | None
+) -> UpdateComparison:
     """Compare the clients' updates of one layer.
 
     Args:
@@ -124,7 +126,7 @@ def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: 
     error, target, target2 = math.nan, with_mean, mean2
     if whole is not None:
         shape = as_shape(whole)
-        gap = combined([(1.0, whole), *((-float(one), updates[id]) for one, id in zip(w, ids, strict=True))], shape)
+        gap = combine([(1.0, whole), *((-float(one), updates[id]) for one, id in zip(w, ids, strict=True))], shape)
         # not ||G||^2 - 2 <G, D> + ||D||^2, which cancels numerically where the two are nearly equal
         error = _ratio(float(singular_values(gap).norm()), math.sqrt(max(mean2, 0)))
         target = torch.tensor([inner_product(updates[id], whole) for id in ids], dtype=torch.float64)
@@ -132,7 +134,7 @@ def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: 
     pairs = list(combinations(range(len(ids)), 2))
     cosines = [_ratio(float(gram[i, j]), float(norms[i] * norms[j])) for i, j in pairs]
     frames = [_frames(updates[id]) for id in ids] if pairs else []
-    return Together(
+    return UpdateComparison(
         aggregation_error=error,
         drift=_ratio(math.sqrt(max(spread2, 0)), math.sqrt(max(mean2, 0))),
         alignment=_mean([_ratio(float(target[i]), float(norms[i]) * math.sqrt(target2)) for i in range(len(ids))]),
@@ -144,7 +146,7 @@ def together(updates: Mapping[str, Delta], weights: Mapping[str, float], whole: 
 
 
 def alignment(layers: Sequence[Mapping[str, tuple[float, float, float]]]) -> float:
-    """Return ``Together.alignment`` of all layers as one vector, from their ``products``; NaN without a layer."""
+    """Return the alignment of all layers as one vector, from their updates' ``products``; NaN without a layer."""
     cosines: list[float] = []
     for id in layers[0] if layers else ():
         dot, own, whole = (sum(layer[id][part] for layer in layers) for part in range(3))
@@ -205,8 +207,8 @@ def _frames(delta: Delta) -> tuple[Tensor, Tensor]:
         U, S, Vt = svd(delta)
     else:
         U, S, Vt = torch.linalg.svd(delta.double(), full_matrices=False)
-    kept = 1e-6 * S[0] < S
-    return U[:, kept], Vt[kept].T
+    retained = 1e-6 * S[0] < S
+    return U[:, retained], Vt[retained].T
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -11,17 +11,17 @@ from typing import Any
 from fedspan.config import RunConfig, override, parse_config
 from fedspan.config.options import method_options
 from fedspan.errors import FedspanError, nearest
-from fedspan.experiments.execution import ConfigLike, begin, command_line, plain_values, read_settings, run_step
+from fedspan.experiments.execution import ConfigLike, command_line, open_series, plain_values, read_settings, run_step
 from fedspan.experiments.series import (
     Step,
     Watcher,
+    config_of_seed,
     finite,
     mean,
+    require_comparable,
     spread,
     standard_error,
-    under_seed,
     valid_seeds,
-    with_shared,
 )
 from fedspan.experiments.tables import Table, heading, megabytes, plus_minus, seconds, write_tables
 from fedspan.methods.registry import method_class
@@ -30,7 +30,15 @@ from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.training.prefix_rows import shared_prefixes
 from fedspan.wrappers.registry import WRAPPERS
 
-__all__ = ["CompareReport", "CompareRow", "Comparison", "compare", "compared", "plan_comparison", "resume_compare"]
+__all__ = [
+    "CompareReport",
+    "CompareRow",
+    "Comparison",
+    "build_report",
+    "compare",
+    "plan_comparison",
+    "resume_compare",
+]
 
 _OWN = {"test": "held-out", "clients": "own tests"}
 
@@ -124,7 +132,7 @@ class CompareReport:
         best = max(measured, key=lambda at: rank_of(metric, {metric: measured[at]}), default=None)
         better = "higher is better" if self.higher else "lower is better"
         numbers = ", ".join(map(str, self.seeds))
-        what = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
+        subject = f"Mean ± standard deviation over the seeds {numbers}" if several else f"One seed ({numbers})"
         error = ", with their standard error" if several else "; without a deviation or a standard error"
         return Table(
             head=(
@@ -139,7 +147,7 @@ class CompareReport:
             rows=rows,
             best=best,
             notes=(
-                f"{what}; {better}. Differences are taken seed by seed{error}.",
+                f"{subject}; {better}. Differences are taken seed by seed{error}.",
                 "Worst client: on its own test part. Bytes and seconds are those of one run.",
             ),
         )
@@ -200,7 +208,7 @@ def plan_comparison(
             problem="no method is given",
         )
     for position, key in enumerate(methods):
-        _require_known(key)
+        _require_method(key)
         if key in methods[:position]:
             raise FedspanError("--methods", key, problem=f"{key!r} is given twice")
     for key, texts in overrides_for.items():
@@ -215,14 +223,14 @@ def plan_comparison(
     if against is not None and against not in rows:
         raise FedspanError("--against", against, f"a row of the table: {', '.join(rows)}")
     steps = [
-        Step(f"{key}-seed{seed}", f"{key}, seed {seed}", key, seed, under_seed(config, seed, seeds[0], index == 0))
+        Step(f"{key}-seed{seed}", f"{key}, seed {seed}", key, seed, config_of_seed(config, seed, seeds[0], index == 0))
         for index, (key, config) in enumerate(configs.items())
         for seed in seeds
     ]
     return Comparison(tuple(methods), seeds, against or methods[0], tuple(steps))
 
 
-def _require_known(key: str) -> None:
+def _require_method(key: str) -> None:
     name, *wrappers = key.split("+")
     if name in WRAPPERS:
         raise FedspanError("--methods", key, problem=f"{name} is a wrapper. Put it around a method: fedit+{name}")
@@ -240,36 +248,38 @@ def _config(values: Mapping[str, Any], key: str, methods: Sequence[str], own: Se
     if not isinstance(section, Mapping):
         return parse_config(values)  # raises the error for this section
     names = {row: row.split("+")[0] for row in methods}
-    known = {row: set(method_options(name, {})) for row, name in names.items()}
-    every = set[str]().union(*known.values())
+    options_by_row = {row: set(method_options(name, {})) for row, name in names.items()}
+    all_options = set[str]().union(*options_by_row.values())
     for option, value in section.items():
-        if option not in ("name", "wrappers") and option not in every:
-            problem = f"none of {', '.join(methods)} has this option. {nearest(str(option), every)}"
+        if option not in ("name", "wrappers") and option not in all_options:
+            problem = f"none of {', '.join(methods)} has this option. {nearest(str(option), all_options)}"
             raise FedspanError(f"method.{option}", value, problem=problem)
-    options = {option: value for option, value in section.items() if option in known[key]}
+    options = {option: value for option, value in section.items() if option in options_by_row[key]}
     wrappers = section.get("wrappers", [])
     if isinstance(wrappers, list):
         # Mappings, so that --set-for can address their fields.
-        wrappers = [{"name": each} if isinstance(each, str) else each for each in (*wrappers, *key.split("+")[1:])]
+        wrappers = [
+            {"name": wrapper} if isinstance(wrapper, str) else wrapper for wrapper in (*wrappers, *key.split("+")[1:])
+        ]
     changed = {**values, "method": {"name": names[key], **options, "wrappers": wrappers}}
     config = parse_config(override(changed, own))
-    said = f"{key}:{' '.join(own)}"
+    argument = f"{key}:{' '.join(own)}"
     if config.method.name != names[key]:
-        raise FedspanError("--set-for", said, problem=f"{said!r} changes the method. Name methods in --methods")
-    return with_shared(parse_config({**values, "method": {}}), config, "--set-for", said)
+        raise FedspanError("--set-for", argument, problem=f"{argument!r} changes the method. Name methods in --methods")
+    return require_comparable(parse_config({**values, "method": {}}), config, "--set-for", argument)
 
 
-def measured_by(report: RunReport) -> str:
+def compared_scores(report: RunReport) -> str:
     """Return which scores of a report are compared: ``test`` (held-out set), or ``clients`` if there is no such set."""
     return "test" if "test" in report.scores else "clients"
 
 
 def heldout_score(report: RunReport) -> float | None:
     """Return the score of a run that a comparison uses."""
-    return finite(report.scores.get(measured_by(report)), report.metric)
+    return finite(report.scores.get(compared_scores(report)), report.metric)
 
 
-def compared(comparison: Comparison, reports: Mapping[str, RunReport], folder: str) -> CompareReport:
+def build_report(comparison: Comparison, reports: Mapping[str, RunReport], folder: str) -> CompareReport:
     """Build the table of a comparison.
 
     Args:
@@ -279,31 +289,38 @@ def compared(comparison: Comparison, reports: Mapping[str, RunReport], folder: s
     """
     runs = {key: [reports[step.name] for step in comparison.steps if step.group == key] for key in comparison.methods}
     first = runs[comparison.methods[0]]
-    metric, measured = first[0].metric, measured_by(first[0])
-    scores: dict[str, list[Mapping[str, Any]]] = {key: [run.scores for run in made] for key, made in runs.items()}
+    metric, measured = first[0].metric, compared_scores(first[0])
+    scores: dict[str, list[Mapping[str, Any]]] = {
+        key: [report.scores for report in row_reports] for key, row_reports in runs.items()
+    }
     for name in first[0].baselines:
         scores[name] = [run.baselines[name]["scores"] for run in first]
-    values = {name: [finite(each.get(measured), metric) for each in made] for name, made in scores.items()}
+    values = {
+        name: [finite(own_scores.get(measured), metric) for own_scores in row_scores]
+        for name, row_scores in scores.items()
+    }
     reference = values[comparison.against]
     rows: list[CompareRow] = []
-    for name, made in scores.items():
+    for name, row_scores in scores.items():
         own = values[name]
-        apart = [None if a is None or b is None else a - b for a, b in zip(own, reference, strict=True)]
+        differences = [None if a is None or b is None else a - b for a, b in zip(own, reference, strict=True)]
         if name == comparison.against:
-            apart = []
-        played = runs.get(name, [])
+            differences = []
+        row_reports = runs.get(name, [])
         rows.append(
             CompareRow(
                 name=name,
                 scores=tuple(own),
                 mean=mean(own),
                 deviation=spread(own),
-                difference=mean(apart),
-                error=standard_error(apart),
-                worst=mean([finite((each.get("clients") or {}).get("worst"), metric) for each in made]),
-                bytes_down=mean([run.bytes["down"] for run in played]),
-                bytes_up=mean([run.bytes["up"] for run in played]),
-                seconds=mean([run.seconds for run in played]),
+                difference=mean(differences),
+                error=standard_error(differences),
+                worst=mean(
+                    [finite((own_scores.get("clients") or {}).get("worst"), metric) for own_scores in row_scores]
+                ),
+                bytes_down=mean([run.bytes["down"] for run in row_reports]),
+                bytes_up=mean([run.bytes["up"] for run in row_reports]),
+                seconds=mean([run.seconds for run in row_reports]),
             )
         )
     higher = METRICS[metric].higher
@@ -360,7 +377,7 @@ def compare(
         "for": {key: list(texts) for key, texts in (overrides_for or {}).items()},
         "config": plain_values(config, overrides),
     }
-    return _play(settings, Path(folder), listener or Watcher())
+    return _run(settings, Path(folder), listener or Watcher())
 
 
 def resume_compare(folder: str | Path, *, against: str | None = None, listener: Watcher | None = None) -> CompareReport:
@@ -375,18 +392,18 @@ def resume_compare(folder: str | Path, *, against: str | None = None, listener: 
         FedspanError: If the folder holds no comparison, and as ``compare`` does.
     """
     settings = read_settings(Path(folder), COMPARE, _SETTINGS)
-    return _play({**settings, "against": against or settings["against"]}, Path(folder), listener or Watcher())
+    return _run({**settings, "against": against or settings["against"]}, Path(folder), listener or Watcher())
 
 
-def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> CompareReport:
+def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> CompareReport:
     plan = plan_comparison(
         settings["config"], settings["methods"], settings["seeds"], settings["for"], settings["against"]
     )
-    begin(folder, COMPARE, settings, plan.steps)
+    open_series(folder, COMPARE, settings, plan.steps)
     watcher.series_started(plan.steps)
     with shared_prefixes():
         reports = {step.name: run_step(step, folder, watcher, heldout_score) for step in plan.steps}
-    report = compared(plan, reports, str(folder))
+    report = build_report(plan, reports, str(folder))
     title = f"Comparison of {', '.join(plan.methods)}"
     names = [step.name for step in plan.steps]
     write_tables(folder, title, report.table(), report.plain(), settings["command"], names, report.by_seed())

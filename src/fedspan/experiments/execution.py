@@ -34,9 +34,9 @@ from fedspan.training.prefix_rows import next_run
 __all__ = [
     "ConfigLike",
     "FinishedRuns",
-    "begin",
     "command_line",
     "finished_runs",
+    "open_series",
     "plain_values",
     "read_settings",
     "run_step",
@@ -199,7 +199,7 @@ def read_settings(
     return cast(dict[str, Any], values)
 
 
-def begin(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[Step]) -> None:
+def open_series(folder: Path, name: str, settings: Mapping[str, Any], steps: Sequence[Step]) -> None:
     """Create the folder of a series, or reuse one whose runs all belong to the series.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import yaml
 
 from fedspan.errors import FedspanError
-from fedspan.experiments.execution import ConfigLike, begin, command_line, plain_values, read_settings, run_step
+from fedspan.experiments.execution import ConfigLike, command_line, open_series, plain_values, read_settings, run_step
 from fedspan.experiments.search import Sweep, SweepReport, plan_sweep, trials_of, validation_score
 from fedspan.experiments.series import Step, Watcher
 from fedspan.experiments.tables import write_tables
@@ -68,13 +68,13 @@ def sweep(
     """
     settings = {
         "command": command_line(sys.argv),
-        "over": {path: given if isinstance(given, str) else list(given) for path, given in over.items()},
+        "over": {path: values if isinstance(values, str) else list(values) for path, values in over.items()},
         "trials": trials,
         "rounds": rounds,
         "seeds": list(seeds),
         "config": plain_values(config, overrides),
     }
-    return _play(settings, Path(folder), listener or Watcher())
+    return _run(settings, Path(folder), listener or Watcher())
 
 
 def resume_sweep(folder: str | Path, *, listener: Watcher | None = None) -> SweepReport:
@@ -88,15 +88,15 @@ def resume_sweep(folder: str | Path, *, listener: Watcher | None = None) -> Swee
         FedspanError: If the folder holds no sweep, and as ``sweep`` does.
     """
     settings = read_settings(Path(folder), SWEEP, _SETTINGS)
-    return _play(settings, Path(folder), listener or Watcher())
+    return _run(settings, Path(folder), listener or Watcher())
 
 
-def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepReport:
+def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepReport:
     plan = plan_sweep(settings["config"], settings["over"], settings["trials"], settings["rounds"], settings["seeds"])
-    begin(folder, SWEEP, settings, plan.steps)
+    open_series(folder, SWEEP, settings, plan.steps)
     watcher.series_started(plan.steps)
     with shared_prefixes():
-        reports, failures = _played(plan, folder, watcher)
+        reports, failures = _run_trials(plan, folder, watcher)
     trials = trials_of(plan, reports, failures)
     best = None if trials[0].failed else folder / BEST
     higher = METRICS[plan.metric].higher
@@ -111,11 +111,11 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepR
     return report
 
 
-def _played(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, RunReport], dict[str, str]]:
+def _run_trials(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, RunReport], dict[str, str]]:
     """Execute all runs except those of trials that failed for an earlier seed; failures are stored and not repeated."""
-    place = RunFolder(folder)
+    run_folder = RunFolder(folder)
     path = folder / _FAILURES
-    failures = cast(dict[str, str], place.read_json(path)) if path.is_file() else {}
+    failures = cast(dict[str, str], run_folder.read_json(path)) if path.is_file() else {}
     reports: dict[str, RunReport] = {}
     lost: set[str] = set()
     for step in plan.steps:
@@ -123,19 +123,19 @@ def _played(plan: Sweep, folder: Path, watcher: Watcher) -> tuple[dict[str, RunR
             continue
         if step.name not in failures:
             try:
-                reports[step.name] = _validated(step, run_step(step, folder, watcher, validation_score))
+                reports[step.name] = _require_validation(step, run_step(step, folder, watcher, validation_score))
                 continue
             except FedspanError as error:
                 if error.field != "training.lr":  # the one error of training itself: divergence
                     raise
                 failures[step.name] = str(error)
-                place.write_json(path, failures)
+                run_folder.write_json(path, failures)
         lost.add(step.group)
         watcher.run_failed(step, failures[step.name])
     return reports, failures
 
 
-def _validated(step: Step, report: RunReport) -> RunReport:
+def _require_validation(step: Step, report: RunReport) -> RunReport:
     if "validation" not in report.scores:
         share = step.config.partition.validation
         raise FedspanError("partition.validation", share, "a share that leaves a client examples to validate on")

@@ -16,7 +16,7 @@ import yaml
 from fedspan.config import RunConfig, override, parse_config
 from fedspan.errors import FedspanError
 from fedspan.experiments.search_space import combinations, space_of
-from fedspan.experiments.series import Step, finite, mean, spread, under_seed, valid_seeds, with_shared
+from fedspan.experiments.series import Step, config_of_seed, finite, mean, require_comparable, spread, valid_seeds
 from fedspan.experiments.tables import Table, heading, plus_minus, seconds
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS, METRICS_OF, rank_of
@@ -70,30 +70,30 @@ def plan_sweep(
         raise FedspanError("partition.validation", base.partition.validation, expected)
     if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1):
         raise FedspanError("--rounds", rounds, "a whole number from 1")
-    chosen = combinations(space_of(over), trials, base.seed)
+    settings = combinations(space_of(over), trials, base.seed)
     configs: list[RunConfig] = []
     steps: list[Step] = []
-    for number, setting in enumerate(chosen, 1):
-        said = " ".join(f"{path}={value}" for path, value in setting.items())
-        own = with_shared(base, parse_config(_set(values, setting)), "--over", said)
+    for number, setting in enumerate(settings, 1):
+        description = " ".join(f"{path}={value}" for path, value in setting.items())
+        own = require_comparable(base, parse_config(_set(values, setting)), "--over", description)
         short = own
         if rounds is not None and "federation.rounds" not in setting:
             short = own.model_copy(update={"federation": own.federation.model_copy(update={"rounds": rounds})})
-        played = [under_seed(short, seed, first, baselines=False) for seed in seeds]
+        configs_by_seed = [config_of_seed(short, seed, first, baselines=False) for seed in seeds]
         steps += [
             Step(
                 f"trial-{number:03}-seed{seed}",
-                f"trial {number}{f', seed {seed}' if several else ''}: {said}",
+                f"trial {number}{f', seed {seed}' if several else ''}: {description}",
                 str(number),
                 seed,
                 config,
             )
-            for seed, config in zip(seeds, played, strict=True)
+            for seed, config in zip(seeds, configs_by_seed, strict=True)
         ]
         # The same partition as the trials: their validation examples must not enter the test set.
-        configs.append(own.model_copy(update={"partition": played[0].partition}))
+        configs.append(own.model_copy(update={"partition": configs_by_seed[0].partition}))
     metric = base.evaluation.metric or METRICS_OF[base.task][0]
-    return Sweep(metric, seeds, tuple(chosen), tuple(configs), tuple(steps))
+    return Sweep(metric, seeds, tuple(settings), tuple(configs), tuple(steps))
 
 
 def _set(values: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,13 +166,13 @@ class SweepReport:
         )
         better = "higher is better" if self.higher else "lower is better"
         numbers = ", ".join(map(str, self.seeds))
-        what = f"mean ± standard deviation over the seeds {numbers}" if several else f"one seed ({numbers})"
+        subject = f"mean ± standard deviation over the seeds {numbers}" if several else f"one seed ({numbers})"
         return Table(
             head=("trial", *paths, heading("validation", self.metric), "seconds"),
             rows=rows,
             best=None if self.best is None else 0,
             notes=(
-                f"On the clients' validation parts together, {what}; {better}. Nothing here was measured on a test.",
+                f"On the clients' validation parts together, {subject}; {better}. Nothing here was measured on a test.",
             ),
         )
 
@@ -210,10 +210,10 @@ def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[
     metric, trials, losses = sweep.metric, list[Trial](), dict[int, float]()
     for number, values in enumerate(sweep.values, 1):
         names = [step.name for step in sweep.steps if step.group == str(number)]
-        made = [reports[name] for name in names if name in reports]
-        scores = [validation_score(report) for report in made]
+        finished = [reports[name] for name in names if name in reports]
+        scores = [validation_score(report) for report in finished]
         failed = next((failures[name] for name in names if name in failures), None)
-        score, loss = None, mean([finite(report.scores.get("validation"), "loss") for report in made])
+        score, loss = None, mean([finite(report.scores.get("validation"), "loss") for report in finished])
         losses[number] = math.inf if loss is None else loss
         if failed is None:
             score = mean(scores)
@@ -226,7 +226,7 @@ def trials_of(sweep: Sweep, reports: Mapping[str, RunReport], failures: Mapping[
                 scores=tuple(scores),
                 mean=score,
                 deviation=None if failed else spread(scores),
-                seconds=None if failed else sum(report.seconds for report in made),
+                seconds=None if failed else sum(report.seconds for report in finished),
                 failed=failed,
             )
         )

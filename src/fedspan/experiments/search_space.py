@@ -18,7 +18,7 @@ __all__ = ["Range", "Space", "combinations", "space_of"]
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\.\.({_NUMBER})\s*")
-_TRIES = 200  # attempts to draw a new combination, for each trial
+_ATTEMPTS = 200  # attempts to draw a new combination, for each trial
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Range:
         rng = generator(seed, "sweep", attempt, path)
         if self.whole:
             return int(rng.integers(int(self.low), int(self.high), endpoint=True))
-        drawn = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
-        return min(max(float(f"{drawn:.4g}"), self.low), self.high)
+        number = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
+        return min(max(float(f"{number:.4g}"), self.low), self.high)
 
 
 Space = Mapping[str, Range | tuple[Any, ...]]
@@ -62,37 +62,37 @@ def space_of(over: Mapping[str, str | Sequence[Any]]) -> dict[str, Range | tuple
     """
     if not over:
         raise FedspanError("--over", None, "at least one field with values to try, such as training.lr=1e-4,1e-3")
-    return {path: _values(path, given) for path, given in over.items()}
+    return {path: _values(path, candidates) for path, candidates in over.items()}
 
 
-def _values(path: str, given: str | Sequence[Any]) -> Range | tuple[Any, ...]:
-    said = f"{path}={given}"
+def _values(path: str, candidates: str | Sequence[Any]) -> Range | tuple[Any, ...]:
+    argument = f"{path}={candidates}"
     if not path or not all(path.split(".")):
-        raise FedspanError("--over", said, "section.field=value,value,...")
-    values: Any = given
-    if isinstance(given, str):
-        if match := _RANGE.fullmatch(given):
-            return _range(said, match[1], match[2])
+        raise FedspanError("--over", argument, "section.field=value,value,...")
+    values: Any = candidates
+    if isinstance(candidates, str):
+        if match := _RANGE.fullmatch(candidates):
+            return _range(argument, match[1], match[2])
         try:
-            values = yaml.safe_load(f"[{given}]")
+            values = yaml.safe_load(f"[{candidates}]")
         except (yaml.YAMLError, ValueError, RecursionError):
             values = None
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise FedspanError("--over", said, "values separated by commas, or a range such as 1e-4..1e-1")
+        raise FedspanError("--over", argument, "values separated by commas, or a range such as 1e-4..1e-1")
     for position, value in enumerate(values):
         if value in values[:position]:
-            raise FedspanError("--over", said, problem=f"{said!r} has the value {value} twice")
+            raise FedspanError("--over", argument, problem=f"{argument!r} has the value {value} twice")
     return tuple(values)
 
 
-def _range(said: str, low: str, high: str) -> Range:
+def _range(argument: str, low: str, high: str) -> Range:
     whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
-    found = Range(int(low), int(high)) if whole else Range(float(low), float(high))
-    if not -(2**62) < found.low < found.high < 2**62:
-        raise FedspanError("--over", said, "a range from the smaller to the larger number")
-    if not whole and found.low <= 0:
-        raise FedspanError("--over", said, "a range above 0, because values are drawn on a logarithmic scale")
-    return found
+    parsed = Range(int(low), int(high)) if whole else Range(float(low), float(high))
+    if not -(2**62) < parsed.low < parsed.high < 2**62:
+        raise FedspanError("--over", argument, "a range from the smaller to the larger number")
+    if not whole and parsed.low <= 0:
+        raise FedspanError("--over", argument, "a range above 0, because values are drawn on a logarithmic scale")
+    return parsed
 
 
 def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:
@@ -109,37 +109,41 @@ def combinations(space: Space, trials: int | None, seed: int) -> list[dict[str, 
     if trials is None:
         for path, values in space.items():
             if isinstance(values, Range):
-                shown = f"{path}={values.low}..{values.high}"
+                argument = f"{path}={values.low}..{values.high}"
                 raise FedspanError(
-                    "--over", shown, "a list of values, or --trials N with the number of values to draw from the range"
+                    "--over",
+                    argument,
+                    "a list of values, or --trials N with the number of values to draw from the range",
                 )
         lists = [values for values in space.values() if not isinstance(values, Range)]
-        return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*lists)]
+        return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*lists)]
     if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
         raise FedspanError("--trials", trials, "a whole number from 1")
-    count = math.prod(_size(choice) for choice in space.values())
+    count = math.prod(_size(candidates) for candidates in space.values())
     if trials > count:
         raise FedspanError(
             "--trials", trials, f"at most {count}, the number of combinations, or no --trials, to try all"
         )
-    drawn: list[dict[str, Any]] = []
-    for attempt in range(_TRIES * trials):
-        values = {path: _drawn(choice, seed, attempt, path) for path, choice in space.items()}
-        if values not in drawn:
-            drawn.append(values)
-        if len(drawn) == trials:
-            return drawn
-    raise FedspanError("--trials", trials, f"at most {len(drawn)}, or wider ranges, which give more different values")
+    distinct: list[dict[str, Any]] = []
+    for attempt in range(_ATTEMPTS * trials):
+        values = {path: _draw(candidates, seed, attempt, path) for path, candidates in space.items()}
+        if values not in distinct:
+            distinct.append(values)
+        if len(distinct) == trials:
+            return distinct
+    raise FedspanError(
+        "--trials", trials, f"at most {len(distinct)}, or wider ranges, which give more different values"
+    )
 
 
-def _size(choice: Range | tuple[Any, ...]) -> float:
+def _size(candidates: Range | tuple[Any, ...]) -> float:
     """Return the number of distinct values; infinite for a continuous range."""
-    if not isinstance(choice, Range):
-        return len(choice)
-    return int(choice.high) - int(choice.low) + 1 if choice.whole else math.inf
+    if not isinstance(candidates, Range):
+        return len(candidates)
+    return int(candidates.high) - int(candidates.low) + 1 if candidates.whole else math.inf
 
 
-def _drawn(choice: Range | tuple[Any, ...], seed: int, attempt: int, path: str) -> Any:
-    if isinstance(choice, Range):
-        return choice.draw(seed, attempt, path)
-    return choice[int(generator(seed, "sweep", attempt, path).integers(len(choice)))]
+def _draw(candidates: Range | tuple[Any, ...], seed: int, attempt: int, path: str) -> Any:
+    if isinstance(candidates, Range):
+        return candidates.draw(seed, attempt, path)
+    return candidates[int(generator(seed, "sweep", attempt, path).integers(len(candidates)))]

@@ -16,13 +16,13 @@ from fedspan.runs.callbacks import Listener
 __all__ = [
     "Step",
     "Watcher",
+    "config_of_seed",
     "finite",
     "mean",
+    "require_comparable",
     "spread",
     "standard_error",
-    "under_seed",
     "valid_seeds",
-    "with_shared",
 ]
 
 _SHARED = ("task", "seed", "data", "partition", "baselines", "centralised_lr")
@@ -81,7 +81,7 @@ def valid_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def under_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> RunConfig:
+def config_of_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> RunConfig:
     """Return a run's config with a seed, on the partition of the first seed unless the config sets its seed.
 
     Args:
@@ -93,11 +93,11 @@ def under_seed(config: RunConfig, seed: int, first: int, baselines: bool) -> Run
     partition = config.partition
     if partition.seed is None:
         partition = partition.model_copy(update={"seed": first})
-    kept = config.baselines if baselines else []
-    return config.model_copy(update={"seed": seed, "partition": partition, "baselines": kept})
+    baselines_of_seed = config.baselines if baselines else []
+    return config.model_copy(update={"seed": seed, "partition": partition, "baselines": baselines_of_seed})
 
 
-def with_shared(shared: RunConfig, config: RunConfig, field: str, value: object) -> RunConfig:
+def require_comparable(shared: RunConfig, config: RunConfig, field: str, value: object) -> RunConfig:
     """Return ``config`` if it is comparable with ``shared``: the same data and the same metric.
 
     Args:
@@ -127,14 +127,14 @@ def finite(scores: Mapping[str, Any] | None, metric: str) -> float | None:
 
 def mean(values: Sequence[float | None]) -> float | None:
     """Return the mean; None if any value is missing, as a mean over fewer seeds is a different quantity."""
-    there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there and len(there) == len(values) else None
+    present = [value for value in values if value is not None]
+    return float(np.mean(present)) if present and len(present) == len(values) else None
 
 
 def spread(values: Sequence[float | None]) -> float | None:
     """Return the sample standard deviation (n - 1); None for fewer than two values, or if any is missing."""
-    there = [value for value in values if value is not None]
-    return float(np.std(there, ddof=1)) if len(there) == len(values) > 1 else None
+    present = [value for value in values if value is not None]
+    return float(np.std(present, ddof=1)) if len(present) == len(values) > 1 else None
 
 
 def standard_error(values: Sequence[float | None]) -> float | None:

@@ -39,9 +39,9 @@ class Table:
     notes: tuple[str, ...]
 
 
-def heading(what: str, metric: str) -> str:
+def heading(quantity: str, metric: str) -> str:
     """Return a column title with the metric and its unit."""
-    return f"{what} {METRICS[metric].title}{', %' if METRICS[metric].percent else ''}"
+    return f"{quantity} {METRICS[metric].title}{', %' if METRICS[metric].percent else ''}"
 
 
 def plus_minus(metric: str, value: float | None, error: float | None, sign: bool = False) -> str:
@@ -56,8 +56,8 @@ def plus_minus(metric: str, value: float | None, error: float | None, sign: bool
     if value is None:
         return "-"
     factor, digits = (100, 1) if METRICS[metric].percent else (1, 4)
-    shown = f"{factor * value:{'+' if sign else ''}.{digits}f}"
-    return shown if error is None else f"{shown} ± {factor * error:.{digits}f}"
+    text = f"{factor * value:{'+' if sign else ''}.{digits}f}"
+    return text if error is None else f"{text} ± {factor * error:.{digits}f}"
 
 
 def megabytes(count: float | None) -> str:
@@ -88,7 +88,7 @@ def write_tables(
     plain: Sequence[Mapping[str, object]],
     command: Sequence[str],
     runs: Sequence[str],
-    more: Table | None = None,
+    extra: Table | None = None,
 ) -> None:
     """Write ``table.csv`` and ``table.md``, which states the command, machine and date of its numbers.
 
@@ -99,14 +99,14 @@ def write_tables(
         plain: The same table in machine-readable form, by column.
         command: The command line.
         runs: Folders of the completed runs inside ``folder``.
-        more: A further table for the page.
+        extra: A further table for the page.
 
     Raises:
         FedspanError: If the folder cannot be written, or the runs used different data.
     """
     lines = [f"# {title}", "", *_provenance(folder, command, runs), "", *markdown(table)]
-    if more is not None:
-        lines += ["", *markdown(more)]
+    if extra is not None:
+        lines += ["", *markdown(extra)]
     with disk_errors(folder):
         write_atomic(folder / "table.md", ("\n".join(lines) + "\n").encode())
         write_atomic(folder / "table.csv", _csv(plain).encode())
@@ -135,23 +135,23 @@ def markdown(table: Table) -> list[str]:
 
 def _provenance(folder: Path, command: Sequence[str], runs: Sequence[str]) -> list[str]:
     """Return the provenance of the numbers, read from the runs so that a regenerated table states the same."""
-    places = [RunFolder(folder / name) for name in runs]
-    found = [cast(dict[str, Any], place.read_json(place.environment)) for place in places]
-    divisions = {str(cast(dict[str, Any], place.read_json(place.partition))["fingerprint"]): place for place in places}
+    folders = [RunFolder(folder / name) for name in runs]
+    environments = [cast(dict[str, Any], entry.read_json(entry.environment)) for entry in folders]
+    divisions = {str(cast(dict[str, Any], entry.read_json(entry.partition))["fingerprint"]): entry for entry in folders}
     if len(divisions) > 1:
-        (_, one), (_, other) = list(divisions.items())[:2]
+        (_, first), (_, other) = list(divisions.items())[:2]
         problem = (
-            f"{other.path.name} and {one.path.name} have different partitions, because the data changed between them"
+            f"{other.path.name} and {first.path.name} have different partitions, because the data changed between them"
         )
         raise FedspanError("partition", str(other.path), problem=problem)
-    shown = [f"Command: `{shlex.join(command)}`  "]
-    finished = [place.report.stat().st_mtime for place in places if place.report.is_file()]
+    lines = [f"Command: `{shlex.join(command)}`  "]
+    finished = [entry.report.stat().st_mtime for entry in folders if entry.report.is_file()]
     if finished:
-        shown.append(f"Date: {datetime.fromtimestamp(max(finished), UTC):%Y-%m-%d}.  ")
-    for index, environment in enumerate(dict.fromkeys(_environment(each) for each in found)):
-        shown.append(f"{'Machine' if index == 0 else 'Also on'}: {environment}.  ")
-    shown += [f"Same partition of the data in all runs: {next(iter(divisions))[:16]}."] if divisions else []
-    return shown
+        lines.append(f"Date: {datetime.fromtimestamp(max(finished), UTC):%Y-%m-%d}.  ")
+    for index, environment in enumerate(dict.fromkeys(_environment(values) for values in environments)):
+        lines.append(f"{'Machine' if index == 0 else 'Also on'}: {environment}.  ")
+    lines += [f"Same partition of the data in all runs: {next(iter(divisions))[:16]}."] if divisions else []
+    return lines
 
 
 def _environment(environment: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Verdict", "Within", "near", "paired", "standard_error"]
+__all__ = ["Verdict", "Within", "compare_pairs", "compare_to", "standard_error"]
 
 Verdict = Literal["holds", "contradicted", "inconclusive"]
 
@@ -38,7 +38,7 @@ def standard_error(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-def paired(better: Sequence[float], worse: Sequence[float]) -> Within:
+def compare_pairs(better: Sequence[float], worse: Sequence[float]) -> Within:
     """Decide whether ``better`` is above ``worse``, seed by seed.
 
     *holds* if the mean difference exceeds two standard errors in that direction, *contradicted* if in the other,
@@ -51,7 +51,7 @@ def paired(better: Sequence[float], worse: Sequence[float]) -> Within:
     Raises:
         ValueError: If the two differ in length.
     """
-    differences = [one - other for one, other in zip(better, worse, strict=True)]
+    differences = [above - below for above, below in zip(better, worse, strict=True)]
     mean, error = math.fsum(differences) / len(differences), standard_error(differences)
     verdict: Verdict = "inconclusive"
     if abs(mean) > 2 * error:
@@ -59,7 +59,7 @@ def paired(better: Sequence[float], worse: Sequence[float]) -> Within:
     return Within(mean, error, verdict)
 
 
-def near(values: Sequence[float], target: float, tolerance: float) -> Within:
+def compare_to(values: Sequence[float], target: float, tolerance: float) -> Within:
     """Decide whether a mean is within ``tolerance`` of a number reported in a paper.
 
     *holds* if the interval of two standard errors around the mean lies within the tolerance, *contradicted* if it lies
@@ -71,9 +71,9 @@ def near(values: Sequence[float], target: float, tolerance: float) -> Within:
         tolerance: Largest distance from it that counts as reproduced, in the same unit.
     """
     mean, error = math.fsum(values) / len(values), standard_error(values)
-    apart, verdict = abs(mean - target), "inconclusive"
-    if apart + 2 * error <= tolerance:
+    distance, verdict = abs(mean - target), "inconclusive"
+    if distance + 2 * error <= tolerance:
         verdict = "holds"
-    elif apart - 2 * error > tolerance:
+    elif distance - 2 * error > tolerance:
         verdict = "contradicted"
     return Within(mean, error, verdict)

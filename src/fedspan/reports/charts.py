@@ -20,7 +20,7 @@ from fedspan.tasks.metrics import METRICS
 
 __all__ = [
     "COLOURS",
-    "MANY",
+    "MAX_LISTED_CLIENTS",
     "Figure",
     "by_client",
     "by_layer",
@@ -30,7 +30,7 @@ __all__ = [
     "privacy",
     "score_of",
     "spectra",
-    "styled",
+    "style",
     "traffic",
     "whole_rounds",
 ]
@@ -41,7 +41,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8f7a00", "#56b4e9", "#6
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "triangle-down")
 PATTERNS = ("", "/", "x", ".", "-", "|", "+", "\\")
-MANY = 60
+MAX_LISTED_CLIENTS = 60
 """Number of clients above which individual clients are not readable."""
 
 
@@ -62,7 +62,7 @@ def whole_rounds(last: int) -> int:
     return max(1, math.ceil(last / 12))
 
 
-def styled(figure: Figure, height: int = 420) -> Figure:
+def style(figure: Figure, height: int = 420) -> Figure:
     """Apply the page's style to a figure and return it."""
     figure.update_layout(
         template="plotly_white",
@@ -99,38 +99,38 @@ def course(groups: Sequence[Group], values: Mapping[str, Mapping[int, float]], t
     """
     figure, curves = go.Figure(), [curve(group, values) for group in groups]
     axes = {"rounds": [], "bytes": [], "time": []}
-    for at, (group, one) in enumerate(zip(groups, curves, strict=True)):
+    for at, (group, summary) in enumerate(zip(groups, curves, strict=True)):
         colour = COLOURS[at % len(COLOURS)]
         if len(group.runs) > 1:
-            _band(figure, one, colour, group.label)
-            _lengthen(axes, one, 2)
-        few = len(one.rounds) <= 40
+            _band(figure, summary, colour, group.label)
+            _lengthen(axes, summary, 2)
+        has_markers = len(summary.rounds) <= 40
         figure.add_scatter(
-            x=one.rounds,
-            y=one.mean,
+            x=summary.rounds,
+            y=summary.mean,
             name=group.label,
-            mode="lines+markers" if few else "lines",
+            mode="lines+markers" if has_markers else "lines",
             line={"color": colour, "dash": DASHES[at % len(DASHES)], "width": 2},
             marker={"symbol": MARKS[at % len(MARKS)], "size": 7},
             hovertemplate=f"%{{y{':.1%' if percent else ':.4g'}}} at %{{x}}<extra>{group.label}</extra>",
         )
-        _lengthen(axes, one, 1)
+        _lengthen(axes, summary, 1)
     titles = {"rounds": "round", "bytes": "megabytes transmitted, both ways", "time": "seconds of rounds"}
-    apart = whole_rounds(max((one.rounds[-1] for one in curves if one.rounds), default=1))
-    figure.update_xaxes(title=titles["rounds"], dtick=apart)
+    tick = whole_rounds(max((summary.rounds[-1] for summary in curves if summary.rounds), default=1))
+    figure.update_xaxes(title=titles["rounds"], dtick=tick)
     figure.update_yaxes(title=title, tickformat=".0%" if percent else None)
     buttons: list[dict[str, Any]] = []
     for name, x in axes.items():
-        axis = {"xaxis.title.text": titles[name], "xaxis.dtick": apart if name == "rounds" else None}
+        axis = {"xaxis.title.text": titles[name], "xaxis.dtick": tick if name == "rounds" else None}
         buttons.append({"label": f"by {name}", "method": "update", "args": [{"x": x}, axis]})
     figure.update_layout(updatemenus=[menu(buttons)])
-    return styled(figure)
+    return style(figure)
 
 
-def _band(figure: Figure, one: Curve, colour: str, label: str) -> None:
-    for edge, fill in ((one.low, None), (one.high, "tonexty")):
+def _band(figure: Figure, curve: Curve, colour: str, label: str) -> None:
+    for edge, fill in ((curve.low, None), (curve.high, "tonexty")):
         figure.add_scatter(
-            x=one.rounds,
+            x=curve.rounds,
             y=edge,
             mode="lines",
             line={"width": 0, "color": colour},
@@ -142,45 +142,45 @@ def _band(figure: Figure, one: Curve, colour: str, label: str) -> None:
         )
 
 
-def _lengthen(axes: Mapping[str, list[Any]], one: Curve, times: int) -> None:
+def _lengthen(axes: Mapping[str, list[Any]], curve: Curve, times: int) -> None:
     for _ in range(times):
-        axes["rounds"].append(list(one.rounds))
-        axes["bytes"].append([sent / 1e6 for sent in one.bytes])
-        axes["time"].append(list(one.seconds))
+        axes["rounds"].append(list(curve.rounds))
+        axes["bytes"].append([count / 1e6 for count in curve.bytes])
+        axes["time"].append(list(curve.seconds))
 
 
 def by_client(groups: Sequence[Group], metric: str) -> Figure | None:
     """Draw every client's score on its own test part, worst at the bottom; for many clients, their distribution."""
     scores = {group.label: _client_scores(group, metric) for group in groups}
-    ids = list(dict.fromkeys(id for one in scores.values() for id in one))
+    ids = list(dict.fromkeys(id for own in scores.values() for id in own))
     if not ids:
         return None
     figure, percent = go.Figure(), METRICS[metric].percent
-    first = next(one for one in scores.values() if one)
-    if len(ids) > MANY:
-        for at, (label, one) in enumerate(scores.items()):
+    first = next(own for own in scores.values() if own)
+    if len(ids) > MAX_LISTED_CLIENTS:
+        for at, (label, own) in enumerate(scores.items()):
             pattern = {"shape": PATTERNS[at % len(PATTERNS)]}
             colour = COLOURS[at % len(COLOURS)]
             figure.add_histogram(
-                x=list(one.values()), name=label, opacity=0.7, marker={"color": colour, "pattern": pattern}, nbinsx=30
+                x=list(own.values()), name=label, opacity=0.7, marker={"color": colour, "pattern": pattern}, nbinsx=30
             )
         figure.update_layout(barmode="overlay")
         figure.update_yaxes(title="clients")
         figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
-        return styled(figure)
+        return style(figure)
     ids.sort(key=lambda id: first.get(id, float("-inf")) * (1 if METRICS[metric].higher else -1))
-    for at, (label, one) in enumerate(scores.items()):
-        known = [id for id in ids if id in one]
+    for at, (label, own) in enumerate(scores.items()):
+        listed = [id for id in ids if id in own]
         figure.add_scatter(
-            x=[one[id] for id in known],
-            y=known,
+            x=[own[id] for id in listed],
+            y=listed,
             name=label,
             mode="markers",
             marker={"color": COLOURS[at % len(COLOURS)], "symbol": MARKS[at % len(MARKS)], "size": 10},
         )
     figure.update_xaxes(title=METRICS[metric].title, tickformat=".0%" if percent else None)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=ids)
-    return styled(figure, height=max(300, 22 * len(ids) + 140))
+    return style(figure, height=max(300, 22 * len(ids) + 140))
 
 
 def _client_scores(group: Group, metric: str) -> dict[str, float]:
@@ -209,22 +209,22 @@ def traffic(groups: Sequence[Group]) -> Figure:
     figure.update_layout(barmode="group")
     figure.update_xaxes(title="megabytes of a run, as sent")
     figure.update_yaxes(type="category", autorange="reversed")
-    return styled(figure, height=max(240, 60 * len(groups) + 140))
+    return style(figure, height=max(240, 60 * len(groups) + 140))
 
 
 def privacy(runs: Sequence[RunData]) -> Figure | None:
     """Draw epsilon by round, and the budget."""
     figure = go.Figure()
     for at, run in enumerate(runs):
-        spent = {
+        epsilons = {
             int(row["round"]): float(row["privacy"]["epsilon"])
             for row in run.rows
             if isinstance(row.get("privacy"), Mapping) and isinstance(row["privacy"].get("epsilon"), int | float)
         }
-        if spent:
+        if epsilons:
             figure.add_scatter(
-                x=list(spent),
-                y=list(spent.values()),
+                x=list(epsilons),
+                y=list(epsilons.values()),
                 name=run.name,
                 mode="lines+markers",
                 line={"color": COLOURS[at % len(COLOURS)], "dash": DASHES[at % len(DASHES)]},
@@ -234,7 +234,7 @@ def privacy(runs: Sequence[RunData]) -> Figure | None:
         return None
     figure.update_xaxes(title="round", dtick=whole_rounds(max(run.rounds for run in runs)))
     figure.update_yaxes(title="epsilon spent", rangemode="tozero")
-    return styled(figure)
+    return style(figure)
 
 
 def spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
@@ -259,20 +259,20 @@ def spectra(values: Mapping[str, Sequence[float]]) -> Figure | None:
         return None
     figure.update_xaxes(title="singular value")
     figure.update_yaxes(title="by the layer's largest", rangemode="tozero")
-    return styled(figure)
+    return style(figure)
 
 
-def by_layer(found: Mapping[str, Diagnosis]) -> Figure:
+def by_layer(diagnoses: Mapping[str, Diagnosis]) -> Figure:
     """Draw every diagnostic by layer; a menu selects the diagnostic.
 
     Args:
-        found: Diagnoses by label of the group.
+        diagnoses: Diagnoses by label of the group.
     """
     figure, buttons = go.Figure(), list[dict[str, Any]]()
-    count = len(found)
+    count = len(diagnoses)
     for number, measure in enumerate(MEASURES):
-        for at, (label, one) in enumerate(found.items()):
-            values = {name: measure.value(layer) for name, layer in one.layers.items()}
+        for at, (label, diagnosis) in enumerate(diagnoses.items()):
+            values = {name: measure.value(layer) for name, layer in diagnosis.layers.items()}
             figure.add_scatter(
                 x=list(values.values()),
                 y=list(values),
@@ -281,11 +281,11 @@ def by_layer(found: Mapping[str, Diagnosis]) -> Figure:
                 visible=number == 0,
                 marker={"color": COLOURS[at % len(COLOURS)], "symbol": MARKS[at % len(MARKS)], "size": 9},
             )
-        shown = [number * count <= trace < (number + 1) * count for trace in range(len(MEASURES) * count)]
-        args = [{"visible": shown}, {"xaxis.title.text": measure.title}]
+        visible = [number * count <= trace < (number + 1) * count for trace in range(len(MEASURES) * count)]
+        args = [{"visible": visible}, {"xaxis.title.text": measure.title}]
         buttons.append({"label": measure.title, "method": "update", "args": args})
     figure.update_layout(updatemenus=[{**menu(buttons), "type": "dropdown", "direction": "down"}])
     figure.update_xaxes(title=MEASURES[0].title, rangemode="tozero")
     figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
-    layers = max(len(one.layers) for one in found.values())
-    return styled(figure, height=min(1400, max(320, 20 * layers + 180)))
+    layers = max(len(diagnosis.layers) for diagnosis in diagnoses.values())
+    return style(figure, height=min(1400, max(320, 20 * layers + 180)))

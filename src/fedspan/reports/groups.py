@@ -10,7 +10,7 @@ from fedspan.experiments.series import mean, spread
 from fedspan.reports.run_data import RunData
 from fedspan.runs.curves import sent_until
 
-__all__ = ["Curve", "Group", "curve", "differences", "grouped"]
+__all__ = ["Curve", "Group", "curve", "differences", "group_runs"]
 
 _SEEDS = ("seed", "baselines")
 
@@ -64,13 +64,13 @@ class Curve:
     seconds: tuple[float, ...]
 
 
-def grouped(runs: Sequence[RunData]) -> tuple[Group, ...]:
+def group_runs(runs: Sequence[RunData]) -> tuple[Group, ...]:
     """Group the runs, in the order of their first runs."""
-    known: dict[str, list[RunData]] = {}
+    by_settings: dict[str, list[RunData]] = {}
     for run in runs:
         flat = {path: value for path, value in _flat(run.config.model_dump(mode="json")).items() if path not in _SEEDS}
-        known.setdefault(repr(sorted(flat.items())), []).append(run)
-    sets = [sorted(members, key=lambda run: run.config.seed) for members in known.values()]
+        by_settings.setdefault(repr(sorted(flat.items())), []).append(run)
+    sets = [sorted(members, key=lambda run: run.config.seed) for members in by_settings.values()]
     differ = differences([members[0] for members in sets])
     labels = [_label(members[0], {path: row[at] for path, row in differ.items()}) for at, members in enumerate(sets)]
     if len(set(labels)) < len(labels):
@@ -93,19 +93,19 @@ def curve(group: Group, values: Mapping[str, Mapping[int, float]]) -> Curve:
         group: The group.
         values: The values by name of the run, then by round.
     """
-    each = [values[run.name] for run in group.runs]
-    rounds = sorted(set[int].intersection(*(set(one) for one in each))) if each else []
-    columns = [[one[round] for one in each] for round in rounds]
-    sent = [sent_until(run.totals, run.rounds) for run in group.runs]
-    took = [{int(row["round"]): float(row.get("seconds", 0.0)) for row in run.rows} for run in group.runs]
-    count = max(1, len(each))
+    series = [values[run.name] for run in group.runs]
+    rounds = sorted(set[int].intersection(*(set(own) for own in series))) if series else []
+    columns = [[own[round] for own in series] for round in rounds]
+    bytes_by_round = [sent_until(run.totals, run.rounds) for run in group.runs]
+    seconds_by_round = [{int(row["round"]): float(row.get("seconds", 0.0)) for row in run.rows} for run in group.runs]
+    count = max(1, len(series))
     return Curve(
         tuple(rounds),
         tuple(sum(column) / count for column in columns),
         tuple(min(column) for column in columns),
         tuple(max(column) for column in columns),
-        tuple(sum(one[round] for one in sent) / count for round in rounds),
-        tuple(sum(one[round] for one in took) / count for round in rounds),
+        tuple(sum(own[round] for own in bytes_by_round) / count for round in rounds),
+        tuple(sum(own[round] for own in seconds_by_round) / count for round in rounds),
     )
 
 
@@ -116,15 +116,15 @@ def _label(run: RunData, own: Mapping[str, Any]) -> str:
         for path, value in own.items()
         if not path.startswith("method.") or path.rpartition(".")[2] not in ("name", "wrappers")
     ]
-    shown = [one for one in rest if not one.endswith("=None")]
-    return " ".join([run.config.method.title, *shown[:3], *(["..."] if len(shown) > 3 else [])])
+    settings = [setting for setting in rest if not setting.endswith("=None")]
+    return " ".join([run.config.method.title, *settings[:3], *(["..."] if len(settings) > 3 else [])])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from fedspan.data.partition import ClientRow
 from fedspan.diagnostics.measures import MEASURES
-from fedspan.reports.charts import MANY, Figure, menu, styled, whole_rounds
+from fedspan.reports.charts import MAX_LISTED_CLIENTS, Figure, menu, style, whole_rounds
 from fedspan.reports.run_data import RunData
 
 __all__ = ["by_round", "division", "participation"]
@@ -33,7 +33,7 @@ def division(rows: Sequence[ClientRow], labels: Sequence[str]) -> Figure:
     )
     figure.update_yaxes(type="category", autorange="reversed")
     figure.update_xaxes(type="category")
-    return styled(figure, height=min(1200, max(280, 20 * len(rows) + 160)))
+    return style(figure, height=min(1200, max(280, 20 * len(rows) + 160)))
 
 
 def participation(run: RunData) -> Figure:
@@ -44,12 +44,12 @@ def participation(run: RunData) -> Figure:
     rounds = [int(row["round"]) for row in rows]
     marks = [["" for _ in rounds] for _ in ids]
     z: list[list[float]] = [[0.0 for _ in rounds] for _ in ids]
-    place = {id: at for at, id in enumerate(ids)}
+    positions = {id: at for at, id in enumerate(ids)}
     for column, row in enumerate(rows):
         for id in row.get("cohort", ()):
-            z[place[id]][column], marks[place[id]][column] = 1.0, "took part"
+            z[positions[id]][column], marks[positions[id]][column] = 1.0, "took part"
         for id in _failed(row):
-            z[place[id]][column], marks[place[id]][column] = 0.5, "failed"
+            z[positions[id]][column], marks[positions[id]][column] = 0.5, "failed"
     figure = go.Figure(
         go.Heatmap(
             z=z,
@@ -68,37 +68,37 @@ def participation(run: RunData) -> Figure:
         )
     )
     figure.update_xaxes(title="round", dtick=whole_rounds(len(rounds)))
-    figure.update_yaxes(type="category", autorange="reversed", showticklabels=len(ids) <= MANY)
-    return styled(figure, height=min(1000, max(240, 16 * len(ids) + 140)))
+    figure.update_yaxes(type="category", autorange="reversed", showticklabels=len(ids) <= MAX_LISTED_CLIENTS)
+    return style(figure, height=min(1000, max(240, 16 * len(ids) + 140)))
 
 
 def _failed(row: Mapping[str, Any]) -> list[str]:
-    return [str(one["client"]) for one in row.get("failures", ()) if isinstance(one, Mapping) and "client" in one]
+    return [str(item["client"]) for item in row.get("failures", ()) if isinstance(item, Mapping) and "client" in item]
 
 
 def by_round(run: RunData) -> Figure | None:
     """Draw every diagnostic of a run by round and layer, from metrics.jsonl; a menu selects the diagnostic."""
-    looks = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
-    layers = list(dict.fromkeys(name for one in looks.values() for name in one))
-    measures = [each for each in MEASURES if any(each.key in one[name] for one in looks.values() for name in one)]
+    by_number = {int(row["round"]): row["diagnostics"]["layers"] for row in run.rows if "diagnostics" in row}
+    layers = list(dict.fromkeys(name for own in by_number.values() for name in own))
+    measures = [each for each in MEASURES if any(each.key in own[name] for own in by_number.values() for name in own)]
     if not measures:
         return None
     figure, buttons = go.Figure(), list[dict[str, Any]]()
     for number, measure in enumerate(measures):
         figure.add_heatmap(
-            z=[[one.get(name, {}).get(measure.key) for one in looks.values()] for name in layers],
-            x=list(looks),
+            z=[[own.get(name, {}).get(measure.key) for own in by_number.values()] for name in layers],
+            x=list(by_number),
             y=layers,
             visible=number == 0,
             colorscale="Cividis",
             xgap=1,
             ygap=1,
-            texttemplate="%{z:.2g}" if len(looks) <= 12 else None,
+            texttemplate="%{z:.2g}" if len(by_number) <= 12 else None,
             hovertemplate="%{y}, round %{x}: %{z:.4g}<extra></extra>",
         )
-        shown = [at == number for at in range(len(measures))]
-        buttons.append({"label": measure.title, "method": "update", "args": [{"visible": shown}]})
+        visible = [at == number for at in range(len(measures))]
+        buttons.append({"label": measure.title, "method": "update", "args": [{"visible": visible}]})
     figure.update_layout(updatemenus=[{**menu(buttons), "type": "dropdown", "direction": "down"}])
     figure.update_xaxes(title="round", type="category")
     figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10})
-    return styled(figure, height=min(1400, max(320, 20 * len(layers) + 180)))
+    return style(figure, height=min(1400, max(320, 20 * len(layers) + 180)))

@@ -50,69 +50,74 @@ class _Page:
     def section(self, title: str, *content: str) -> None:
         self.parts.append(f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>")
 
-    def figure(self, made: Figure, what: str) -> str:
-        """Return the placeholder of a figure; ``what`` is its description for screen readers."""
+    def figure(self, figure: Figure, description: str) -> str:
+        """Return the placeholder of a figure; ``description`` is its description for screen readers."""
         number = len(self.figures)
-        self.figures.append(_script_safe(made.to_json()))
-        return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(what)}"></div>'
+        self.figures.append(_script_safe(figure.to_json()))
+        return f'<div class="figure" id="figure-{number}" role="img" aria-label="{html.escape(description)}"></div>'
 
 
-def page(groups: Sequence[Group], beside: OutOfRoundEvents, title: str, version: str) -> str:
+def page(groups: Sequence[Group], events: OutOfRoundEvents, title: str, version: str) -> str:
     """Render the whole page as HTML.
 
     Args:
         groups: Groups of runs with one metric.
-        beside: Additional content.
+        events: Additional content.
         title: Title of the page.
         version: Version of fedspan.
     """
-    made, runs = _Page(), [run for group in groups for run in group.runs]
+    sections, runs = _Page(), [run for group in groups for run in group.runs]
     metric = runs[0].metric
     percent = METRICS[metric].percent
-    made.parts.append(f'<p class="verdict">{html.escape(" ".join(sentences(groups)))}</p>')
-    made.section("Runs", _summary(groups))
+    sections.parts.append(f'<p class="verdict">{html.escape(" ".join(sentences(groups)))}</p>')
+    sections.section("Runs", _summary(groups))
     scores = {run.name: charts.score_of(run) for run in runs}
     losses = {run.name: charts.loss_of(run) for run in runs}
     if any(scores.values()):
         figure = charts.course(groups, scores, METRICS[metric].title, percent)
-        made.section("Score", made.figure(figure, f"{metric} by round"), _note(groups))
+        sections.section("Score", sections.figure(figure, f"{metric} by round"), _note(groups))
     if any(losses.values()):
-        made.section("Training loss", made.figure(charts.course(groups, losses, "loss", False), "loss by round"))
+        sections.section(
+            "Training loss", sections.figure(charts.course(groups, losses, "loss", False), "loss by round")
+        )
     if (figure := charts.by_client(groups, metric)) is not None:
         note = "<p>Of the best round's models, on each client's own test part; the worst stands at the bottom.</p>"
-        made.section("Clients", made.figure(figure, f"{metric} of every client"), note)
-    if beside.division is not None:
-        name, rows, labels = beside.division
-        figure = made.figure(matrices.division(rows, labels), "examples of each label by client")
-        made.section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
-    made.section("Traffic", made.figure(charts.traffic(groups), "bytes down and up"), _ledger(groups))
-    took_part = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]
-    if took_part:
-        figure = matrices.participation(took_part[0])
-        note = f"<p>{html.escape(took_part[0].name)}; dark: took part, x: its reply did not count.</p>"
-        made.section("Participation", note, made.figure(figure, "who took part in which round"))
-    _diagnostics(made, groups, beside.diagnoses)
-    if beside.spectra is not None and (figure := charts.spectra(beside.spectra[1])) is not None:
-        note = f"<p>{html.escape(beside.spectra[0])}: the adapter's update by layer.</p>"
-        made.section("Singular values of the update", note, made.figure(figure, "singular values"))
+        sections.section("Clients", sections.figure(figure, f"{metric} of every client"), note)
+    if events.division is not None:
+        name, rows, labels = events.division
+        figure = sections.figure(matrices.division(rows, labels), "examples of each label by client")
+        sections.section("Who holds what", f"<p>{html.escape(name)}</p>", figure)
+    sections.section("Traffic", sections.figure(charts.traffic(groups), "bytes down and up"), _ledger(groups))
+    participated = [group.runs[0] for group in groups if any("cohort" in row for row in group.runs[0].rows)]
+    if participated:
+        figure = matrices.participation(participated[0])
+        note = f"<p>{html.escape(participated[0].name)}; dark: took part, x: its reply did not count.</p>"
+        sections.section("Participation", note, sections.figure(figure, "who took part in which round"))
+    _diagnostics(sections, groups, events.diagnoses)
+    if events.spectra is not None and (figure := charts.spectra(events.spectra[1])) is not None:
+        note = f"<p>{html.escape(events.spectra[0])}: the adapter's update by layer.</p>"
+        sections.section("Singular values of the update", note, sections.figure(figure, "singular values"))
     if (figure := charts.privacy(runs)) is not None:
-        made.section("Privacy", made.figure(figure, "epsilon by round"))
-    made.section("Configuration", _configuration(groups))
-    return _html(made, title, version)
+        sections.section("Privacy", sections.figure(figure, "epsilon by round"))
+    sections.section("Configuration", _configuration(groups))
+    return _html(sections, title, version)
 
 
-def _diagnostics(made: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
+def _diagnostics(sections: _Page, groups: Sequence[Group], diagnoses: Mapping[str, Diagnosis] | None) -> None:
     """Add the diagnostics recorded during one run of each group, and those of one additional round."""
     parts: list[str] = []
     for run in (group.runs[0] for group in groups):
         if (figure := matrices.by_round(run)) is not None:
-            parts += [f"<p>{html.escape(run.name)}, by round.</p>", made.figure(figure, f"diagnostics of {run.name}")]
+            parts += [
+                f"<p>{html.escape(run.name)}, by round.</p>",
+                sections.figure(figure, f"diagnostics of {run.name}"),
+            ]
     if diagnoses:
-        figure = made.figure(charts.by_layer(diagnoses), "diagnostics by layer")
+        figure = sections.figure(charts.by_layer(diagnoses), "diagnostics by layer")
         parts += ["<p>Of one more round after the last.</p>", figure]
     if parts:
         table = _table(("measure", "how to read it", "source"), [(m.title, m.reads, m.source) for m in MEASURES])
-        made.section("Diagnostics", *parts, _details("How to read", table))
+        sections.section("Diagnostics", *parts, _details("How to read", table))
 
 
 def _note(groups: Sequence[Group]) -> str:
@@ -140,8 +145,8 @@ def _worst(run: RunData, metric: str) -> str:
 
 
 def _epsilon(run: RunData) -> str:
-    spent = None if run.report is None else run.report.privacy.get("epsilon")
-    return "-" if not isinstance(spent, int | float) else f"{spent:.3g}"
+    epsilon = None if run.report is None else run.report.privacy.get("epsilon")
+    return "-" if not isinstance(epsilon, int | float) else f"{epsilon:.3g}"
 
 
 def _ledger(groups: Sequence[Group]) -> str:
@@ -150,12 +155,12 @@ def _ledger(groups: Sequence[Group]) -> str:
         for run in group.runs:
             for direction in ("down", "up"):
                 tally = run.totals.run(direction)
-                each = tally.bytes / tally.messages if tally.messages else 0.0
-                sizes = (size(tally.bytes), size(tally.payload), size(each))
+                mean = tally.bytes / tally.messages if tally.messages else 0.0
+                sizes = (size(tally.bytes), size(tally.payload), size(mean))
                 rows.append((f"{group.label}, seed {run.config.seed}", direction, str(tally.messages), *sizes))
-            for purpose, sent in run.totals.beside.items():
+            for purpose, count in run.totals.beside.items():
                 rows.append(
-                    (f"{group.label}, seed {run.config.seed}", purpose, "-", size(sum(sent.values())), "-", "-")
+                    (f"{group.label}, seed {run.config.seed}", purpose, "-", size(sum(count.values())), "-", "-")
                 )
     head = ("run", "what", "messages", "as sent", "tensor data in it", "a message")
     return _details("The ledger", _table(head, rows))
@@ -163,10 +168,10 @@ def _ledger(groups: Sequence[Group]) -> str:
 
 def _configuration(groups: Sequence[Group]) -> str:
     first = [group.runs[0] for group in groups]
-    found = differences(first)
+    differing = differences(first)
     parts: list[str] = []
     if len(groups) > 1:
-        rows = [(path, *(_shown(value) for value in values)) for path, values in found.items()]
+        rows = [(path, *(_format(value) for value in values)) for path, values in differing.items()]
         head = ("what differs", *(group.label for group in groups))
         parts.append(_table(head, rows) if rows else "<p>All runs have one configuration.</p>")
     for group in groups:
@@ -175,7 +180,7 @@ def _configuration(groups: Sequence[Group]) -> str:
     return "".join(parts)
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return "-" if value is None else str(value)
 
 
@@ -205,24 +210,24 @@ th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px s
 .figure { width: 100%; } pre { overflow-x: auto; font-size: .8rem; } summary { cursor: pointer; margin: .5rem 0; }
 footer { margin: 3rem 0 1rem; color: #595959; font-size: .85rem; }
 """
-_DRAW = """
+_SCRIPT = """
 const options = {responsive: true, displaylogo: false, displayModeBar: false};
 figures.forEach((figure, number) => Plotly.newPlot("figure-" + number, figure.data, figure.layout, options));
 """
 
 
-def _html(made: _Page, title: str, version: str) -> str:
-    figures = ",\n".join(made.figures)
-    shown = html.escape(title)
+def _html(sections: _Page, title: str, version: str) -> str:
+    figures = ",\n".join(sections.figures)
+    escaped = html.escape(title)
     return "\n".join(
         (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<link rel="icon" href="data:,">\n<title>{shown}</title>\n<style>{_STYLE}</style>\n</head>',
-            f"<body>\n<h1>{shown}</h1>",
-            *made.parts,
+            f'<link rel="icon" href="data:,">\n<title>{escaped}</title>\n<style>{_STYLE}</style>\n</head>',
+            f"<body>\n<h1>{escaped}</h1>",
+            *sections.parts,
             f"<footer>fedspan {html.escape(version)}. Nothing on this page is loaded from elsewhere.</footer>",
             f"<script>{get_plotlyjs()}</script>",
-            f"<script>\nconst figures = [{figures}];\n{_DRAW}</script>\n</body>\n</html>\n",
+            f"<script>\nconst figures = [{figures}];\n{_SCRIPT}</script>\n</body>\n</html>\n",
         )
     )

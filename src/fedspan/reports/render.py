@@ -16,7 +16,7 @@ from fedspan.diagnostics.round_diagnosis import Diagnosis
 from fedspan.diagnostics.updates import singular_values
 from fedspan.errors import FedspanError
 from fedspan.files import disk_errors, read_bytes, write_atomic
-from fedspan.reports.groups import Group, grouped
+from fedspan.reports.groups import Group, group_runs
 from fedspan.reports.run_data import RunData, stories
 from fedspan.runs.diagnose import diagnose
 from fedspan.runs.folder import RunFolder
@@ -53,21 +53,21 @@ def report(
         raise FedspanError(
             "report", None, problem=f"a report needs plotly ({error}). Run: pip install 'fedspan[report]'"
         ) from None
-    found = stories([runs] if isinstance(runs, str | Path) else runs)
-    for run in found:
-        if run.metric != found[0].metric:
-            problem = f"{found[0].name} is judged by {found[0].metric}, and {run.name} by {run.metric}"
+    data_of_runs = stories([runs] if isinstance(runs, str | Path) else runs)
+    for run in data_of_runs:
+        if run.metric != data_of_runs[0].metric:
+            problem = f"{data_of_runs[0].name} is judged by {data_of_runs[0].metric}, and {run.name} by {run.metric}"
             raise FedspanError("run folder", run.name, "runs that are judged by one metric", problem=problem)
     from fedspan.reports.page import OutOfRoundEvents, page
 
-    groups, path = grouped(found), Path(out)
-    beside = OutOfRoundEvents(
-        division=_division(found[0]) if data else None,
-        spectra=_spectra(found),
+    groups, path = group_runs(data_of_runs), Path(out)
+    events = OutOfRoundEvents(
+        division=_division(data_of_runs[0]) if data else None,
+        spectra=_spectra(data_of_runs),
         diagnoses=_diagnoses(groups) if diagnostics else None,
     )
-    title = f"{groups[0].label}" if len(groups) == 1 else f"{len(found)} runs of {len(groups)} configurations"
-    text = page(groups, beside, title, fedspan.__version__)
+    title = f"{groups[0].label}" if len(groups) == 1 else f"{len(data_of_runs)} runs of {len(groups)} configurations"
+    text = page(groups, events, title, fedspan.__version__)
     with disk_errors(path.parent, "choose another file", "out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
@@ -76,20 +76,22 @@ def report(
 
 def _division(run: RunData) -> tuple[str, Sequence[ClientRow], Sequence[str]] | None:
     """Return the label counts of a run's clients; None if its data or its partition are not available."""
-    place = RunFolder(run.folder)
-    if not PROBLEMS[run.config.task].classifies or not place.partition.is_file():
+    run_folder = RunFolder(run.folder)
+    if not PROBLEMS[run.config.task].classifies or not run_folder.partition.is_file():
         return None
     try:
-        parts = Partition.from_json(read_bytes(place.partition).decode(errors="replace"), str(place.partition))
+        parts = Partition.from_json(
+            read_bytes(run_folder.partition).decode(errors="replace"), str(run_folder.partition)
+        )
         loaded = load(run.config.data, seed=run.config.data_seed, task=run.config.task)
         return run.name, parts.label_table(loaded.labels, loaded.train), loaded.labels
     except FedspanError:  # the data were moved or changed since
         return None
 
 
-def _spectra(found: Sequence[RunData]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
+def _spectra(runs: Sequence[RunData]) -> tuple[str, Mapping[str, Sequence[float]]] | None:
     """Return a run's name and the singular values of the first exported adapter's layers; None without an adapter."""
-    for run in found:
+    for run in runs:
         for name in run.report.adapters.values() if run.report is not None else ():
             file = run.folder / name / _WEIGHTS
             if file.is_file() and (layers := _layers(load_file(file))):
@@ -100,9 +102,9 @@ def _spectra(found: Sequence[RunData]) -> tuple[str, Mapping[str, Sequence[float
 def _layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for name, A in tensors.items():
-        layer, found, rest = name.partition(".lora_A")
+        layer, separator, rest = name.partition(".lora_A")
         B = tensors.get(f"{layer}.lora_B{rest}")
-        if found and B is not None:
+        if separator and B is not None:
             pair = LowRank(B.flatten(1).float(), A.flatten(1).float())
             values[layer.removeprefix("base_model.model.")] = singular_values(pair).tolist()
     return values

@@ -87,39 +87,39 @@ def stories(folders: Sequence[str | Path]) -> tuple[RunData, ...]:
     Raises:
         FedspanError: If a folder holds no run, or a file of a run is malformed.
     """
-    found: dict[Path, None] = {}
+    resolved: dict[Path, None] = {}
     for folder in folders:
         path = Path(folder)
         inside = (
             [path]
             if _is_run(path)
-            else sorted(one.parent for one in path.glob("**/config.yaml") if _is_run(one.parent))
+            else sorted(entry.parent for entry in path.glob("**/config.yaml") if _is_run(entry.parent))
         )
         if not inside:
             raise FedspanError("run folder", str(folder), "the folder of a run, or a folder with runs in it")
-        found |= dict.fromkeys(one.resolve() for one in inside)
-    places = list(found)
-    names = _names(places)
-    return tuple(_story(name, place) for name, place in zip(names, places, strict=True))
+        resolved |= dict.fromkeys(entry.resolve() for entry in inside)
+    paths = list(resolved)
+    names = _names(paths)
+    return tuple(_story(name, run_path) for name, run_path in zip(names, paths, strict=True))
 
 
 def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "environment.json").is_file()
 
 
-def _names(places: Sequence[Path]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     """Return as many last parts of each path as make the names unique."""
-    for depth in range(1, max(len(place.parts) for place in places) + 1):
-        names = ["/".join(place.parts[-depth:]) for place in places]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             return names
-    return [str(place) for place in places]
+    return [str(path) for path in paths]
 
 
 def _story(name: str, folder: Path) -> RunData:
-    place = RunFolder(folder)
-    require_intact(place)
+    run_folder = RunFolder(folder)
+    require_intact(run_folder)
     config = read_config(folder)
-    report = read_report(folder) if place.report.is_file() else None
-    rows = tuple(cast("Sequence[Row]", list(read_lines(place.metrics))))
-    return RunData(name, folder, config, report, rows, read_totals(place.ledger))
+    report = read_report(folder) if run_folder.report.is_file() else None
+    rows = tuple(cast("Sequence[Row]", list(read_lines(run_folder.metrics))))
+    return RunData(name, folder, config, report, rows, read_totals(run_folder.ledger))

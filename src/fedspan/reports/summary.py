@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fedspan.experiments.tables import plus_minus, size
-from fedspan.experiments.verdict import paired
+from fedspan.experiments.verdict import compare_pairs
 from fedspan.reports.groups import Group
 from fedspan.tasks.metrics import METRICS
 
@@ -40,8 +40,8 @@ def sentences(groups: Sequence[Group]) -> tuple[str, ...]:
     sign = 1 if METRICS[metric].higher else -1
     ranked = sorted(measured, key=lambda group: -sign * (group.mean or 0.0))
     return tuple(
-        one
-        for one in (
+        sentence
+        for sentence in (
             _best(ranked, metric),
             _against(ranked, metric, sign),
             _thrift(ranked, metric, sign),
@@ -49,15 +49,15 @@ def sentences(groups: Sequence[Group]) -> tuple[str, ...]:
             _unfinished(ranked[0]),
             _failures(groups),
         )
-        if one
+        if sentence
     )
 
 
 def _best(ranked: Sequence[Group], metric: str) -> str:
     best = ranked[0]
     seeds = f" (mean of {len(best.runs)} seeds)" if len(best.runs) > 1 else " (one seed)"
-    what = METRICS[metric].title
-    first = f"{best.label} has the best {what}," if len(ranked) > 1 else f"The {what} of {best.label} is"
+    title = METRICS[metric].title
+    first = f"{best.label} has the best {title}," if len(ranked) > 1 else f"The {title} of {best.label} is"
     return f"{first} {score_text(metric, best.mean, best.deviation)}{seeds}, after {_rounds(best)}."
 
 
@@ -74,8 +74,8 @@ def _against(ranked: Sequence[Group], metric: str, sign: int) -> str:
     seeds = [run.config.seed for run in best.runs]
     if len(seeds) < 2 or seeds != [run.config.seed for run in second.runs]:
         return f"{second.label} is {gap} behind; more seeds in common would tell whether that is more than chance."
-    found = paired([sign * (s or 0.0) for s in best.scores], [sign * (s or 0.0) for s in second.scores])
-    sure = "more than two standard errors" if found.verdict == "holds" else "within two standard errors"
+    comparison = compare_pairs([sign * (s or 0.0) for s in best.scores], [sign * (s or 0.0) for s in second.scores])
+    sure = "more than two standard errors" if comparison.verdict == "holds" else "within two standard errors"
     return f"{second.label} is {gap} behind, which is {sure} of the difference, paired by seed."
 
 
@@ -83,16 +83,16 @@ def _thrift(ranked: Sequence[Group], metric: str, sign: int) -> str:
     if len(ranked) < 2:
         return ""
 
-    def sent(group: Group) -> float:
+    def bytes_of(group: Group) -> float:
         return sum(run.bytes for run in group.runs) / len(group.runs)
 
-    best, least = ranked[0], min(ranked, key=sent)
-    if least is best or not sent(least):
-        return f"It also sends the least, {size(sent(best))} a run."
-    times = sent(best) / sent(least)
-    less = f"{1 - 1 / times:.0%} less" if times < 2 else f"{times:.1f} times less"
-    gap = _gap(metric, (best.mean or 0.0) - (least.mean or 0.0))
-    return f"{least.label} sends the least, {size(sent(least))} a run ({less}), and is {gap} behind."
+    best, smallest = ranked[0], min(ranked, key=bytes_of)
+    if smallest is best or not bytes_of(smallest):
+        return f"It also sends the least, {size(bytes_of(best))} a run."
+    times = bytes_of(best) / bytes_of(smallest)
+    saving = f"{1 - 1 / times:.0%} less" if times < 2 else f"{times:.1f} times less"
+    gap = _gap(metric, (best.mean or 0.0) - (smallest.mean or 0.0))
+    return f"{smallest.label} sends the least, {size(bytes_of(smallest))} a run ({saving}), and is {gap} behind."
 
 
 def _behind(best: Group, metric: str, sign: int) -> str:
@@ -106,7 +106,7 @@ def _behind(best: Group, metric: str, sign: int) -> str:
         if len(scores) < 2:
             continue
         mean = sum(scores.values()) / len(scores)
-        id = min(scores, key=lambda one: sign * scores[one])
+        id = min(scores, key=lambda candidate: sign * scores[candidate])
         worst.append((sign * (mean - scores[id]), 1.0 if METRICS[metric].percent else abs(mean), id))
     if not worst:
         return ""
@@ -127,8 +127,8 @@ def _failures(groups: Sequence[Group]) -> str:
     counts: dict[str, int] = {}
     for run in (run for group in groups for run in group.runs if run.report is not None):
         assert run.report is not None
-        for id, one in run.report.failures.items():
-            counts[id] = counts.get(id, 0) + int(one.get("count", 0))
+        for id, failure in run.report.failures.items():
+            counts[id] = counts.get(id, 0) + int(failure.get("count", 0))
     if not counts:
         return ""
     worst = max(counts, key=lambda id: counts[id])

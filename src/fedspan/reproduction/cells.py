@@ -13,7 +13,7 @@ from typing import Any
 from fedspan.config import override, parse_config
 from fedspan.errors import FedspanError
 from fedspan.experiments.tables import Table
-from fedspan.reproduction.presets import Preset, Scale, Where, merged
+from fedspan.reproduction.presets import Preset, Scale, Where, merge
 
 __all__ = ["DATA", "MODEL", "Cell", "cells_of", "row_folders", "settings_table"]
 
@@ -59,30 +59,30 @@ def cells_of(
         FedspanError: If an override is invalid.
     """
     axes = preset.axes_at(scale)
-    published = merged(_AS_PUBLISHED, preset.config)
-    base = published if scale == "full" else merged(published, preset.small.config)
+    published = merge(_AS_PUBLISHED, preset.config)
+    base = published if scale == "full" else merge(published, preset.small.config)
     wheres = preset.where if scale == "full" else preset.small.where
-    given = {token: value for token, value in ((DATA, data), (MODEL, model)) if value is not None}
+    paths = {token: value for token, value in ((DATA, data), (MODEL, model)) if value is not None}
     cells: list[Cell] = []
-    for chosen in itertools.product(*(values.items() for values in axes.values())):
-        values = {axis: name for axis, (name, _) in zip(axes, chosen, strict=True)}
+    for combination in itertools.product(*(values.items() for values in axes.values())):
+        values = {axis: name for axis, (name, _) in zip(axes, combination, strict=True)}
         if scale == "small" and any(_within(values, skipped) for skipped in preset.small.skip):
             continue
         shared = base
-        for _, changes in chosen:
-            shared = merged(shared, changes)
+        for _, changes in combination:
+            shared = merge(shared, changes)
         configs: dict[str, Mapping[str, Any]] = {}
         for label in preset.labels_at(scale):
             config = shared
-            for where in wheres:
-                if _applies(where, values, label):
-                    config = merged(config, where.set)
+            for patch in wheres:
+                if _applies(patch, values, label):
+                    config = merge(config, patch.set)
             entry = preset.methods[label]
-            config = merged(config, entry.set)
+            config = merge(config, entry.set)
             if scale == "small":
-                config = merged(config, preset.small.methods.get(label, {}))
+                config = merge(config, preset.small.methods.get(label, {}))
             method = {**config.get("method", {}), "name": entry.key}
-            configs[label] = override(_filled({**config, "method": method}, given), overrides)
+            configs[label] = override(_fill({**config, "method": method}, paths), overrides)
         cells.append(Cell(_folder(values.values()), values, configs))
     names = [cell.name for cell in cells]
     if len(set(names)) != len(names):
@@ -99,8 +99,8 @@ def settings_table(cells: Sequence[Cell]) -> Table:
     rows: list[tuple[str, ...]] = []
     for cell in cells:
         configs = {label: parse_config(values) for label, values in cell.configs.items()}
-        one = next(iter(configs.values()))
-        data, model, split, asked = one.data, one.model, one.partition, one.federation.clients_per_round
+        first = next(iter(configs.values()))
+        data, model, split, cohort = first.data, first.model, first.partition, first.federation.clients_per_round
         source = data.dataset or "/".join(Path(data.train or "").parts[-2:])
         if data.max_examples is not None:
             source += f", at most {data.max_examples:,}"
@@ -108,8 +108,8 @@ def settings_table(cells: Sequence[Cell]) -> Table:
         layers = "all" if blocks is None else str(blocks).strip("[]")
         ranks: dict[str, list[str]] = {}
         for label, config in configs.items():
-            given = config.federation.ranks
-            own = getattr(config.method, "r", None) if given is None else json.dumps(given, default=str)
+            mixed_ranks = config.federation.ranks
+            own = getattr(config.method, "r", None) if mixed_ranks is None else json.dumps(mixed_ranks, default=str)
             ranks.setdefault(str(own), []).append(label)
         rows.append(
             (
@@ -117,11 +117,11 @@ def settings_table(cells: Sequence[Cell]) -> Table:
                 source,
                 _DIVISIONS.get(split.partitioner, split.partitioner).format(alpha=split.alpha, column=split.column),
                 ("as many as values" if split.column is not None else str(split.clients))
-                + ("" if asked is None else f", {asked} a round"),
+                + ("" if cohort is None else f", {cohort} a round"),
                 Path(model.name).name,
                 layers,
                 "; ".join(rank if len(ranks) == 1 else f"{rank} ({', '.join(own)})" for rank, own in ranks.items()),
-                str(one.federation.rounds),
+                str(first.federation.rounds),
             )
         )
     head = ("cell", "data", "division", "clients", "model", "layers", "rank", "rounds")
@@ -134,7 +134,9 @@ def row_folders(labels: Iterable[str]) -> dict[str, str]:
     for label in labels:
         name = _folder([label])
         numbered = (f"{name}-{number}" for number in itertools.count(2))
-        names[label] = next(one for one in itertools.chain([name], numbered) if one not in names.values())
+        names[label] = next(
+            candidate for candidate in itertools.chain([name], numbered) if candidate not in names.values()
+        )
     return names
 
 
@@ -152,13 +154,13 @@ def _within(values: Mapping[str, str], cells: Mapping[str, Sequence[str]]) -> bo
     return all(values[axis] in names for axis, names in cells.items())
 
 
-def _filled(value: Any, given: Mapping[str, str]) -> Any:
+def _fill(value: Any, paths: Mapping[str, str]) -> Any:
     """Replace the placeholders in the texts of plain values."""
     if isinstance(value, Mapping):
-        return {key: _filled(inner, given) for key, inner in value.items()}
+        return {key: _fill(inner, paths) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, given) for inner in value]
+        return [_fill(inner, paths) for inner in value]
     if isinstance(value, str):
-        for token, text in given.items():
+        for token, text in paths.items():
             value = value.replace(token, text)
     return value

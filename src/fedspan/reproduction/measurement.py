@@ -20,7 +20,7 @@ MEASURED = frozenset({"exact_match", "alignment", "barrier", "state_step"})
 _PAIRS = 3
 
 
-def measure(folder: Path, wanted: Collection[str]) -> dict[str, float | None]:
+def measure(folder: Path, names: Collection[str]) -> dict[str, float | None]:
     """Compute some of ``MEASURED``; None if a measure has no value.
 
     ``exact_match`` is the report's, on the held-out set, if answers were generated;
@@ -31,38 +31,38 @@ def measure(folder: Path, wanted: Collection[str]) -> dict[str, float | None]:
 
     Args:
         folder: Folder of a run.
-        wanted: Names of the measures.
+        names: Names of the measures.
     """
-    found: dict[str, float | None] = {}
-    seen_before = _looked_at(RunFolder(folder)) if "alignment" in wanted else []
-    if seen_before:
-        found["alignment"] = sum(seen_before) / len(seen_before)
-    if "barrier" in wanted or ("alignment" in wanted and not seen_before):
-        seen = diagnose(folder, pairs=_PAIRS if "barrier" in wanted else 0)
-        heights = [one.height for one in seen.barriers]
-        found.setdefault("alignment", None if math.isnan(seen.alignment) else seen.alignment)
-        found["barrier"] = sum(heights) / len(heights) if heights else None
-    if "exact_match" in wanted:
-        found["exact_match"] = read_report(folder).scores.get("test", {}).get("exact_match")
-    if "state_step" in wanted:
-        found["state_step"] = _state_step(RunFolder(folder))
-    return {name: found[name] for name in wanted}
+    values: dict[str, float | None] = {}
+    recorded = _recorded_alignments(RunFolder(folder)) if "alignment" in names else []
+    if recorded:
+        values["alignment"] = sum(recorded) / len(recorded)
+    if "barrier" in names or ("alignment" in names and not recorded):
+        diagnosis = diagnose(folder, pairs=_PAIRS if "barrier" in names else 0)
+        heights = [barrier.height for barrier in diagnosis.barriers]
+        values.setdefault("alignment", None if math.isnan(diagnosis.alignment) else diagnosis.alignment)
+        values["barrier"] = sum(heights) / len(heights) if heights else None
+    if "exact_match" in names:
+        values["exact_match"] = read_report(folder).scores.get("test", {}).get("exact_match")
+    if "state_step" in names:
+        values["state_step"] = _state_step(RunFolder(folder))
+    return {name: values[name] for name in names}
 
 
-def _looked_at(place: RunFolder) -> list[float]:
+def _recorded_alignments(run_folder: RunFolder) -> list[float]:
     """Return the alignment in the examined rounds of the second half that have a value."""
-    rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(place.metrics)))
-    found = [row["diagnostics"].get("alignment") for row in rows[len(rows) // 2 :] if "diagnostics" in row]
-    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+    rows = cast("Sequence[Mapping[str, Any]]", list(read_lines(run_folder.metrics)))
+    alignments = [row["diagnostics"].get("alignment") for row in rows[len(rows) // 2 :] if "diagnostics" in row]
+    return [float(value) for value in alignments if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def _state_step(place: RunFolder) -> float | None:
-    last = checkpoints.load(checkpoints.select_checkpoint(place, "last")).state
+def _state_step(run_folder: RunFolder) -> float | None:
+    last = checkpoints.load(checkpoints.select_checkpoint(run_folder, "last")).state
     if last.round < 2:
         return None
-    before = checkpoints.load(checkpoints.select_checkpoint(place, last.round - 1)).state
-    one, other = (split_extras(state.tensors)[0] for state in (before, last))
-    if set(one) != set(other) or any(one[name].shape != other[name].shape for name in one):
+    before = checkpoints.load(checkpoints.select_checkpoint(run_folder, last.round - 1)).state
+    old, new = (split_extras(state.tensors)[0] for state in (before, last))
+    if set(old) != set(new) or any(old[name].shape != new[name].shape for name in old):
         return None
-    size = norm(one)
-    return norm(subtract(other, one)) / size if size > 0 else None
+    size = norm(old)
+    return norm(subtract(new, old)) / size if size > 0 else None

@@ -29,7 +29,7 @@ __all__ = [
     "Scale",
     "architectures",
     "list_presets",
-    "merged",
+    "merge",
     "preset_of",
     "require_scale",
 ]
@@ -73,7 +73,7 @@ class Claim(Record):
     """A statement of the paper: one row of the table is better than others.
 
     Args:
-        says: The statement in words.
+        statement: The statement in words.
         better: Label of the better method.
         worse: Labels of the methods that it is better than.
         cells: Values to which the claim applies, by axis; an axis left out: all of its values.
@@ -86,7 +86,7 @@ class Claim(Record):
         needs: Quantity that is required but not measured; such a claim is never judged.
     """
 
-    says: str
+    statement: str
     better: str
     worse: list[str] = Field(min_length=1)
     cells: dict[str, list[str]] = Field(default_factory=dict)
@@ -229,9 +229,9 @@ class Preset(Record):
                 self._require(f"{field}.{axis}", value, {**self.axes[axis], **self.small.axes.get(axis, {})})
 
     @staticmethod
-    def _require(field: str, name: str, known: Mapping[str, object]) -> None:
-        if name not in known:
-            raise ValueError(f"{field}: {name!r} is none of {', '.join(known)}")
+    def _require(field: str, name: str, names: Mapping[str, object]) -> None:
+        if name not in names:
+            raise ValueError(f"{field}: {name!r} is none of {', '.join(names)}")
 
     def axes_at(self, scale: Scale) -> dict[str, dict[str, Values]]:
         """Return the axes at a scale."""
@@ -256,12 +256,12 @@ class Preset(Record):
         return tuple(self.seeds if scale == "full" or self.small.seeds is None else self.small.seeds)
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the values of ``above`` over ``below``, section by section."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        result[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return result
 
 
@@ -291,17 +291,17 @@ def _values(name: str) -> Values:
     if base is None:
         return values
     below = _values(base)
-    both: Values = {**merged(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
-    for part in (both, both.get("small", {})):  # a null removes an axis, one of its values or a row
+    result: Values = {**merge(below, values), "notes": [*below.get("notes", []), *values.get("notes", [])]}
+    for part in (result, result.get("small", {})):  # a null removes an axis, one of its values or a row
         if "axes" in part:
-            kept = {axis: each for axis, each in part["axes"].items() if each is not None}
-            part["axes"] = {axis: _without_none(each) for axis, each in kept.items()}
+            present = {axis: choice for axis, choice in part["axes"].items() if choice is not None}
+            part["axes"] = {axis: _drop_none(choice) for axis, choice in present.items()}
         if "methods" in part:
-            part["methods"] = _without_none(part["methods"])
-    return both
+            part["methods"] = _drop_none(part["methods"])
+    return result
 
 
-def _without_none(values: Values) -> Values:
+def _drop_none(values: Values) -> Values:
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -312,9 +312,9 @@ def preset_of(id: str) -> Preset:
     Raises:
         FedspanError: If the id is unknown, or its file does not fit the schema.
     """
-    known = [name for name in _texts() if not name.startswith("_")]
-    if id not in known:
-        raise FedspanError("ID", id, problem=f"no preset is named {id!r}. {nearest(id, known)}")
+    ids = [name for name in _texts() if not name.startswith("_")]
+    if id not in ids:
+        raise FedspanError("ID", id, problem=f"no preset is named {id!r}. {nearest(id, ids)}")
     return read_preset({"id": id, **_values(id)}, id)
 
 

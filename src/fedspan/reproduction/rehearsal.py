@@ -45,28 +45,28 @@ def dry_run(id: str, *, scale: Scale = "small", overrides: Sequence[str] = ()) -
     """
     preset = preset_of(id)
     require_scale(scale)
-    tried = 1
+    count = 1
     for values in preset.sweep_at(scale).values():
-        tried *= len(values)
+        count *= len(values)
     # the best run of the sweep counts as that of the first seed, unless all have to be timed
-    swept = tried - (not preset.timed) if tried > 1 else 0
+    swept = count - (not preset.timed) if count > 1 else 0
     runs = swept + len(preset.seeds_at(scale))
-    found: list[PlannedCell] = []
+    planned_cells: list[PlannedCell] = []
     for cell in cells_of(preset, scale, overrides=overrides):
         for label, values in cell.configs.items():
             config = parse_config(values)
             # in a natural partition, the data determine the clients; a preset states how many it expects
             clients = config.partition.clients
-            planned = plan_run(config, _planned_model(config), clients=clients, examples=known_examples(config))
-            found.append(PlannedCell(cell.name, label, runs, planned))
-    return tuple(found)
+            planned = plan_run(config, _prepare_model(config), clients=clients, examples=known_examples(config))
+            planned_cells.append(PlannedCell(cell.name, label, runs, planned))
+    return tuple(planned_cells)
 
 
 _models: dict[str, PlannedModel] = {}
 """Models without weights, which use no memory, by the settings that determine them: many rows share one."""
 
 
-def _planned_model(config: RunConfig) -> PlannedModel:
+def _prepare_model(config: RunConfig) -> PlannedModel:
     labels = known_labels(config)
     section = config.model.model_dump(mode="json", exclude={"extras", "extras_lr_scale"})
     key = json.dumps([config.task, config.device, config.data.packing, labels, section], sort_keys=True)

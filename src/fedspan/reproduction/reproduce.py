@@ -120,9 +120,9 @@ def reproduce(
     Raises:
         FedspanError: If an argument, a config or the folder has an error that the user can correct.
     """
-    for known in reuse:
-        if not Path(known).is_dir():
-            raise FedspanError("--reuse", str(known), "a folder that holds finished runs")
+    for folder_of_runs in reuse:
+        if not Path(folder_of_runs).is_dir():
+            raise FedspanError("--reuse", str(folder_of_runs), "a folder that holds finished runs")
     settings = {
         "command": command_line(sys.argv),
         "id": id,
@@ -133,7 +133,7 @@ def reproduce(
         "overrides": list(overrides),
         "reuse": [os.path.abspath(folder) for folder in reuse],
     }
-    return _play(settings, Path(folder), listener or Watcher())
+    return _run(settings, Path(folder), listener or Watcher())
 
 
 def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) -> Reproduction:
@@ -143,21 +143,21 @@ def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) 
         FedspanError: If no reproduction was started in the folder, or for the reasons of ``reproduce``.
     """
     settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
-    there = [known for known in settings["reuse"] if Path(known).is_dir()]  # other runs are rerun
-    return _play({**settings, "reuse": there}, Path(folder), listener or Watcher())
+    existing = [path for path in settings["reuse"] if Path(path).is_dir()]  # other runs are rerun
+    return _run({**settings, "reuse": existing}, Path(folder), listener or Watcher())
 
 
-def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
+def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
     preset, scale = preset_of(settings["id"]), settings["scale"]
     require_scale(scale)
     cells = cells_of(preset, scale, settings["data"], settings["model"], settings["overrides"])
     for cell in cells:
         for values in cell.configs.values():
-            _require_places(values)
+            _require_paths(values)
             parse_config(values)
-    known = [*map(Path, settings["reuse"]), *([folder] if folder.is_dir() else [])]
-    with shared_prefixes(), nullcontext() if preset.timed else finished_runs(known):
-        _begin(folder, settings)
+    reusable = [*map(Path, settings["reuse"]), *([folder] if folder.is_dir() else [])]
+    with shared_prefixes(), nullcontext() if preset.timed else finished_runs(reusable):
+        _open_folder(folder, settings)
         scores = tuple(
             _row(preset, scale, cell, label, folder / cell.name / name, watcher)
             for cell in cells
@@ -171,28 +171,28 @@ def _play(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprod
     return report
 
 
-def _require_places(values: Mapping[str, Any]) -> None:
+def _require_paths(values: Mapping[str, Any]) -> None:
     text = json.dumps(values)
-    for token, option, what in (
+    for token, option, description in (
         (DATA, "--data", "a folder with local data sets, named as their publishers name them (docs/reproducing.md)"),
         (MODEL, "--model", "a folder with a causal language model in Transformers' format"),
     ):
         if token in text:
-            raise FedspanError(option, None, what)
+            raise FedspanError(option, None, description)
 
 
-def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
+def _open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     path = folder / REPRODUCE
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not path.is_file())):
         raise FedspanError("folder", str(folder), problem=f"{str(folder)!r} holds other files. Choose another folder")
     if path.is_file():
-        begun = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
+        stored = read_settings(folder, REPRODUCE, _SETTINGS, _LATER)
         for name in ("id", "scale", "overrides"):
-            if begun[name] != settings[name]:
+            if stored[name] != settings[name]:
                 raise FedspanError(
                     "folder",
                     str(folder),
-                    problem=f"{str(folder)!r} was begun with {name} {begun[name]!r}. Choose another folder",
+                    problem=f"{str(folder)!r} was begun with {name} {stored[name]!r}. Choose another folder",
                 )
     with disk_errors(folder, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,32 +202,32 @@ def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
 def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, watcher: Watcher) -> CellScore:
     """Run one row in one cell: the sweep, if there are several values to try, and the seeds."""
     config: Any = cell.configs[label]
-    over, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
-    chosen: Mapping[str, object] = {}
-    if any(len(values) > 1 for values in over.values()):
-        found = sweep(config, folder / "sweep", over, seeds=seeds[:1], listener=watcher)
-        if found.best is None:
+    candidates, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
+    best_values: Mapping[str, object] = {}
+    if any(len(values) > 1 for values in candidates.values()):
+        search = sweep(config, folder / "sweep", candidates, seeds=seeds[:1], listener=watcher)
+        if search.best is None:
             why = "every learning rate diverged"
             return CellScore(cell.name, label, {}, "", True, (), None, None, None, None, None, why)
-        chosen, config = found.trials[0].values, found.best
-    elif over:
-        chosen = {path: values[0] for path, values in over.items()}
-    texts = [f"{path}={json.dumps(value)}" for path, value in chosen.items()]
+        best_values, config = search.trials[0].values, search.best
+    elif candidates:
+        best_values = {path: values[0] for path, values in candidates.items()}
+    texts = [f"{path}={json.dumps(value)}" for path, value in best_values.items()]
     key = preset.methods[label].key
     try:
         report = compare(config, folder / "seeds", [key], seeds, overrides=texts, listener=watcher)
     except FedspanError as error:
         if error.field != "training.lr":  # the only error of training itself: it diverges
             raise
-        return CellScore(cell.name, label, chosen, "", True, (), None, None, None, None, None, "a seed diverged")
+        return CellScore(cell.name, label, best_values, "", True, (), None, None, None, None, None, "a seed diverged")
     row = report.rows[0]
-    wanted = {claim.measure for claim in preset.claims}
+    measures = {claim.measure for claim in preset.claims}
     runs = [RunFolder(folder / "seeds" / f"{key}-seed{seed}") for seed in seeds]
-    looked = [measure(place.path, sorted(wanted & MEASURED)) for place in runs]
+    measurements = [measure(run_folder.path, sorted(measures & MEASURED)) for run_folder in runs]
     return CellScore(
         cell=cell.name,
         method=label,
-        chosen=chosen,
+        chosen=best_values,
         metric=report.metric,
         higher=report.higher,
         scores=row.scores,
@@ -236,8 +236,8 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
         bytes_down=row.bytes_down,
         bytes_up=row.bytes_up,
         seconds=row.seconds,
-        measured={name: tuple(each[name] for each in looked) for name in sorted(wanted & MEASURED)},
-        curves=tuple(curve_of(place, report.metric) for place in runs) if wanted & set(COSTS) else (),
+        measured={name: tuple(own[name] for own in measurements) for name in sorted(measures & MEASURED)},
+        curves=tuple(curve_of(run_folder, report.metric) for run_folder in runs) if measures & set(COSTS) else (),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fedspan.experiments.tables import Table, plus_minus
-from fedspan.experiments.verdict import Within, near, paired
+from fedspan.experiments.verdict import Within, compare_pairs, compare_to
 from fedspan.reproduction.cells import Cell
 from fedspan.reproduction.presets import Claim
 from fedspan.runs.curves import Point, reached, target_of
@@ -91,7 +91,7 @@ class Judged:
     """A claim about one pair of rows, judged.
 
     Args:
-        says: The paper's statement.
+        statement: The paper's statement.
         better: Label of the row that is claimed to be better.
         worse: Label of the other row.
         metric: Metric that was compared.
@@ -101,7 +101,7 @@ class Judged:
         why: Reason why it could not be judged; None otherwise.
     """
 
-    says: str
+    statement: str
     better: str
     worse: str
     metric: str
@@ -116,31 +116,31 @@ def judge(claims: Sequence[Claim], cells: Sequence[Cell], scores: Sequence[CellS
 
     The verdict is *holds* if the difference, paired by seed, exceeds two standard errors in the paper's direction,
     *contradicted* if it does so in the other direction, else *inconclusive*; ``claim.within`` is applied as in
-    ``experiments.verdict.near``. A cell in which a row failed is left out.
+    ``experiments.verdict.compare_to``. A cell in which a row failed is left out.
 
     Args:
         claims: The paper's statements.
         cells: Cells of the table.
         scores: Scores of all rows in all cells.
     """
-    by_place = {(score.cell, score.method): score for score in scores}
-    return tuple(_judged(claim, worse, cells, by_place) for claim in claims for worse in claim.worse)
+    by_cell = {(score.cell, score.method): score for score in scores}
+    return tuple(_judge_pair(claim, worse, cells, by_cell) for claim in claims for worse in claim.worse)
 
 
-def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]) -> Judged:
+def _judge_pair(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tuple[str, str], CellScore]) -> Judged:
     fitting = [cell for cell in cells if all(cell.values[axis] in names for axis, names in claim.cells.items())]
     named = {cell.name for cell in fitting}
     metrics = dict.fromkeys(s.metric for s in scores.values() if s.metric and s.cell in named)
     metric = claim.measure if claim.measure != "score" else next(iter(metrics), "")
 
     def unjudged(why: str) -> Judged:
-        return Judged(claim.says, claim.better, worse, metric, "not runnable here", None, (), why)
+        return Judged(claim.statement, claim.better, worse, metric, "not runnable here", None, (), why)
 
     if claim.needs is not None:
         return unjudged(f"it takes {claim.needs}, which is not measured")
     if claim.measure == "score" and len(metrics) > 1:
         return unjudged(f"{' and '.join(sorted(metrics))} have no mean: a claim for each")
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    pairs: dict[str, tuple[list[float], list[float]]] = {}
     bounds: dict[str, Bound] = {}
     for cell in fitting:
         if claim.measure in COSTS:
@@ -149,36 +149,38 @@ def _judged(claim: Claim, worse: str, cells: Sequence[Cell], scores: Mapping[tup
         else:
             pair = [_values(claim, cell, label, cells, scores) for label in (claim.better, worse)]
         if pair[0] is not None and pair[1] is not None:
-            found[cell.name] = (pair[0], pair[1])
-    if not found:
+            pairs[cell.name] = (pair[0], pair[1])
+    if not pairs:
         return unjudged("no cell of it is run, or measured, at this scale, or a row of it failed everywhere")
     rule = _rule(claim)
-    single = tuple(_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in found.items())
-    mean = [_means([pair[side] for pair in found.values()]) for side in (0, 1)]
-    overall = _cell("all", rule(mean[0], mean[1]), _bound({bounds.get(name, "") for name in found}))
-    return Judged(claim.says, claim.better, worse, metric, overall.verdict, overall, single)
+    single = tuple(_cell(name, rule(*pair), bounds.get(name, "")) for name, pair in pairs.items())
+    mean = [_means([pair[side] for pair in pairs.values()]) for side in (0, 1)]
+    overall = _cell("all", rule(mean[0], mean[1]), _bound({bounds.get(name, "") for name in pairs}))
+    return Judged(claim.statement, claim.better, worse, metric, overall.verdict, overall, single)
 
 
 def _rule(claim: Claim) -> Callable[[Sequence[float], Sequence[float]], Within]:
     within = claim.within
     if within is None:
-        return paired
-    return lambda better, worse: near([one - other for one, other in zip(better, worse, strict=True)], 0.0, within)
-
-
-def _cell(name: str, found: Within, bound: Bound) -> JudgedCell:
-    """Judge a cell; a bound on the wrong side is inconclusive: a run that missed the score may have been cheaper."""
-    says_nothing = (found.verdict == "holds" and bound in ("at most ", "about ")) or (
-        found.verdict == "contradicted" and bound in ("at least ", "about ")
+        return compare_pairs
+    return lambda better, worse: compare_to(
+        [above - other for above, other in zip(better, worse, strict=True)], 0.0, within
     )
-    verdict = "inconclusive" if says_nothing else found.verdict
-    return JudgedCell(name, found.mean, found.error if found.error < float("inf") else None, verdict, bound)
+
+
+def _cell(name: str, result: Within, bound: Bound) -> JudgedCell:
+    """Judge a cell; a bound on the wrong side is inconclusive: a run that missed the score may have been cheaper."""
+    is_inconclusive = (result.verdict == "holds" and bound in ("at most ", "about ")) or (
+        result.verdict == "contradicted" and bound in ("at least ", "about ")
+    )
+    verdict = "inconclusive" if is_inconclusive else result.verdict
+    return JudgedCell(name, result.mean, result.error if result.error < float("inf") else None, verdict, bound)
 
 
 def _bound(bounds: Collection[Bound]) -> Bound:
     """Return the bound of a mean of bounded values."""
-    some: set[Bound] = set(bounds) - {""}
-    return "about " if len(some) > 1 else some.pop() if some else ""
+    distinct: set[Bound] = set(bounds) - {""}
+    return "about " if len(distinct) > 1 else distinct.pop() if distinct else ""
 
 
 def _values(
@@ -186,43 +188,43 @@ def _values(
 ) -> list[float] | None:
     """Return the compared values, one for each seed, so that more is better; None if something is missing."""
     if claim.gap is None:
-        return _oriented(scores.get((cell.name, label)), claim.measure)
+        return _orient(scores.get((cell.name, label)), claim.measure)
     gap = claim.gap
     if cell.values[gap.axis] != gap.after:
         return None
     other = {**cell.values, gap.axis: gap.before}
-    before = next((each for each in cells if each.values == other), None)
-    ends = [_oriented(scores.get((each.name, label)), claim.measure) for each in (before, cell) if each is not None]
-    if len(ends) < 2 or ends[0] is None or ends[1] is None:
+    before = next((c for c in cells if c.values == other), None)
+    values = [_orient(scores.get((c.name, label)), claim.measure) for c in (before, cell) if c is not None]
+    if len(values) < 2 or values[0] is None or values[1] is None:
         return None
-    return [end - start for start, end in zip(ends[0], ends[1], strict=True)]
+    return [end - start for start, end in zip(values[0], values[1], strict=True)]
 
 
 def _costs(
     cost: Callable[[Point], float], better: CellScore | None, worse: CellScore | None
 ) -> tuple[list[float] | None, list[float] | None, Bound]:
     """Return the negated costs of reaching the pair's score for both rows, one for each seed, and the bound."""
-    sides: tuple[list[float], list[float]] = ([], [])
+    costs: tuple[list[float], list[float]] = ([], [])
     bounds: set[Bound] = set()
     for pair in zip(() if better is None else better.curves, () if worse is None else worse.curves, strict=False):
         assert better is not None
         target = target_of(pair, better.higher)
         if target is None:
             return None, None, ""
-        ends: tuple[Bound, Bound] = ("at most ", "at least ")
-        for side, curve, bound in zip(sides, pair, ends, strict=True):
+        bounds_of_pair: tuple[Bound, Bound] = ("at most ", "at least ")
+        for own, curve, bound in zip(costs, pair, bounds_of_pair, strict=True):
             point = reached(curve, target, better.higher)
-            side.append(-cost(point or curve[-1]))
+            own.append(-cost(point or curve[-1]))
             bounds |= {bound} if point is None else set()
-    return sides[0] or None, sides[1] or None, _bound(bounds)
+    return costs[0] or None, costs[1] or None, _bound(bounds)
 
 
-def _oriented(score: CellScore | None, measure: str) -> list[float] | None:
+def _orient(score: CellScore | None, measure: str) -> list[float] | None:
     if score is None or score.mean is None:
         return None
     if measure in _SIGNS:
-        found = [value for value in score.measured.get(measure, ()) if value is not None]
-        return [_SIGNS[measure] * value for value in found] if len(found) == len(score.scores) else None
+        measured = [value for value in score.measured.get(measure, ()) if value is not None]
+        return [_SIGNS[measure] * value for value in measured] if len(measured) == len(score.scores) else None
     if measure != "score":
         count = score.bytes_up if measure == "bytes_up" else score.bytes_down
         return None if count is None else [-count] * len(score.scores)
@@ -238,13 +240,15 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
     """Tabulate the verdicts for people to read."""
     rows = tuple(
         (
-            one.says,
-            f"{one.better} over {one.worse}",
-            "-" if one.overall is None else difference(one.metric, one.overall),
-            f"{sum(cell.verdict == 'holds' for cell in one.cells)} of {len(one.cells)}" if one.cells else "-",
-            one.verdict if one.why is None else f"{one.verdict}: {one.why}",
+            judgement.statement,
+            f"{judgement.better} over {judgement.worse}",
+            "-" if judgement.overall is None else difference(judgement.metric, judgement.overall),
+            f"{sum(cell.verdict == 'holds' for cell in judgement.cells)} of {len(judgement.cells)}"
+            if judgement.cells
+            else "-",
+            judgement.verdict if judgement.why is None else f"{judgement.verdict}: {judgement.why}",
         )
-        for one in judged
+        for judgement in judged
     )
     notes = (
         "Holds: the difference over all cells, paired by seed, exceeds two standard errors in the paper's direction; "
@@ -255,16 +259,16 @@ def verdict_table(judged: Sequence[Judged]) -> Table:
     )
 
 
-def difference(metric: str, found: JudgedCell) -> str:
+def difference(metric: str, cell: JudgedCell) -> str:
     """Format the advantage of the better row with its unit: positive in the paper's direction."""
     if metric in ("bytes_up", "bytes_down"):
-        return f"{found.mean / 1e6:+.3f} MB"
+        return f"{cell.mean / 1e6:+.3f} MB"
     if metric == "bytes_to":
-        error = "" if found.error is None else f" ± {found.error / 1e6:.3f}"
-        return f"{found.bound}{found.mean / 1e6:+.3f}{error} MB"
+        error = "" if cell.error is None else f" ± {cell.error / 1e6:.3f}"
+        return f"{cell.bound}{cell.mean / 1e6:+.3f}{error} MB"
     if metric in ("rounds_to", "seconds_to"):
-        error = "" if found.error is None else f" ± {found.error:.1f}"
-        return f"{found.bound}{found.mean:+.1f}{error} {metric.removesuffix('_to')}"
+        error = "" if cell.error is None else f" ± {cell.error:.1f}"
+        return f"{cell.bound}{cell.mean:+.1f}{error} {metric.removesuffix('_to')}"
     if metric in _SIGNS and metric not in METRICS:
-        return f"{found.mean:+.3g}" + ("" if found.error is None else f" ± {found.error:.2g}")
-    return plus_minus(metric, found.mean, found.error, sign=True)
+        return f"{cell.mean:+.3g}" + ("" if cell.error is None else f" ± {cell.error:.2g}")
+    return plus_minus(metric, cell.mean, cell.error, sign=True)

@@ -93,16 +93,16 @@ class ImageClassification(Labelling):
 
     def _require_likeness(self, image: PIL.Image.Image, pixels: np.ndarray) -> None:
         whole = torch.from_numpy(np.asarray(self.processor([image], return_tensors="np")["pixel_values"])).float()
-        if not torch.allclose(whole, self._scale(torch.from_numpy(pixels)), rtol=0, atol=1e-4):
+        if not torch.allclose(whole, self._scale_pixels(torch.from_numpy(pixels)), rtol=0, atol=1e-4):
             raise _unlike(self.processor)
 
-    def _scale(self, pixels: Tensor) -> Tensor:
+    def _scale_pixels(self, pixels: Tensor) -> Tensor:
         return (pixels.float() * self._scale - self._mean.to(pixels.device)) / self._std.to(pixels.device)
 
     def batch(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``pixel_values``, (batch, 3, H, W), as the model's processor computes them, and ``labels``."""
         rows = list(indices)
-        scaled = self._scale(torch.from_numpy(examples.pixels[rows]).to(device))
+        scaled = self._scale_pixels(torch.from_numpy(examples.pixels[rows]).to(device))
         return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[rows]).to(device)}
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
