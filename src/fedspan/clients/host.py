@@ -28,7 +28,7 @@ from fedspan.core.values import Client, Contribution, Job, Message, OptimizerSta
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
 from fedspan.federation.privacy import order_charges, privatize, training_noise
-from fedspan.federation.progress import ClientData, stored_moments
+from fedspan.federation.progress import ClientData
 from fedspan.federation.protocol import Envelope, Order, Part, Reply, ScoredPart, Scores
 from fedspan.federation.secagg.messages import Phase, refuse_phase
 from fedspan.tasks.task import Examples
@@ -78,7 +78,9 @@ class _Training:
 
     def assignment(self, job: Job, keep: bool) -> Assignment:
         """Return a job as an engine's assignment."""
-        moments = stored_moments(job, self.moments.get(job.phase), keep)
+        moments, generation = self.moments.get(job.phase, (None, None))
+        if not keep or generation != job.generation:  # moments of an older generation have other coordinates
+            moments = None
         return Assignment(self.order.to, self.order.round, job, self.member.train, self.order.lr, moments, self.noise)
 
 
@@ -235,12 +237,16 @@ class Host:
         self._require_secure(order)
         message = self._message(order)
         job, kept = self._start(order, message)
-        noise = training_noise(settings, self.method, message, _known(client, member), order.round, kept.memory)
+        noise = 0.0
+        if settings.privacy is not None and settings.privacy.mechanism == "dp-sgd":
+            own = _known(client, member)
+            noise = training_noise(settings, settings.privacy, self.method, message, own, order.round, kept.memory)
         return _Training(order, client, member, kept, job, noise, kept.memory, overlay(kept.moments))
 
     def _close(self, one: _Training, reply: Message) -> Reply:
         order, privacy = one.order, self.engine.settings.privacy
-        reply = privatize(privacy, one.job.tensors, one.client, reply, order.round)
+        if privacy is not None and privacy.mechanism == "local":
+            reply = privatize(privacy, one.job.tensors, one.client, reply, order.round)
         if privacy is not None and privacy.mechanism != "central" and not self.reveals_losses:
             one.parts.clear()  # a loss is computed from the raw data
         if self.tamper is not None:

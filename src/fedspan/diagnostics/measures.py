@@ -164,11 +164,11 @@ class DiagnosticsRecorder:
 
     Args:
         federation: The federation, in this process.
-        every: Interval in rounds between two diagnostics; None: no diagnostics.
+        interval: Number of rounds from one diagnosis to the next.
     """
 
-    def __init__(self, federation: Federation, every: int | None) -> None:
-        self.federation, self.every = federation, every
+    def __init__(self, federation: Federation, interval: int) -> None:
+        self.federation, self.interval = federation, interval
         self.seconds = 0.0
         """Time of the diagnostics, without the rounds themselves."""
 
@@ -182,7 +182,7 @@ class DiagnosticsRecorder:
             measure, ``alignment`` of all layers as one vector, and ``seconds``; None if the round was not examined.
         """
         federation = self.federation
-        if self.every is None or (progress.state.round + 1) % self.every:
+        if (progress.state.round + 1) % self.interval:
             return federation.run_round(progress, on_client, on_charge=on_charge), None
         record = TrainingRecord()
         result = federation.run_round(progress, on_client, record, on_charge)

@@ -137,20 +137,23 @@ def expected_charges(
 
 
 def training_noise(
-    training: TrainingSettings, method: Method, sent: Message, client: Client, round: int, memory: Memory | None = None
+    training: TrainingSettings,
+    privacy: Privacy,
+    method: Method,
+    sent: Message,
+    client: Client,
+    round: int,
+    memory: Memory | None = None,
 ) -> float:
-    """Return the DP-SGD noise of an order's jobs (arguments as in ``order_charges``); 0 without DP-SGD."""
-    privacy = training.privacy
-    if privacy is None or privacy.mechanism != "dp-sgd":
-        return 0.0
+    """Return the DP-SGD noise of an order's jobs (arguments as in ``order_charges``)."""
     return noise_for(privacy, training, untrained_jobs(method, sent, client, round, memory)[0], client.examples)
 
 
-def privatize(privacy: Privacy | None, started: Tensors, client: Client, reply: Message, round: int) -> Message:
-    """Return the reply that may leave the client: clipped and noised with ``local``, otherwise unchanged.
+def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message, round: int) -> Message:
+    """Clip a reply under local privacy and add its noise, so that it may leave the client.
 
     Args:
-        privacy: Privacy settings of the run.
+        privacy: Privacy settings of the run, with the mechanism ``local``.
         started: Initial tensors of the client's first job, which all clients share.
         client: The client that trains.
         reply: The method's reply.
@@ -159,8 +162,6 @@ def privatize(privacy: Privacy | None, started: Tensors, client: Client, reply: 
     Raises:
         FedspanError: If the reply holds anything that noise cannot hide.
     """
-    if privacy is None or privacy.mechanism != "local":
-        return reply
     strange = [name for name, value in reply.tensors.items() if not value.is_floating_point() or name not in started]
     if strange or reply.scalars:
         problem = (

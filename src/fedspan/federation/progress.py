@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from fedspan.core.method import Memory
-from fedspan.core.values import Client, Job, OptimizerState, ServerState
+from fedspan.core.values import Client, OptimizerState, ServerState
 from fedspan.errors import FedspanError
 from fedspan.training.accounting import Charge
 
@@ -24,7 +24,6 @@ __all__ = [
     "TooFew",
     "TooFewReplies",
     "Transfer",
-    "stored_moments",
 ]
 
 Direction = Literal["down", "up"]
@@ -151,8 +150,3 @@ class RoundResult:
     simulated_seconds: float | None = None
     clipped: Mapping[str, float] = field(default_factory=dict)
     lowered: Mapping[str, float] = field(default_factory=dict)
-
-
-def stored_moments(job: Job, kept: tuple[OptimizerState, int] | None, wanted: bool) -> OptimizerState | None:
-    """Return the stored moments that a job continues with; None if there are none, or their generation differs."""
-    return None if kept is None or not wanted or kept[1] != job.generation else kept[0]

@@ -18,6 +18,7 @@ from fedspan.config import RunConfig
 from fedspan.data.partition import Partition
 from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError, nearest
+from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
 from fedspan.files import disk_errors, read_bytes, write_atomic
 from fedspan.logs import JsonLines, read_lines
@@ -29,7 +30,6 @@ from fedspan.runs.divergence import find_divergence
 from fedspan.runs.environment import record_environment
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.head_setup import begin
 from fedspan.runs.integrity import (
     RESOLVED,
     config_text,
@@ -169,7 +169,8 @@ class _Session:
         self.best: Best | None = None
         self.budget = Budget(prepared.config, path=place.privacy)
         self.inputs = input_digests(place)
-        self.looks = DiagnosticsRecorder(prepared.federation, prepared.config.evaluation.diagnostics)
+        interval = prepared.config.evaluation.diagnostics
+        self.diagnostics = None if interval is None else DiagnosticsRecorder(prepared.federation, interval)
 
     def run_rounds(self, kept: Checkpoint | None, resumed: bool) -> Progress:
         """Run all remaining rounds."""
@@ -196,36 +197,40 @@ class _Session:
         while not self._over(progress):
             began, number = time.monotonic(), progress.state.round + 1
 
-            def told(client: str, loss: float, number: int = number) -> None:
+            def report_loss(client: str, loss: float, number: int = number) -> None:
                 self.listener.client_finished(number, client, loss)
 
             announce = partial(self.budget.announce, progress.state.round)
-            result, seen = self.looks.run_round(progress, told, announce)
+            if self.diagnostics is None:
+                result, diagnosis = federation.run_round(progress, report_loss, on_charge=announce), None
+            else:
+                result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce)
             store_stacking_plan(self.place, engine)
             for note in (engine_note(engine), federation.remark()):
                 if number == first and note is not None:
                     self.listener.noted(note)
-            row = self._row(result) | ({} if seen is None else {"diagnostics": seen})
-            self.seconds += time.monotonic() - began - (0.0 if seen is None else seen["seconds"])
+            row = self._row(result) | ({} if diagnosis is None else {"diagnostics": diagnosis})
+            self.seconds += time.monotonic() - began - (0.0 if diagnosis is None else diagnosis["seconds"])
             progress = self._commit(result, {**row, "seconds": self.seconds})
             del result  # the cohort's state is now on the disk
-        if self.looks.seconds:
-            self.listener.noted(f"evaluation.diagnostics took {self.looks.seconds:.1f} s beside the rounds themselves")
+        if self.diagnostics is not None and self.diagnostics.seconds:
+            seconds = self.diagnostics.seconds
+            self.listener.noted(f"evaluation.diagnostics took {seconds:.1f} s beside the rounds themselves")
         return progress
 
     def _start(self) -> Progress:
         """Return the progress before the first round; one whose head starts from statistics is measured and saved."""
         prepared, began = self.prepared, time.monotonic()
         if prepared.head is None:
-            return begin(prepared.federation, None)
+            return prepared.federation.begin()
         try:
-            progress = begin(prepared.federation, prepared.head)
+            progress = start_head(prepared.federation, prepared.federation.begin(), prepared.head)
             row = {"round": 0, "head_init": prepared.head.kind, **self._scores(progress)}
         except TooFewReplies as error:
             if prepared.config.model.head_init != "auto":
                 cure = "Fix the cause and resume, or start a run with model.head_init: auto"
                 raise error.at("model.head_init", note=cure) from None
-            progress, reason = begin(prepared.federation, None), f"{error.problem}"
+            progress, reason = prepared.federation.begin(), f"{error.problem}"
             self.listener.noted(f"the head starts at random: {reason}")
             row = {"round": 0, "head_init": "random", "reason": reason}
         self.seconds += time.monotonic() - began

@@ -13,8 +13,8 @@ from fedspan.core.tensors import EXTRAS, by_layer, generator, is_extra
 from fedspan.core.values import OptimizerState, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import job_batches
-from fedspan.training.jobs import Assignment, TrainingSettings, not_finite, spec_of
-from fedspan.training.optimizers import Layout, join_states
+from fedspan.training.jobs import Assignment, TrainingSettings, not_finite
+from fedspan.training.optimizers import Layout, join_states, spec_of
 
 __all__ = ["ClientSlot", "perturb", "select_group", "stack_frozen"]
 

@@ -20,8 +20,8 @@ from fedspan.models.head import FeatureTap, find_output_layer
 from fedspan.tasks.labelling import Labelling, class_offsets
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import Padding, evaluation_batches
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, spec_of
-from fedspan.training.optimizers import LocalOptimizer, clip, join_states
+from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
+from fedspan.training.optimizers import LocalOptimizer, clip, join_states, spec_of
 from fedspan.training.prefix import PrefixCaches
 
 __all__ = ["Engine", "Moments", "Trainer", "close_segment", "dropout_mask", "refresh_due", "refresh_projectors"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from fedspan.core.values import Job, OptimizerSpec, OptimizerState
 from fedspan.errors import FedspanError
 from fedspan.training.accounting import Accounting
 
-__all__ = ["Assignment", "PrefixSettings", "Privacy", "TrainingSettings", "not_finite", "spec_of"]
+__all__ = ["Assignment", "PrefixSettings", "Privacy", "TrainingSettings", "not_finite"]
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,3 @@ def not_finite(work: Assignment, value: float) -> FedspanError:
     """Build the error for a loss that is infinite or NaN."""
     problem = f"the loss of client {work.client} in round {work.round + 1} became {value} with {work.lr:g}"
     return FedspanError("training.lr", work.lr, "a lower learning rate, or training.max_grad_norm", problem=problem)
-
-
-def spec_of(work: Assignment, settings: TrainingSettings) -> OptimizerSpec:
-    """Return the optimizer settings of a job."""
-    return replace(settings.optimizer, lr=work.lr, **work.job.optimizer)  # pyright: ignore[reportArgumentType]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
+from fedspan.training.jobs import Assignment, TrainingSettings
 
-__all__ = ["Layout", "LocalOptimizer", "clip", "clip_rows", "fused_step", "join_states", "step_rows"]
+__all__ = ["Layout", "LocalOptimizer", "clip", "clip_rows", "fused_step", "join_states", "spec_of", "step_rows"]
+
+
+def spec_of(work: Assignment, settings: TrainingSettings) -> OptimizerSpec:
+    """Return the optimizer settings of a job."""
+    return replace(settings.optimizer, lr=work.lr, **work.job.optimizer)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from fedspan.tasks.labelling import OFFSETS
 from fedspan.tasks.task import Examples
 from fedspan.training.client_slot import ClientSlot, perturb, select_group, stack_frozen
 from fedspan.training.engine import dropout_mask, refresh_due, refresh_projectors
-from fedspan.training.jobs import Assignment, spec_of
+from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
-from fedspan.training.optimizers import Layout, clip_rows, fused_step, step_rows
+from fedspan.training.optimizers import Layout, clip_rows, fused_step, spec_of, step_rows
 
 __all__ = ["Worker"]
 
