@@ -60,12 +60,12 @@ def require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault.
+    """Outcome of a fault.
 
     Args:
-        seen: the line that a user sees.
-        state: what the model is equal to.
-        left_out: whose replies did not count.
+        seen: The line that a user sees.
+        state: The run that the model is equal to.
+        left_out: Clients whose replies did not count.
     """
 
     seen: str
@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Model:
-    """What a run ends with: the global adapter, or each client's."""
+    """The model of a finished run: the global adapter, or each client's."""
 
     tensors: Mapping[str, torch.Tensor]
 
@@ -87,13 +87,13 @@ class Model:
 
 
 class Submitted:
-    """A run on its way.
+    """A run that was submitted and has not ended.
 
     Args:
-        stage: where.
-        log: what it says.
-        out: its folder.
-        arguments: of ``fedspan submit``.
+        stage: The deployment.
+        log: Path of the log.
+        out: Folder of the run.
+        arguments: Arguments of ``fedspan submit``.
     """
 
     def __init__(self, stage: Stage, log: Path, out: Path, *arguments: str) -> None:
@@ -116,10 +116,10 @@ class Submitted:
             time.sleep(0.02)
 
     def in_the_middle(self, site: str = "") -> list[str]:
-        """Wait for the middle of the second round, in which a client trains; the lines of the finished rounds.
+        """Wait until a client trains in the second round, and return the metrics of the finished rounds.
 
         Args:
-            site: the client; left out: the last one.
+            site: Name of the client; left out: the last one.
         """
         self.until(1)
         worker = child(self.stage.made.processes[site or WEST].pid)
@@ -133,10 +133,10 @@ class Submitted:
         return self.log.read_text(errors="replace")
 
     def end(self, code: int | None = 0) -> str:
-        """Wait for its end; what it said.
+        """Wait for the end of the run, and return the log.
 
         Args:
-            code: of its exit; None: any.
+            code: Expected exit code; None: any.
         """
         try:
             found = self.process.wait(WAIT)
@@ -156,7 +156,7 @@ class Stage:
     """The deployment with its three nodes, one of which misbehaves when told to; and undisturbed runs to compare with.
 
     Args:
-        folder: for everything.
+        folder: Folder for everything that the stage writes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -225,11 +225,11 @@ class Stage:
             self.join(site, self.node(site))
 
     def finished(self, run: Submitted, before: list[str]) -> Model:
-        """The model of a run that came to its end.
+        """Return the model of a finished run.
 
         Args:
-            run: it.
-            before: the lines of the rounds that were finished before the fault.
+            run: Folder of the run.
+            before: Metrics of the rounds that were finished before the fault.
         """
         rows = run.rows()
         require(rows[: len(before)] == before, "a finished round was lost or played again")
@@ -237,7 +237,7 @@ class Stage:
         return Model(load_file(run.out / "adapter" / "adapter_model.safetensors"))
 
     def own_models(self, since: float) -> Model:
-        """The clients' own models, on the nodes, which were written since then."""
+        """Return the clients' own models on the nodes that were written since then."""
         found: dict[str, torch.Tensor] = {}
         for site in SITES:
             folders = (self.made.folder / f"{site}-state").glob("*/adapter/adapter_model.safetensors")

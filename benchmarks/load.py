@@ -87,10 +87,10 @@ class Measured:
     """What a load gave.
 
     Args:
-        nodes: how many there were.
-        rounds: played.
-        lost: replies that did not come.
-        seconds: of each round.
+        nodes: Number of nodes.
+        rounds: Number of rounds.
+        lost: Number of replies that did not arrive.
+        seconds: Seconds of each round.
         memory: MiB after the tenth round and the last, of the SuperLink and of who submits.
     """
 

@@ -63,12 +63,12 @@ class DrawnWeights:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a server's round.
+    """Cost of a server's round.
 
     Args:
-        seconds: wall clock.
-        gibibytes: peak of resident memory above what was there before, replies included in the latter.
-        decomposes: whether the server called LAPACK, or needs replies one by one.
+        seconds: Wall-clock time in seconds.
+        gibibytes: Peak of resident memory above that before the update; the latter includes the replies.
+        decomposes: Whether the server called LAPACK, or needs replies one by one.
     """
 
     seconds: float

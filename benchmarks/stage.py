@@ -35,9 +35,9 @@ class Deployment:
     """Processes in a folder; all are ended with it.
 
     Args:
-        folder: for keys, data, logs.
-        insecure: without TLS and keys.
-        names: under which the server is reached, beside this machine's own.
+        folder: Folder for keys, data and logs.
+        insecure: Whether the server has neither TLS nor keys.
+        names: Names under which the server is reached, beside this machine's own.
     """
 
     def __init__(self, folder: Path, *, insecure: bool = False, names: Sequence[str] = ()) -> None:

@@ -34,11 +34,11 @@ class Job:
     """A page to make.
 
     Args:
-        page: its name.
-        words: the command's.
-        data: folders that it reads, within the data's.
-        model: whether it takes a language model.
-        quick: the words for one seed; None: not among those of ``--one-seed``.
+        page: Name of the page.
+        words: Words of the command.
+        data: Folders that it reads, relative to the folder of the data.
+        model: Whether it needs a language model.
+        quick: Words of the command for one seed; None: not run under ``--one-seed``.
     """
 
     page: str

@@ -51,11 +51,11 @@ class Said:
     """What a paper says of one method.
 
     Args:
-        up: numbers that a client sends.
-        down: numbers that it is sent.
-        formula: both in words.
-        method: what the run sets beside the rank.
-        why: where more or less is sent here, the reason.
+        up: Numbers that a client sends.
+        down: Numbers that a client receives.
+        formula: Both in words.
+        method: Options of the method beside the rank.
+        why: Reason why more or less is sent here.
     """
 
     up: Count

@@ -40,18 +40,18 @@ class Setting:
     """A landscape, a start and an optimizer.
 
     Args:
-        size: d; the matrix is d x d.
-        rank: of LoRA and GaLore.
-        flat, steep, shallow: curvatures of the flat basin, and of the valley across and along e1.
-        distance: c, of the flat basin's centre from the origin.
-        softness: the SoftMin's tau.
-        noise: standard deviation of the start's entries about W_ref.
-        in_plane: only the noise's part in the plane of the two directions counts.
+        size: Size d; the matrix is d x d.
+        rank: Rank of LoRA and GaLore.
+        flat, steep, shallow: Curvatures of the flat basin, and of the valley across and along e1.
+        distance: Distance c of the flat basin's centre from the origin.
+        softness: Tau of the SoftMin.
+        noise: Standard deviation of the start's entries about W_ref.
+        in_plane: Whether only the noise's part in the plane of the two directions counts.
         aside: W_ref lies this far along e1, as a share of c.
-        optimizer: of GaLore and LoRA; full SGD is SGD.
-        lr: step size; None: 1 / steep.
-        steps: of training.
-        period: steps between GaLore's projectors.
+        optimizer: Optimizer of GaLore and LoRA; full SGD is SGD.
+        lr: Step size; None: 1 / steep.
+        steps: Number of training steps.
+        period: Number of steps between GaLore's projectors.
     """
 
     size: int = 10
@@ -108,10 +108,10 @@ class Trials:
 
     Args:
         A: LoRA's A_0, (trials, R, D).
-        e1: a unit vector of A_0's row space, (trials, D).
-        centre: W_1 = c u e2^T, with e2 orthogonal to that space, (trials, D, D).
-        aside: u e1^T, (trials, D, D).
-        noise: (trials, D, D).
+        e1: Unit vector of A_0's row space, (trials, D).
+        centre: Centre W_1 = c u e2^T, with e2 orthogonal to that space, (trials, D, D).
+        aside: Outer product u e1^T, (trials, D, D).
+        noise: Noise of the start, (trials, D, D).
     """
 
     A: Tensor
@@ -247,8 +247,8 @@ class Outcome:
     """Of one method in one setting.
 
     Args:
-        flat: per trial 100 if the flat basin has the smaller loss at the end, else 0.
-        left: mean loss at the end.
+        flat: For each trial, 100 if the flat basin has the smaller loss at the end, else 0.
+        left: Mean loss at the end.
     """
 
     flat: tuple[float, ...]

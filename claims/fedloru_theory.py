@@ -40,8 +40,8 @@ class Noisy:
     """A Hessian with noise.
 
     Args:
-        values: eigenvalues (R,), largest magnitude first.
-        vectors: eigenvectors (R, R), columns in that order.
+        values: Eigenvalues (R,), largest magnitude first.
+        vectors: Eigenvectors (R, R), columns in that order.
     """
 
     values: Tensor
@@ -99,10 +99,10 @@ def alignment(clients: Sequence[Noisy], derivatives: Sequence[Tensor], rank: int
     """Mean cosine between clients' gradients, cut to the leading eigenvectors.
 
     Args:
-        clients: their Hessians.
-        derivatives: of each along its eigenvectors (R,).
-        rank: eigenvectors that are kept.
-        signs: of each client's eigenvectors (R,).
+        clients: Hessians of the clients.
+        derivatives: Derivatives of each Hessian along its eigenvectors (R,).
+        rank: Number of eigenvectors that are retained.
+        signs: Signs of each client's eigenvectors (R,).
     """
     cut = [
         (one.vectors[:, :rank] * (slope * sign)[:rank]).sum(1)

@@ -91,7 +91,7 @@ def unplayed(there: Collection[str]) -> list[str]:
     """What no page is of; those that something else than a run would have to judge have a script of their own.
 
     Args:
-        there: names of pages.
+        there: Names of the existing pages.
     """
     presets = [
         one for one in list_presets() if one.id not in there and any(claim.needs is None for claim in one.claims)

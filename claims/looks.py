@@ -10,9 +10,9 @@ class Row:
     """What is played.
 
     Args:
-        name: on the page.
-        label: of the preset's row.
-        changes: to that row's config, each ``section.field=value``.
+        name: Name on the page.
+        label: Label of the preset's row.
+        changes: Changes to that row's config, each ``section.field=value``.
     """
 
     name: str
@@ -25,13 +25,13 @@ class Look:
     """One possible reason.
 
     Args:
-        preset: whose statement is contradicted.
-        cell: of its small scale.
-        asked: what might be the reason; in markdown.
+        preset: The preset whose statement is contradicted.
+        cell: Cell of its small scale.
+        asked: The suspected reason, in Markdown.
         statement: The claim that is judged: the first row is better than each of the others.
-        rows: these.
-        found: what came of it, in words; the numbers are the table's.
-        measure: what is compared (``statements.Claim``).
+        rows: The rows that are compared.
+        found: The result in words; the numbers are the table's.
+        measure: Quantity that is compared (``statements.Claim``).
     """
 
     preset: str

@@ -34,9 +34,9 @@ class Finding:
     """One statement of a paper and what became of it.
 
     Args:
-        statement: what the paper says.
-        measured: the number that speaks for or against it.
-        verdict: by the rule of ``fedspan.experiments.verdict``, or exact where nothing is random.
+        statement: The paper's statement.
+        measured: The number that supports or contradicts it.
+        verdict: Verdict by the rule of ``fedspan.experiments.verdict``, or exact where nothing is random.
     """
 
     statement: str
@@ -82,13 +82,13 @@ def write(
     """Write ``<name>.md`` and ``<name>.json``.
 
     Args:
-        folder: where to.
-        name: of the claim.
-        title: of the page.
-        paper: title, venue and arXiv id.
-        findings: the verdicts, first on the page.
-        sections: the rest of the page, in markdown.
-        stated: what the findings' statements are.
+        folder: Folder of the page.
+        name: Name of the claim.
+        title: Title of the page.
+        paper: Title, venue and arXiv id of the paper.
+        findings: The verdicts, first on the page.
+        sections: The rest of the page, in Markdown.
+        stated: Column title of the findings' statements.
     """
     run = {
         "command": command_line(),

@@ -75,9 +75,9 @@ class Trajectory:
     """Angle distances before every iteration and after the last, and the worst errors that the lemma bounds.
 
     Args:
-        deltas: delta^0, delta^1, ...
-        b_error: the largest ``||b - g|| / (delta ||b*||)``, the lemma's epsilon'.
-        a_error: the largest ``||gradient - its mean|| / (2 (1 + b_error)^2 delta ||b*||^2)``, its epsilon tilde.
+        deltas: The values delta^0, delta^1, ...
+        b_error: The largest ``||b - g|| / (delta ||b*||)``, the lemma's epsilon'.
+        a_error: The largest ``||gradient - its mean|| / (2 (1 + b_error)^2 delta ||b*||^2)``, its epsilon tilde.
     """
 
     deltas: tuple[float, ...]

@@ -27,7 +27,7 @@ class SlowA(RegisteredMethod):
     """Average B; let A follow its average slowly.
 
     Args:
-        keep: share of the old A in the new one.
+        keep: Share of the old A in the new one.
     """
 
     claims: ClassVar[Claims] = Claims(paper="nowhere yet", exact=False)

@@ -23,9 +23,9 @@ class Contender:
     """A program that plays rounds on request.
 
     Args:
-        name: in the tables.
-        command: to start it.
-        variables: of its environment.
+        name: Name in the tables.
+        command: Command that starts it.
+        variables: Variables of its environment.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Measured:
     """What one contender said.
 
     Args:
-        ready: the line after the warm-up: ``losses`` of its rounds, ``warm_up`` seconds, ``first`` client's loss.
-        rounds: a line each: ``seconds``, ``processor`` seconds, ``examples``, ``loss``, maybe ``training`` seconds.
+        ready: Line after the warm-up: ``losses`` of its rounds, ``warm_up`` seconds, ``first`` client's loss.
+        rounds: One line for each: ``seconds``, ``processor`` seconds, ``examples``, ``loss``, maybe ``training``.
     """
 
     ready: dict[str, Any]
@@ -131,9 +131,9 @@ def in_turns(contenders: Sequence[Contender], repetitions: int, logs: Path) -> d
     """A round of everybody, and again: what slows the machine for a while slows all of a repetition alike.
 
     Args:
-        contenders: their warm-ups come first, one after another.
-        repetitions: timed rounds of each.
-        logs: folder for what the processes print.
+        contenders: The contenders; their warm-ups come first, one after another.
+        repetitions: Number of timed rounds of each.
+        logs: Folder for what the processes print.
     """
     with ExitStack() as stack:
         processes: dict[str, _Process] = {}

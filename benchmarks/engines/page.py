@@ -25,10 +25,10 @@ class Limit:
     """What was asked for.
 
     Args:
-        what: is judged.
-        measured: in words.
-        wanted: in words.
-        kept: whether it is so; None: not judged.
+        what: Description of what is judged.
+        measured: Description of the measured value.
+        wanted: Description of the required value.
+        kept: Whether the requirement is met; None: not judged.
     """
 
     what: str

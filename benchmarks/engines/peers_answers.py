@@ -26,13 +26,13 @@ class Answers:
     def serve(
         self, play: Callable[[int], dict[str, float]], checked: int, more: Callable[[], dict[str, Any]] = dict
     ) -> None:
-        """Play the first rounds, say that all is ready, then one round for every line that the driver sends.
+        """Run the first rounds, report readiness, then run one round for every line that the driver sends.
 
         Args:
-            play: plays the round of a number; gives ``loss`` (mean over examples), ``examples``, and maybe
-                ``training``, the seconds within local training.
-            checked: rounds before the first that is timed.
-            more: what else to say when these are over.
+            play: Function that runs the round of a number. It returns ``loss`` (mean over examples), ``examples``, and
+                maybe ``training``, the seconds within local training.
+            checked: Number of rounds before the first that is timed.
+            more: Further values for the last line.
         """
         began = time.perf_counter()
         losses = [play(round)["loss"] for round in range(checked)]

@@ -24,7 +24,7 @@ class Plan:
     """A plan's folder, read.
 
     Args:
-        folder: with ``plan.json`` and ``start.safetensors``.
+        folder: Folder with ``plan.json`` and ``start.safetensors``.
     """
 
     def __init__(self, folder: str | Path) -> None:

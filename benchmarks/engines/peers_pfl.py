@@ -42,8 +42,8 @@ class Rounds:
     """pfl's parts, and what is counted of a round.
 
     Args:
-        plan: what is trained.
-        model: through PEFT.
+        plan: The work that is trained.
+        model: The model, adapted by PEFT.
     """
 
     def __init__(self, plan: Plan, model: Any) -> None:

@@ -35,9 +35,9 @@ class Field:
     """Makes contenders.
 
     Args:
-        args: the driver's.
-        python: of the peers' environment; None: there are no peers.
-        folder: for plans, configs and logs.
+        args: Arguments of the driver.
+        python: Python of the peers' environment; None: there are no peers.
+        folder: Folder for plans, configs and logs.
     """
 
     def __init__(self, args: argparse.Namespace, python: Path | None, folder: Path) -> None:

@@ -20,7 +20,7 @@ class Watch:
     their number.
 
     Args:
-        engine: any; its methods are replaced on the object.
+        engine: Any engine; its methods are replaced on the object.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -35,13 +35,13 @@ class Work:
     """One federation, as every contender trains it.
 
     Args:
-        data: folder with Banking77's train.csv and test.csv.
-        batch: examples of a step.
-        examples: of each client.
-        clients: how many, identically distributed.
-        layers: of the model that are adapted; None: all.
-        threads: of the CPU.
-        seed: of every draw.
+        data: Folder with Banking77's train.csv and test.csv.
+        batch: Number of examples of a step.
+        examples: Number of examples of each client.
+        clients: Number of clients, identically distributed.
+        layers: Number of the model's layers that are adapted; None: all.
+        threads: Number of threads of the CPU.
+        seed: Seed of every random draw.
     """
 
     data: Path
@@ -82,9 +82,9 @@ def write_plan(work: Work, folder: Path, rounds: int) -> Path:
     """Write down a work's data, batches and start for the peers.
 
     Args:
-        work: what is trained.
-        folder: made if it is not there.
-        rounds: of which the centralised loop's bucketed batches are written.
+        work: The work that is trained.
+        folder: Folder for the plan; it is created if it does not exist.
+        rounds: Number of rounds for which the centralized loop's bucketed batches are written.
     """
     prepared = prepare(parse_config(work.values(engine={"name": "loop"})))
     job, members = _job(prepared), prepared.federation.clients

@@ -44,12 +44,12 @@ def disk_errors(folder: Path, cure: str = "", field: str = "run folder") -> Gene
     """Turn what the file system refuses inside the block into an error that says where the run stands.
 
     Args:
-        folder: the run's folder, to be named.
-        cure: what to do about it; by default, put it right and resume.
-        field: the field that the error names.
+        folder: Folder that the error names.
+        cure: The remedy that the error proposes; by default, to correct the cause and resume.
+        field: The field that the error names.
 
     Raises:
-        FedspanError: for any ``OSError``; a full disk is called that.
+        FedspanError: For any ``OSError``; a full disk is named as such.
     """
     try:
         yield

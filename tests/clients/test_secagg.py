@@ -54,10 +54,10 @@ class Sums:
     """A session, played by hand.
 
     Args:
-        vault: of all clients.
-        weights: of the clients, by id.
-        start: what they begin with.
-        options: clip, bits and neighbours.
+        vault: The session store that all clients share.
+        weights: Weights of the clients, by id.
+        start: The clients' initial tensors.
+        options: Clip, bits and neighbours of the sum.
     """
 
     def __init__(

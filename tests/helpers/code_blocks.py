@@ -20,10 +20,10 @@ class Block:
     """A code block.
 
     Args:
-        page: from the repository's root.
-        line: counted from 1.
-        language: as its fence says; "indented" without one.
-        text: what it holds.
+        page: Path of the page, relative to the repository's root.
+        line: Line of the block's first line, counted from 1.
+        language: Language of the fence; "indented" for a block without one.
+        text: Text of the block.
     """
 
     page: Path

@@ -53,12 +53,12 @@ def gone_at(phase: str, *ids: str, attempts: int = 99) -> Lose:
 
 
 class Stage(ReplyingTransport):
-    """A transport to hosts, each created again from its disk for every envelope, as after a restart.
+    """A transport to hosts, each re-created from its disk for every envelope, as after a restart.
 
     Args:
-        make: a host of one client by its id.
-        lose: who does not answer what.
-        spoil: what becomes of an answer.
+        make: Function that makes a host of one client, given its id.
+        lose: Clients that do not answer, by phase.
+        spoil: Function that alters an answer.
     """
 
     def __init__(self, make: Callable[[str], Host], lose: Lose, spoil: Spoil) -> None:
@@ -106,17 +106,17 @@ def secured(
     method: Any = None,
     **rules: Any,
 ) -> tuple[Federation, Stage]:
-    """A prepared run's federation, with its clients behind a transport and its replies under masks.
+    """Return a prepared run's federation with masked replies, and the transport to its clients.
 
     Args:
-        prepared: with the clients.
-        folder: where the clients keep what they must remember.
-        lose: who does not answer what.
-        spoil: what becomes of an answer.
-        settings: of secure aggregation.
-        least: clients without whom a client hides in no sum.
-        method: the clients'; None: the server's.
-        rules: when a round stands.
+        prepared: The run with its clients.
+        folder: Folder of the clients' session stores.
+        lose: Clients that do not answer, by phase.
+        spoil: Function that alters an answer.
+        settings: Settings of secure aggregation.
+        least: Smallest number of clients in whose sum a client hides.
+        method: The clients' method; None: the server's.
+        rules: Rules by which a round counts.
     """
     here, engine = prepared.federation, prepared.engine
     loop = LoopEngine(engine.adapted, prepared.task, engine.settings, engine.seed)

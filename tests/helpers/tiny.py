@@ -161,10 +161,10 @@ def variant(
     """Another method, or other rounds or training, on a model and data that are loaded already.
 
     Args:
-        prepared: the run with the model.
-        config: with the same model, data and partition.
-        watch: put around the whole method.
-        engine: class of the engine.
+        prepared: The run with the model.
+        config: Config with the same model, data and partition.
+        watch: Function that wraps the whole method.
+        engine: Class of the engine.
     """
     adapted = prepared.engine.adapted
     members = prepared.federation.clients

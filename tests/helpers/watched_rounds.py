@@ -208,9 +208,9 @@ class Played:
     """A federation that was played.
 
     Args:
-        prepared: with the watched method and engine.
-        rounds: all of them.
-        written: inputs that somebody wrote to; there should be none.
+        prepared: The run with the watched method and engine.
+        rounds: All rounds of the run.
+        written: Inputs that a method wrote to; there should be none.
     """
 
     prepared: Prepared

@@ -40,7 +40,7 @@ class Own(RegisteredMethod):
     """FedIT by another name, with an option that does nothing.
 
     Args:
-        strength: of nothing.
+        strength: Strength of an effect that the method does not have.
     """
 
     claims: ClassVar[Claims] = Claims(paper="none", exact=False)

@@ -29,9 +29,9 @@ class Here(ReplyingTransport):
     """A transport to clients in this process, one of whom is asked in vain.
 
     Args:
-        run: the run's folder.
-        ids: of the clients.
-        tasks: in which the one fails.
+        run: Folder of the run.
+        ids: Ids of the clients.
+        tasks: Tasks in which the failing client fails.
     """
 
     def __init__(self, run: Path, ids: list[str], tasks: tuple[str, ...]) -> None:

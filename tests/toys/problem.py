@@ -63,9 +63,9 @@ class Problem:
     """The data of every client, the pretrained weights, and the loss as a plain function of dense weights.
 
     Args:
-        clients: how many; client k has 6 + 2 k examples, so that weights in the average differ.
-        dtype: of the model and its inputs.
-        seed: of weights and data.
+        clients: Number of clients; client k has 6 + 2 k examples, so that weights in the average differ.
+        dtype: Number format of the model and its inputs.
+        seed: Seed of weights and data.
     """
 
     def __init__(self, clients: int = 4, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:

@@ -90,12 +90,12 @@ class Federation:
     """A server and its clients.
 
     Args:
-        method: wrapped as it is to run.
-        problem: model and data.
-        training: local training.
-        ranks: of the clients, by id; all 2 by default.
-        lora_alpha: numerator of the clients' scaling.
-        uniform: clients weigh alike instead of by examples.
+        method: The method, with its wrappers.
+        problem: Model and data.
+        training: Settings of local training.
+        ranks: Ranks of the clients, by id; all 2 by default.
+        lora_alpha: Numerator of the clients' scaling.
+        uniform: Whether clients have equal weights instead of their numbers of examples.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ class SecureSum(Wrapper):
     """Masks contributions.
 
     Args:
-        cohort: ids of the clients asked in every round (no argument of the six functions says it).
-        fraction_bits: f.
-        seed: of the pairwise masks; stands for the keys that two clients agree on.
+        cohort: Ids of the clients selected in every round, which the six functions do not know.
+        fraction_bits: Number of bits f after the binary point.
+        seed: Seed of the pairwise masks, in place of the keys that two clients agree on.
     """
 
     cohort: tuple[str, ...]

@@ -32,11 +32,11 @@ class Mistake:
     """Something that a user does wrong.
 
     Args:
-        id: of the row.
-        what: the mistake, in words.
-        field: of the error.
-        provoke: makes the mistake, in the world's folder of the moment.
-        until: what follows this in the message is a library's, and differs between its versions.
+        id: Id of the table's row.
+        what: Description of the mistake.
+        field: Field of the expected error.
+        provoke: Function that makes the mistake in a fresh folder of the world.
+        until: Text after which the message is a library's and differs between its versions.
     """
 
     id: str

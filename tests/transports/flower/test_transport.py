@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("identity")
 
 
 class Grid:
-    """Nodes that answer with what they are sent, after some looks for it.
+    """Nodes that return the messages that they receive, after some polls.
 
     Args:
-        online: nodes that there are.
-        looks: after how many looks each answers.
+        online: Ids of the connected nodes.
+        looks: Number of polls after which each node has answered.
     """
 
     def __init__(self, online: Iterable[int], looks: Mapping[int, int]) -> None:
