@@ -16,6 +16,7 @@ from fedspan.core.values import Job
 from fedspan.models.layout import TokenLayout
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batched import BatchedEngine, StackingRequest
+from fedspan.training.batching import Padding
 from fedspan.training.loop import LoopEngine
 from helpers import tiny, tiny_decoders
 
@@ -110,12 +111,19 @@ def test_several_clients_at_once(
         assert (states[1][name] - value).norm() < 1e-5 * value.norm().clamp(min=1e-3)
 
 
-def refuse(prepared: Prepared) -> str | None:
-    engine = LoopEngine(
-        prepared.engine.adapted, prepared.task, prepared.config.training_settings(), 0, None, padding_free=True
-    )
-    engine.padding.ensure(prepared.train)
-    return engine.padding.why_not
+def verified_padding(prepared: Prepared) -> Padding:
+    """Return the padding of an engine after its verification on the training data."""
+    settings = prepared.config.training_settings()
+    padding = LoopEngine(prepared.engine.adapted, prepared.task, settings, 0, None, padding_free=True).padding
+    padding.ensure(prepared.train)
+    return padding
+
+
+def batch_of_one_length(prepared: Prepared) -> Any:
+    """Return a batch of four training texts of the most frequent length."""
+    lengths = np.asarray(prepared.train.lengths)
+    alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
+    return prepared.task.batch(prepared.train, alike, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -130,16 +138,16 @@ def refuse(prepared: Prepared) -> str | None:
 def test_where_batches_stay_padded(
     kind: str, changes: dict[str, Any], reason: str, tiny_folder: Path, decoders: Path
 ) -> None:
-    found = refuse(built(kind, tiny_folder, decoders, **changes))
-    assert found is not None
-    assert reason in found
+    why_not = verified_padding(built(kind, tiny_folder, decoders, **changes)).why_not
+    assert why_not is not None
+    assert reason in why_not
 
 
 def test_other_attention_than_the_eager_one_is_left_alone(tiny_folder: Path, decoders: Path) -> None:
     prepared = built("bert", tiny_folder, decoders)
     model: Any = prepared.engine.adapted.model
     model.set_attn_implementation("sdpa")
-    assert "eager" in str(refuse(prepared))
+    assert "eager" in str(verified_padding(prepared).why_not)
 
 
 def test_a_model_that_looks_at_its_neighbours_is_found_out(tiny_folder: Path, decoders: Path) -> None:
@@ -148,22 +156,16 @@ def test_a_model_that_looks_at_its_neighbours_is_found_out(tiny_folder: Path, de
     model: Any = prepared.engine.adapted.model
     block: nn.Module = model.bert.encoder.layer[0]
     block.register_forward_hook(lambda _, __, output: output + output.roll(1, 1))
-    assert "without padding" in str(refuse(prepared))
+    assert "without padding" in str(verified_padding(prepared).why_not)
 
 
 def test_batches_of_one_length_are_left_as_they_are(
     tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
 ) -> None:
     prepared = built("bert", tiny_folder, decoders)
-    engine = LoopEngine(
-        prepared.engine.adapted, prepared.task, prepared.config.training_settings(), 0, None, padding_free=True
-    )
-    engine.padding.ensure(prepared.train)
+    padding, batch = verified_padding(prepared), batch_of_one_length(prepared)
     packed.clear()
-    lengths = np.asarray(prepared.train.lengths)
-    alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
-    batch = prepared.task.batch(prepared.train, alike, torch.device("cpu"))
-    with engine.padding.remove_padding(batch):
+    with padding.remove_padding(batch):
         prepared.task.loss(prepared.engine.adapted.model, batch)
     assert not packed
 
@@ -173,17 +175,11 @@ def test_texts_of_one_length_of_which_some_are_nobody_s(
 ) -> None:
     """Then Transformers makes no mask: a client's batch is smaller than the others', and no text is padded."""
     prepared = built("bert", tiny_folder, decoders)
-    engine = LoopEngine(
-        prepared.engine.adapted, prepared.task, prepared.config.training_settings(), 0, None, padding_free=True
-    )
-    engine.padding.ensure(prepared.train)
+    padding, batch = verified_padding(prepared), batch_of_one_length(prepared)
     packed.clear()
-    lengths = np.asarray(prepared.train.lengths)
-    alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
-    batch = prepared.task.batch(prepared.train, alike, torch.device("cpu"))
-    model, members = prepared.engine.adapted.model, torch.eye(3, 4)
-    expected = prepared.task.losses(model, batch, members)
-    with engine.padding.remove_padding(batch, 2, np.array([True, True, True, False])):
-        found = prepared.task.losses(model, batch, members)
+    model, mask = prepared.engine.adapted.model, torch.eye(3, 4)
+    expected = prepared.task.losses(model, batch, mask)
+    with padding.remove_padding(batch, 2, np.array([True, True, True, False])):
+        losses = prepared.task.losses(model, batch, mask)
     assert packed
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(losses, expected)

@@ -71,27 +71,27 @@ class PrivacySpend:
 
     def charge(self, charges: tuple[Charge, ...]) -> None:
         """Count releases."""
-        for one in charges:
-            own = self._counts.setdefault(one.payer, {})
-            own[one.mechanism] = own.get(one.mechanism, 0) + one.count
+        for release in charges:
+            own = self._counts.setdefault(release.payer, {})
+            own[release.mechanism] = own.get(release.mechanism, 0) + release.count
 
-    def epsilon(self, payer: str, more: tuple[Charge, ...] = ()) -> float:
+    def epsilon(self, payer: str, further: tuple[Charge, ...] = ()) -> float:
         """Compute the epsilon that a payer has spent, with more charges of its own on top."""
         counts = dict(self._counts.get(payer, {}))
-        for one in more:
-            counts[one.mechanism] = counts.get(one.mechanism, 0) + one.count
+        for release in further:
+            counts[release.mechanism] = counts.get(release.mechanism, 0) + release.count
         return epsilon_of(counts, self.delta, self.accounting)
 
-    def worst(self, more: tuple[Charge, ...] = ()) -> float:
+    def worst(self, further: tuple[Charge, ...] = ()) -> float:
         """Compute the largest epsilon of all payers; they do not add up, since each payer has its own data."""
-        payers = {*self._counts, *(one.payer for one in more)}
-        own = {payer: tuple(one for one in more if one.payer == payer) for payer in payers}
+        payers = {*self._counts, *(release.payer for release in further)}
+        own = {payer: tuple(release for release in further if release.payer == payer) for payer in payers}
         return max((self.epsilon(payer, own[payer]) for payer in payers), default=0.0)
 
     def dump(self) -> dict[str, list[list[float]]]:
         """Return the counts as plain values, for a checkpoint."""
         return {
-            payer: [[one.rate, one.noise, count] for one, count in sorted(counts.items())]
+            payer: [[mechanism.rate, mechanism.noise, count] for mechanism, count in sorted(counts.items())]
             for payer, counts in sorted(self._counts.items())
         }
 
@@ -134,34 +134,34 @@ def epsilon_of(counts: Mapping[Mechanism, int], delta: float, accounting: Accoun
         delta: Delta of the guarantee.
         accounting: The accountant.
     """
-    spent = {one: count for one, count in counts.items() if count}
-    if not spent:
+    releases = {mechanism: count for mechanism, count in counts.items() if count}
+    if not releases:
         return 0.0
-    if any(one.noise <= 0 for one in spent):
+    if any(mechanism.noise <= 0 for mechanism in releases):
         return math.inf
-    parts = tuple(sorted(spent.items()))
+    parts = tuple(sorted(releases.items()))
     return _tight(parts, delta) if accounting == "prv" else _renyi_bound(parts, delta, _ORDERS)[0]
 
 
 @lru_cache(maxsize=4096)
-def _tight(spent: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
+def _tight(releases: tuple[tuple[Mechanism, int], ...], delta: float) -> float:
     require_opacus()
     from opacus.accountants import PRVAccountant
 
     accountant = PRVAccountant()
-    accountant.history = [(one.noise, one.rate, count) for one, count in spent]
+    accountant.history = [(mechanism.noise, mechanism.rate, count) for mechanism, count in releases]
     return float(accountant.get_epsilon(delta=delta))
 
 
 @lru_cache(maxsize=4096)
 def _renyi_bound(
-    spent: tuple[tuple[Mechanism, int], ...], delta: float, orders: tuple[float, ...]
+    releases: tuple[tuple[Mechanism, int], ...], delta: float, orders: tuple[float, ...]
 ) -> tuple[float, float]:
     """Compute the epsilon by the best of some orders, and that order: a bound that more orders can only tighten."""
     require_opacus()
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
-    total = sum(count * _renyi(one, orders) for one, count in spent)
+    total = sum(count * _renyi(mechanism, orders) for mechanism, count in releases)
     with warnings.catch_warnings():
         # The warning that the best order is the first or the last: the result is still a bound.
         warnings.simplefilter("ignore", UserWarning)
@@ -199,26 +199,26 @@ def calibrate_noise(rate: float, count: int, epsilon: float, delta: float, accou
             return epsilon_of({release: count}, delta, accounting)
         return _renyi_bound(((release, count),), delta, orders)[0]
 
-    few = tuple(sorted({*_ORDERS[::_COARSE], *_ORDERS[-_COARSE:]}))  # the last orders are far apart
+    coarse = tuple(sorted({*_ORDERS[::_COARSE], *_ORDERS[-_COARSE:]}))  # the last orders are far apart
     high = 1.0
-    while cost(high, few) > epsilon:
+    while cost(high, coarse) > epsilon:
         high *= 2
         if high > 1e6:
             raise FedspanError(
                 "privacy.epsilon", epsilon, problem=f"{epsilon:g} is too small for {count} releases with any noise"
             )
-    high = _calibrated(high, epsilon, lambda noise: cost(noise, few))
+    high = _bisect(high, epsilon, lambda noise: cost(noise, coarse))
     if accounting == "prv":
         return high
     # Epsilon has one minimum over the orders: the best order of all lies near the best coarse one.
-    best = _renyi_bound(((Mechanism(rate, high), count),), delta, few)[1]
-    at = few.index(best)
-    first, last = few[max(0, at - 1)], few[min(at + 1, len(few) - 1)]
-    near = tuple(order for order in _ORDERS if first <= order <= last)
-    return _calibrated(high, epsilon, lambda noise: cost(noise, near))
+    best = _renyi_bound(((Mechanism(rate, high), count),), delta, coarse)[1]
+    at = coarse.index(best)
+    first, last = coarse[max(0, at - 1)], coarse[min(at + 1, len(coarse) - 1)]
+    fine = tuple(order for order in _ORDERS if first <= order <= last)
+    return _bisect(high, epsilon, lambda noise: cost(noise, fine))
 
 
-def _calibrated(high: float, epsilon: float, cost: Callable[[float], float]) -> float:
+def _bisect(high: float, epsilon: float, cost: Callable[[float], float]) -> float:
     """Find a noise that costs an epsilon or slightly less, starting from a noise that costs no more."""
     low = high
     while low > 1e-3 and cost(low) <= epsilon:

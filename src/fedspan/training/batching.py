@@ -58,16 +58,16 @@ def training_batches(
     group_by_length: bool,
 ) -> Iterator[np.ndarray]:
     """Yield the batches of a job: ``epochs`` epochs, or exactly ``batches`` batches (over as many epochs as needed)."""
-    epoch, given = 0, 0
+    epoch, count = 0, 0
     if not len(indices):  # no number of epochs would ever yield a batch
         return
-    while epoch < epochs if batches is None else given < batches:
+    while epoch < epochs if batches is None else count < batches:
         rng = generator(seed, "batches", *key, epoch)
         for batch in epoch_batches(indices, lengths, batch_size, rng, group_by_length):
-            if batches is not None and given == batches:
+            if batches is not None and count == batches:
                 return
             yield batch
-            given += 1
+            count += 1
         epoch += 1
 
 
@@ -116,9 +116,9 @@ class Padding:
 
     def replica(self, adapted: AdaptedModel) -> Padding:
         """Return the same object for a replica of the model, in another thread."""
-        made = copy.copy(self)
-        made.adapted, made._own = adapted, None
-        return made
+        copied = copy.copy(self)
+        copied.adapted, copied._own = adapted, None
+        return copied
 
     @property
     def why_not(self) -> str | None:
@@ -128,13 +128,13 @@ class Padding:
     def ensure(self, examples: Examples) -> None:
         """Verify the model on the first data set that it gets. This installs the bare base."""
         with self._state.lock:
-            if not self._state.tried and self._state.why_not is None:
+            if not self._state.verified and self._state.why_not is None:
                 try:
                     self._own = Unpadded(self.adapted)
                     self._verify(self._own, examples)
                 except Padded as error:
                     self._state.why_not = str(error)
-            self._state.tried = True
+            self._state.verified = True
         if self._own is None and self._state.why_not is None:
             self._own = Unpadded(self.adapted)
 
@@ -144,18 +144,18 @@ class Padding:
         return self._own is not None and self._state.why_not is None
 
     def remove_padding(
-        self, batch: Mapping[str, Tensor], clients: int = 1, counted: np.ndarray | None = None
+        self, batch: Mapping[str, Tensor], clients: int = 1, real: np.ndarray | None = None
     ) -> AbstractContextManager[None]:
         """Run a batch's forward passes within this context without padding, if that pays.
 
         Args:
             batch: The batch, padded on the right.
             clients: Number of clients whose examples are stacked in the batch, equally many of each.
-            counted: (B,), false for filler examples that belong to no client.
+            real: (B,), false for filler examples that belong to no client.
         """
         if self._own is None or self._state.why_not is not None:
             return nullcontext()
-        layout = layout_of(batch, clients, counted)
+        layout = layout_of(batch, clients, real)
         return nullcontext() if layout is None or layout.padding < _WORTH else self._own.within(layout)
 
     def _verify(self, own: Unpadded, examples: Examples) -> None:
@@ -174,27 +174,27 @@ class Padding:
         if layout is None:
             raise Padded("its batches have no attention mask with padding on the right")
         with evaluating(self.adapted.model):
-            wanted = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
+            expected = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
             try:
                 with own.within(layout):
-                    found = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
+                    losses = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
             except Padded:
                 raise
             except Exception as error:  # blocks may fail in any way on tokens in one row
                 raise Padded(f"a forward pass without padding failed ({type(error).__name__}: {error})") from error
-        apart = float((found - wanted).norm() / wanted.norm())
-        if not apart < tolerance(self.adapted.model):
-            raise Padded(f"losses differ by {apart:.1e} without padding")
+        difference = float((losses - expected).norm() / expected.norm())
+        if not difference < tolerance(self.adapted.model):
+            raise Padded(f"losses differ by {difference:.1e} without padding")
 
 
 class _State:
     """The state that the replicas share."""
 
     def __init__(self, why_not: str | None) -> None:
-        self.why_not, self.tried, self.lock = why_not, False, Lock()
+        self.why_not, self.verified, self.lock = why_not, False, Lock()
 
 
-def layout_of(batch: Mapping[str, Tensor], clients: int, counted: np.ndarray | None) -> TokenLayout | None:
+def layout_of(batch: Mapping[str, Tensor], clients: int, real: np.ndarray | None) -> TokenLayout | None:
     """Return the layout of a batch that is padded on the right; None for any other batch."""
     mask: Any = batch.get("attention_mask")
     if mask is None or mask.ndim != 2:
@@ -203,6 +203,6 @@ def layout_of(batch: Mapping[str, Tensor], clients: int, counted: np.ndarray | N
     ahead = torch.arange(mask.shape[1]) < torch.from_numpy(lengths)[:, None]
     if not bool((mask.bool() == ahead.to(mask.device)).all()):
         return None
-    if counted is not None:
-        lengths = np.where(counted, lengths, 0)
+    if real is not None:
+        lengths = np.where(real, lengths, 0)
     return TokenLayout(lengths.astype(np.int64), mask.shape[1], mask.device, clients)

@@ -53,10 +53,10 @@ class ClientSlot:
         self.values = layout.row(job.tensors, device)
         self.others = {
             name: value.detach().to(device, copy=True)
-            for name, value in _ordered(job.tensors).items()
+            for name, value in _order(job.tensors).items()
             if name not in layout.names
         }
-        self._names = tuple(_ordered(job.tensors))
+        self._names = tuple(_order(job.tensors))
         state = join_states(work.kept, job.optimizer_state) or OptimizerState()
         self._initial = state
         wanted = ("exp_avg", "exp_avg_sq") if self.spec.name == "adamw" else ("momentum_buffer",)
@@ -108,8 +108,8 @@ class ClientSlot:
     @property
     def evenly(self) -> bool:
         """Whether AdamW, with both bias corrections, has taken equally many steps with every tensor and moment."""
-        same = bool((self.counts == self.counts[0]).all()) and not self.before.any()
-        return self.spec.name == "adamw" and all(self.spec.bias_correction) and same
+        equal = bool((self.counts == self.counts[0]).all()) and not self.before.any()
+        return self.spec.name == "adamw" and all(self.spec.bias_correction) and equal
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the current tensors of the job; trainable ones are views."""
@@ -133,8 +133,8 @@ class ClientSlot:
     def take_gathered(self) -> Tensor:
         """Return the gradient of the completed step, (P,), and reset it for the next step."""
         assert self.gathered is not None
-        made, self.gathered = self.gathered, None
-        return made
+        gradient, self.gathered = self.gathered, None
+        return gradient
 
     def count(self, loss: Tensor) -> None:
         """Record the loss of the last batch, a scalar that is read when the job has ended."""
@@ -163,11 +163,11 @@ class ClientSlot:
         if self.gradient is not None:
             gradient = self.layout.views(self.gradient / max(1, self.steps))
         return Trained(
-            tensors=_copied(self.tensors()),
-            optimizer_state=OptimizerState({kind: _copied(values) for kind, values in moments.items()}, counts),
+            tensors=_copy(self.tensors()),
+            optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=work.lr * self.steps,
-            gradient=_copied(gradient),
+            gradient=_copy(gradient),
             metrics={
                 "loss": sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
                 "examples": float(sum(sizes)),
@@ -175,19 +175,19 @@ class ClientSlot:
         )
 
 
-def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Order a job's tensors as an installed model does: layer by layer, then the extras."""
-    made = {
+    ordered = {
         f"{layer}/{slot}": value
         for layer, slots in by_layer(tensors).items()
         if layer != EXTRAS
         for slot, value in slots.items()
     }
-    made.update({name: value for name, value in tensors.items() if is_extra(name)})
-    return made
+    ordered.update({name: value for name, value in tensors.items() if is_extra(name)})
+    return ordered
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in tensors.items()
@@ -198,40 +198,40 @@ _LIKE = 1.2
 """Batches may share a pass if their longest examples differ by no more than this factor: padding costs time too."""
 
 
-def select_group(seats: Sequence[ClientSlot], at_once: int, padded: bool = True) -> list[ClientSlot]:
+def select_group(slots: Sequence[ClientSlot], at_once: int, padded: bool = True) -> list[ClientSlot]:
     """Select the clients of the next pass: the one with the most batches left, and those with the most similar batches.
 
     Args:
-        seats: Open client slots.
+        slots: Open client slots.
         at_once: Number of clients in a pass.
         padded: Whether batches of different lengths would be padded to the longest.
     """
-    leader = max(seats, key=lambda seat: seat.left)
-    same = [seat for seat in seats if seat.kind == leader.kind]
+    leader = max(slots, key=lambda slot: slot.left)
+    similar = [slot for slot in slots if slot.kind == leader.kind]
     if leader.work.job.buffers:  # norm layers that use statistics of their batch
-        same = [seat for seat in same if len(seat.batch) == len(leader.batch)]
+        similar = [slot for slot in similar if len(slot.batch) == len(leader.batch)]
     low, high = leader.cost / _LIKE, leader.cost * _LIKE
-    same = [seat for seat in same if seat is not leader and (not padded or low <= seat.cost <= high)]
-    same.sort(key=lambda seat: (abs(len(seat.batch) - len(leader.batch)), abs(seat.cost - leader.cost)))
-    kept = {id(seat) for seat in (leader, *same[: at_once - 1])}
-    return [seat for seat in seats if id(seat) in kept]
+    similar = [slot for slot in similar if slot is not leader and (not padded or low <= slot.cost <= high)]
+    similar.sort(key=lambda slot: (abs(len(slot.batch) - len(leader.batch)), abs(slot.cost - leader.cost)))
+    selected = {id(slot) for slot in (leader, *similar[: at_once - 1])}
+    return [slot for slot in slots if id(slot) in selected]
 
 
 def stack_frozen(group: Sequence[ClientSlot]) -> dict[str, Tensor]:
     """Stack the tensors that do not train, (C, ...) each; tensors that all clients share are not copied."""
-    made: dict[str, Tensor] = {}
+    stacked: dict[str, Tensor] = {}
     for name, first in group[0].others.items():
-        own = [seat.others[name] for seat in group]
+        own = [slot.others[name] for slot in group]
         shared = all(value is first for value in own) and len(own) > 1
-        made[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
-    return made
+        stacked[name] = first.expand(len(own), *first.shape) if shared else torch.stack(own)
+    return stacked
 
 
-def perturb(seat: ClientSlot) -> dict[str, Tensor]:
+def perturb(slot: ClientSlot) -> dict[str, Tensor]:
     """Copy a client's tensors with the trainable ones slightly moved: where B is 0, all outputs would be equal."""
-    rng = generator(0, "verify", seat.work.client)
-    tensors = {name: value.clone() for name, value in seat.tensors().items()}
-    for name in seat.layout.names:
+    rng = generator(0, "verify", slot.work.client)
+    tensors = {name: value.clone() for name, value in slot.tensors().items()}
+    for name in slot.layout.names:
         noise = torch.randn(tensors[name].shape, generator=rng) * 0.02
         tensors[name] = tensors[name] + noise.to(tensors[name])
     return tensors

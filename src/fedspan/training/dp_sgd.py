@@ -161,14 +161,14 @@ class PrivateTraining:
         if self.why_single is None and not self._verified:
             self._verify(work, live, names, examples, indices[:2])
         if self.why_single is None:
-            return self._stacked(work, live, names, examples, indices)
-        return self._singles(live, names, examples, indices)
+            return self._stacked_gradients(work, live, names, examples, indices)
+        return self._single_gradients(live, names, examples, indices)
 
     def _masked(self, job: Job, name: str, gradients: Tensor) -> Tensor:
         """Zero the gradients of masked entries, which then do not count in the norm."""
         return gradients * job.masks[name].to(gradients) if name in job.masks else gradients
 
-    def _stacked(
+    def _stacked_gradients(
         self, work: Assignment, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer, count = self.trainer, len(indices)
@@ -188,7 +188,7 @@ class PrivateTraining:
         found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         return losses.detach(), found
 
-    def _singles(
+    def _single_gradients(
         self, live: Tensors, names: Sequence[str], examples: Examples, indices: np.ndarray
     ) -> tuple[Tensor, dict[str, Tensor]]:
         trainer = self.trainer
@@ -214,8 +214,8 @@ class PrivateTraining:
                 moved = gaussian(key_of_seed(0), live[name].shape, "verify", name) * 0.02
                 live[name].add_(moved.to(live[name]))
         try:
-            _, together = self._stacked(work, live, names, examples, indices)
-            _, alone = self._singles(live, names, examples, indices)
+            _, together = self._stacked_gradients(work, live, names, examples, indices)
+            _, alone = self._single_gradients(live, names, examples, indices)
             apart = norm(subtract(together, alone)) / max(norm(alone), 1e-30)
             if not apart < tolerance(self.trainer.adapted.model):
                 self.why_single = f"gradients differ by {apart:.1e} when two examples share a pass"

@@ -7,40 +7,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedspan.core.values import Job, OptimizerState, Trained
-from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.labelling import OFFSETS
-from fedspan.tasks.task import Examples, Task
+from fedspan.tasks.task import Examples
 from fedspan.training.batching import job_batches
 from fedspan.training.dp_sgd import PrivateTraining
 from fedspan.training.engine import Trainer, refresh_projectors
-from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings, not_finite
+from fedspan.training.jobs import Assignment, not_finite
 from fedspan.training.optimizers import LocalOptimizer
-from fedspan.training.prefix import PrefixCaches
 
 __all__ = ["LoopEngine"]
 
 
 class LoopEngine(Trainer):
-    """Trains and evaluates jobs on one model, one at a time; arguments as for ``Trainer``."""
+    """Trains and evaluates jobs on one model, one at a time."""
 
-    def __init__(
-        self,
-        adapted: AdaptedModel,
-        task: Task,
-        settings: TrainingSettings,
-        seed: int,
-        prefix: PrefixSettings | PrefixCaches | None = None,
-        padding_free: bool = False,
-    ) -> None:
-        super().__init__(adapted, task, settings, seed, prefix, padding_free)
-        private = settings.privacy is not None and settings.privacy.mechanism == "dp-sgd"
-        self.private = PrivateTraining(self, settings.privacy) if private and settings.privacy is not None else None
+    @cached_property
+    def private(self) -> PrivateTraining | None:
+        """Training by DP-SGD; None without it."""
+        privacy = self.settings.privacy
+        return None if privacy is None or privacy.mechanism != "dp-sgd" else PrivateTraining(self, privacy)
 
     def train(
         self,

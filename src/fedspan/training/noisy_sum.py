@@ -29,7 +29,7 @@ class _Keyed(DPOptimizer):
 
     def add_noise(self) -> None:
         """``DPOptimizer.add_noise``."""
-        sums: dict[str, Tensor] = dict(zip(self.names, (_summed(p) for p in self.params), strict=True))
+        sums: dict[str, Tensor] = dict(zip(self.names, (_sum_of(p) for p in self.params), strict=True))
         if self.secret:  # the same noise at two scales would cancel
             label = (*self.label, digest_tensors(sums), repr(self.noise_multiplier * self.max_grad_norm))
         else:
@@ -39,7 +39,7 @@ class _Keyed(DPOptimizer):
             p.grad = (total + noise.to(total)).view_as(p)
 
 
-def _summed(parameter: Tensor) -> Tensor:
+def _sum_of(parameter: Tensor) -> Tensor:
     """Return the sum of the gradients that ``DPOptimizer`` has clipped."""
     return parameter.__dict__["summed_grad"]
 

@@ -132,13 +132,13 @@ class LocalOptimizer:
         )
 
 
-def join_states(kept: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
+def join_states(stored: OptimizerState | None, own: OptimizerState | None) -> OptimizerState | None:
     """Merge the stored moments of earlier rounds with those of the job, which take precedence."""
-    if kept is None or own is None:
-        return own or kept
-    kinds = {**kept.moments, **own.moments}
-    moments = {kind: {**kept.moments.get(kind, {}), **own.moments.get(kind, {})} for kind in kinds}
-    return OptimizerState(moments, {**kept.steps, **own.steps})
+    if stored is None or own is None:
+        return own or stored
+    kinds = {**stored.moments, **own.moments}
+    moments = {kind: {**stored.moments.get(kind, {}), **own.moments.get(kind, {})} for kind in kinds}
+    return OptimizerState(moments, {**stored.steps, **own.steps})
 
 
 def clip(gradients: dict[str, Tensor], max_norm: float) -> None:
@@ -327,8 +327,8 @@ def fused_step(
 
 def _columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:
     """Expand factors (C, N): to (C, 1) if all tensors of each client share one factor, else to one a column."""
-    made = torch.from_numpy(factors).to(like.device, like.dtype)
+    columns = torch.from_numpy(factors).to(like.device, like.dtype)
     if (factors == factors[:, :1]).all():
-        return made[:, :1]
+        return columns[:, :1]
     sizes = torch.tensor(layout.sizes, device=like.device)
-    return made.repeat_interleave(sizes, 1)[:, segment.start : segment.stop]
+    return columns.repeat_interleave(sizes, 1)[:, segment.start : segment.stop]

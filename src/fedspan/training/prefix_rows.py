@@ -63,7 +63,7 @@ class KeptRows:
         if size <= budget:
             values = torch.empty(shape, dtype=dtype)  # memory that is never written is not allocated
         elif file is not None:
-            values = _in_file(file, shape, dtype)
+            values = _map_file(file, shape, dtype)
         else:
             raise NoPrefix(f"hidden states of {size} bytes exceed the budget of {budget}, and there is no file")
         values[0] = 0
@@ -129,10 +129,10 @@ def next_run() -> None:
 
 def prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples: Examples) -> bytes:
     """Digest all that hidden states depend on: weights, examples, the prefix's end, and how it is computed."""
-    found = hashlib.blake2b(digest_size=32)
+    digest = hashlib.blake2b(digest_size=32)
 
     def add(*facts: object) -> None:
-        found.update(repr(facts).encode())
+        digest.update(repr(facts).encode())
 
     config: Any = getattr(adapted.model, "config", None)
     add(type(adapted.model), None if config is None else config.to_json_string(use_diff=False))
@@ -141,30 +141,30 @@ def prefix_key(adapted: AdaptedModel, prefix: FrozenPrefix, task: Task, examples
     for name, value in (*adapted.model.named_parameters(), *adapted.model.named_buffers()):
         if not name.startswith(live):
             add(name)
-            _add_tensor(found, value)
+            _add_tensor(digest, value)
     for start in range(0, len(examples), _CHUNK):
         indices = range(start, min(start + _CHUNK, len(examples)))
         for name, value in task.batch(examples, indices, torch.device("cpu")).items():
             add(name)
-            _add_tensor(found, value)
-    return found.digest()
+            _add_tensor(digest, value)
+    return digest.digest()
 
 
-def _add_tensor(found: Any, value: Tensor) -> None:
-    found.update(repr((value.dtype, tuple(value.shape))).encode())
-    found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+def _add_tensor(digest: Any, value: Tensor) -> None:
+    digest.update(repr((value.dtype, tuple(value.shape))).encode())
+    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
-def _in_file(file: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _map_file(file: Path, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Create a tensor in a new file, and unlink the file."""
     count = shape[0] * shape[1]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as opened:
+        with file.open("wb") as stream:
             if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as a signal during a write
-                os.posix_fallocate(opened.fileno(), 0, count * dtype.itemsize)
+                os.posix_fallocate(stream.fileno(), 0, count * dtype.itemsize)
             else:
-                opened.truncate(count * dtype.itemsize)
+                stream.truncate(count * dtype.itemsize)
         return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape)
     except OSError as error:
         raise NoPrefix(f"{file} can't hold {count * dtype.itemsize} bytes of hidden states ({error})") from error
