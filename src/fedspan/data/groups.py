@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from scipy.sparse import coo_array
 
@@ -37,10 +39,12 @@ def draw_groups(
     if len(sizes) < 2 or most < 1:
         return np.empty(0, np.int64)
     classes = np.zeros(len(groups), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
-    held = coo_array((np.ones(len(groups), np.int64), (numbers, classes.reshape(-1)))).tocsr()
+    held: Any = coo_array((np.ones(len(groups), np.int64), (numbers, classes.reshape(-1)))).tocsr()
     held.sum_duplicates()
-    starts, columns, counts = held.indptr.tolist(), held.indices.tolist(), held.data.tolist()
-    missing = (held.sum(axis=0) * (count / len(groups))).tolist()
+    starts: list[int] = held.indptr.tolist()
+    columns: list[int] = held.indices.tolist()
+    counts: list[int] = held.data.tolist()
+    missing: list[float] = (np.bincount(classes.reshape(-1)) * (count / len(groups))).tolist()
     order, drawn = rng.permutation(len(sizes)), list[int]()
     for group in order.tolist():
         own = range(starts[group], starts[group + 1])
