@@ -200,11 +200,13 @@ def peft_snippet(adapter: Path) -> list[str]:
         options.append("ignore_mismatched_sizes=True")
     options += [f"revision={revision!r}"] if revision else []
     more = "".join(f", {option}" for option in options)
+    # MobileNet reads attributes of a convolution that PEFT's wrapper lacks, so images get a model without wrappers.
+    merge = ".merge_and_unload()" if notes["task"] == "image-classification" else ""
     base = resolve_model(notes["base_model"])
     return [
         "import peft, transformers",
         f'base = transformers.{auto}.from_pretrained("{base}"{more})',
-        f'model = peft.PeftModel.from_pretrained(base, "{adapter}")',
+        f'model = peft.PeftModel.from_pretrained(base, "{adapter}"){merge}',
     ]
 
 

@@ -13,8 +13,9 @@ import datasets
 import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedspan.data.templates import template_of
 from fedspan.errors import FedspanError, nearest
@@ -198,9 +199,18 @@ def _load_base(
 def _with_adapter(model: Any, place: Path) -> Any:
     """Return a model with an adapter; an adapter of a pooled classifier is one of its encoder."""
     if not isinstance(model, PooledClassifier):
-        return PeftModel.from_pretrained(model, str(place))
+        return _with_attributes(PeftModel.from_pretrained(model, str(place)))
     model.replace_encoder(PeftModel.from_pretrained(model.encoder, str(place)))
     _load_output_layer(model, place)
+    return model
+
+
+def _with_attributes(model: PeftModel) -> PeftModel:
+    """Give PEFT's wrappers of convolutions the attributes of a convolution, which MobileNet's padding reads."""
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer) and isinstance(base := module.get_base_layer(), nn.Conv1d | nn.Conv2d):
+            for name in ("stride", "kernel_size", "dilation"):
+                setattr(module, name, getattr(base, name))
     return model
 
 

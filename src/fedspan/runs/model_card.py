@@ -268,10 +268,13 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
     }.get(task, "AutoModelForSequenceClassification")
     if not adapter:
         return f'```python\nfrom transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n```\n'
+    images = task == "image-classification"
+    labels = "num_labels of this adapter" + (" and ignore_mismatched_sizes" if images else "")
+    merge = ".merge_and_unload()  # some models, as MobileNet, fail with PEFT's wrapped convolutions" if images else ""
     return (
         f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n"
-        f'base = {kind}.from_pretrained("{base}")  # a classifier: with num_labels of this adapter\n'
-        'model = PeftModel.from_pretrained(base, "FOLDER")\n```\n\n'
+        f'base = {kind}.from_pretrained("{base}")  # a classifier: with {labels}\n'
+        f'model = PeftModel.from_pretrained(base, "FOLDER"){merge}\n```\n\n'
         "or `fedspan predict FOLDER ...`, which knows labels, prompts and tokenizer from `fedspan.json`.\n"
     )
 
