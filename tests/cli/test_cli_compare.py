@@ -236,8 +236,8 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     shown.started(prepared, 0, False)
     shown.client_finished(1, "north", 1.5)
     said = footer(shown)
-    assert "round   1/3" in said
-    assert "clients 1/3" in said
+    assert "round          1/3" in said
+    assert "clients        1/3" in said
     assert "loss 1.5000" in said
     row = {"round": 1, "loss": 1.0, "seconds": 1.0, "bytes": {"down": 1, "up": 1}}
     shown.round_finished(row)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -22,31 +20,8 @@ from hypothesis import strategies as st
 
 import fedspan
 from fedspan.methods.registry import METHODS
-from fedspan.runs.model_card import CARD
 from helpers import tiny, tiny_decoders
-
-_TIMED = {"seconds", "chain", "logs", "sha256"}  # the time, and digests that cover it
-
-
-def content(folder: Path) -> dict[str, object]:
-    """What a run left, without wall-clock time and without what names the machine and the moment."""
-    found: dict[str, object] = {}
-    for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
-        name = str(path.relative_to(folder))
-        if name in ("environment.json", "run.lock") or path.name == "checkpoint.json":
-            continue
-        if name.startswith("tensorboard/"):  # files whose very names are machine and moment
-            continue
-        if path.name == "metrics.jsonl":
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = [{key: value for key, value in row.items() if key not in _TIMED} for row in rows]
-        elif path.name == "report.json":
-            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key not in _TIMED}
-        elif path.name == CARD:  # it ends with the command, or the call in Python
-            found[name] = re.split(r"^## (?:Command|Python)$", path.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
-        else:
-            found[name] = path.read_bytes()
-    return found
+from helpers.run_content import content
 
 
 def disturb(number: int) -> None:

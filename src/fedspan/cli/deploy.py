@@ -110,6 +110,9 @@ def submit(
     require()
     if (config is None) == (resume is None):
         raise FedspanError("CONFIG", None if config is None else str(config), "a YAML file, or --resume FOLDER")
+    if resume is not None and overrides:
+        problem = "it cannot be combined with --resume, because nodes have agreed to the run's own config"
+        raise FedspanError("--set", " ".join(overrides), problem=problem)
     from fedspan.cli.formatting import console
     from fedspan.cli.live import RunView
     from fedspan.cli.run_summary import show_report

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fedspan.runs.formatting import duration, number, one_line, titles
 from fedspan.tasks.metrics import METRICS
 
 __all__ = [
@@ -32,11 +33,6 @@ def plain_table() -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
 
 
-def number(value: float | None) -> str:
-    """Format a loss with four decimals, or four digits if it is large; a dash if it is not a number."""
-    return "-" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
-
-
 def percent(value: float | None) -> str:
     """Format 0.8125 as 81.2%; a dash for an unmeasured value."""
     return "-" if value is None else f"{100 * value:.1f}%"
@@ -45,13 +41,6 @@ def percent(value: float | None) -> str:
 def score(metric: str, value: float | None) -> str:
     """Format a metric's value: shares in percent, all else as a number; a dash for an unmeasured value."""
     return percent(value) if METRICS[metric].percent else number(value)
-
-
-def duration(seconds: float) -> str:
-    """Format 75 as 1:15, 3675 as 1:01:15."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def flops(count: float) -> str:
@@ -76,14 +65,3 @@ def span(seconds: float) -> str:
 def _rough(value: float) -> str:
     """Format a value with two digits, or all digits before the point."""
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def one_line(text: str, width: int) -> str:
-    """Shorten a text to one line of at most ``width`` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
-
-
-def titles(name: str) -> str:
-    """Return the title of a baseline."""
-    return {"local": "local only", "centralised": "centralised"}.get(name, name)

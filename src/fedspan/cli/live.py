@@ -5,31 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from fedspan.cli.formatting import duration, number, one_line, score, titles
-from fedspan.cli.remaining_time import Effort
 from fedspan.experiments.tables import size
 from fedspan.logs import read_lines
-from fedspan.runs.callbacks import Listener, rate_round
+from fedspan.runs.callbacks import rate_round
 from fedspan.runs.checkpoint import Best
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.progress_bar import ProgressBar
+from fedspan.runs.remaining_time import STAGES, once_only
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS
+from fedspan.training.stages import Stage, StageName
 
-__all__ = ["RunView"]
+__all__ = ["RunView", "silence"]
 
 _WORST = 4  # the cell with the worst client
+_QUIET = 10.0
+_RARER = 20  # lines of progress become rarer as the run goes on: one in this share of its time
+_SHORT = 1.0  # seconds; a shorter stage before the first round is not worth a line
 
 
-class RunView(Listener):
+def silence(elapsed: float) -> float:
+    """Return the seconds without a line after which one reports progress where there is no terminal."""
+    return max(_QUIET, elapsed / _RARER)
+
+
+class RunView(ProgressBar):
     """Shows a run while it is entered as a context manager.
 
     Args:
@@ -39,25 +45,16 @@ class RunView(Listener):
     """
 
     def __init__(self, out: Console, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.done = self.rounds = 0
-        self._out, self._folder, self._clock = out, folder, clock
-        self._began = clock()
-        self._prepared: Prepared | None = None
-        self._losses: dict[str, float] = {}
-        self._last = ""
+        super().__init__(out, clock)
+        self._live.transient = True
+        self._folder = folder
         self._best: Best | None = None
-        self._now = "reading the data and loading the model"
-        self._baseline: tuple[str, int, int, float] | None = None
-        self._effort: Effort | None = None
-        self._live = Live(get_renderable=self.footer, console=out, refresh_per_second=4, transient=True)
+        self._lines = 0
+        self._once: dict[StageName, float] = {}  # seconds of what later rounds do not repeat, until it is shown
+        self._since = self._printed = self._began  # when the current stage began, and the last line was printed
 
-    def __enter__(self) -> RunView:
-        if self._out.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+    def __enter__(self) -> Self:
+        return super().__enter__() if self._out.is_terminal else self
 
     def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
         shown = ", ".join(f"{name} was {then} and is {now}" for name, (then, now) in changes.items())
@@ -67,12 +64,10 @@ class RunView(Listener):
         self._print(Text(f"note: {text}", "yellow"))
 
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        super().started(prepared, done, resumed)
         config, federation = prepared.config, prepared.federation
-        self._prepared, self.done, self.rounds = prepared, done, federation.settings.rounds
         clients = len(federation.clients)
         cohort = federation.settings.cohort or clients
-        self._effort = Effort(prepared, done, self._clock)
-        self._now = "training" if done < self.rounds else "measuring the best round"
         parts, members = prepared.partition, federation.clients
         known = sum(member.client.examples for member in members.values()) if parts is None else 0
         examples = known if parts is None else int(parts.parts.sizes[:, 0].sum())
@@ -95,47 +90,40 @@ class RunView(Listener):
                 self._print(self._row(row, "dim"))
             self._print(Text(f"going on after round {done} of {self.rounds}", "dim"))
 
-    def client_finished(self, round: int, client: str, loss: float) -> None:
-        assert self._prepared is not None
-        assert self._effort is not None
-        if client not in self._losses:  # a method with two phases trains each client twice
-            self._effort.client(client)
-        self._losses[client], self._last = loss, client
-        trained = len(self._losses) >= len(self._prepared.federation.cohort(round - 1))
-        self._now = "measuring" if trained else "training"
+    def stage_changed(self, stage: Stage | None) -> None:
+        before, now = self._stage, self._clock()
+        super().stage_changed(stage)
+        if (once := once_only(before)) != once_only(stage):
+            if once is not None:
+                self._once[once] = self._once.get(once, 0.0) + now - self._since
+            self._since = now
+        if stage is None or self._out.is_terminal:
+            return
+        if self._prepared is None and not self._lines:
+            self._print(Text(self._now, "dim"))
+        elif now - self._printed >= silence(now - self._began):
+            self._print(Text(f"  {self.state()}", "dim"))
 
     def round_finished(self, row: Mapping[str, Any]) -> None:
-        assert self._effort is not None
-        self.done = row["round"]
-        if self.done:
-            self._effort.round(self.done)
-        self._losses.clear()
-        self._now = "training" if self.done < self.rounds else "measuring the best round"
+        super().round_finished(row)
+        once = [f"{STAGES[name]} {duration(seconds)}" for name, seconds in self._once.items() if seconds >= _SHORT]
+        self._once.clear()
+        if once and self.done < 2:
+            self._print(Text(f"once, before the first round: {', '.join(once)}", "dim"))
         self._print(self._row(row))
         for failure in row.get("failures") or ():
             self._print(Text(f"  {failure['client']}: {failure['reason']}", "yellow"))
         if late := row.get("late"):
             self._print(Text(f"  late, and not waited for: {', '.join(late)}", "dim"))
 
-    def baseline_started(self, name: str, rounds: int) -> None:
-        assert self._effort is not None
-        if self._baseline is None:
-            self._effort.closed()
-        else:
-            self._effort.scored(self._baseline[0])
-        self._baseline = (name, 0, rounds, 0.0)
-        self._now = f"for comparison: {titles(name)}"
-
     def baseline_round(self, name: str, round: int, loss: float) -> None:
+        super().baseline_round(name, round, loss)
         assert self._baseline is not None
-        assert self._effort is not None
-        self._effort.epoch()
-        self._baseline = (name, round, self._baseline[2], loss)
         if round == self._baseline[2]:
             self._print(Text(f"for comparison, {titles(name)}: {round} epochs, loss {number(loss)}", "dim"))
-            self._now = f"measuring {titles(name)}"
 
     def _print(self, text: Text) -> None:
+        self._printed, self._lines = self._clock(), self._lines + 1
         self._out.print(text, soft_wrap=True)
 
     def _widths(self) -> list[int]:
@@ -172,30 +160,3 @@ class RunView(Listener):
             duration(row["seconds"]),
         )
         return self._line(cells, style)
-
-    def footer(self) -> RenderableType:
-        """Render the current progress: bars, losses so far, elapsed time and time left."""
-        elapsed = duration(self._clock() - self._began)
-        left = None if self._effort is None else self._effort.left()
-        times = f"elapsed {elapsed}" + ("" if left is None else f", about {duration(left)} left")
-        state = Spinner("dots", Text(f"{self._now}, {times}", "dim"))
-        return state if self._prepared is None else Group("", *self._bars(self._prepared), state)
-
-    def _bars(self, prepared: Prepared) -> list[Table]:
-        bars = Table.grid(padding=(0, 1))
-        bars.add_column(no_wrap=True)
-        bars.add_column(no_wrap=True, justify="right")
-        bars.add_column(width=30)
-        bars.add_column(no_wrap=True, overflow="ellipsis")
-        if self._baseline is not None:
-            name, round, rounds, loss = self._baseline
-            said = f"loss {number(loss)}" if round else ""
-            bars.add_row(titles(name), f"{round}/{rounds}", ProgressBar(rounds, round), said)
-        elif self.done < self.rounds:
-            cohort, trained = len(prepared.federation.cohort(self.done)), len(self._losses)
-            said = ""
-            if trained:
-                said = f"loss {number(sum(self._losses.values()) / trained)}  {one_line(self._last, 20)}"
-            bars.add_row("round", f"{self.done + 1}/{self.rounds}", ProgressBar(self.rounds, self.done), "")
-            bars.add_row("clients", f"{trained}/{cohort}", ProgressBar(cohort, trained), Text(said))
-        return [bars] if bars.row_count else []

@@ -33,7 +33,7 @@ def _trackers(track: str | None) -> list[str]:
 
 
 def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), track: str | None = "none") -> None:
-    """Start a new run, or resume one if there is no config; then print its summary."""
+    """Start a new run, or resume or extend one if there is no config; then print its summary."""
     from fedspan.cli.formatting import console
 
     out, trackers = console(), _trackers(track)
@@ -45,9 +45,9 @@ def show_run(folder: Path, config: Path | None, overrides: Sequence[str] = (), t
     try:
         with view:
             if config is None:
-                report = fedspan.resume(folder, listener=view, track=trackers)
+                report = fedspan.resume(folder, overrides=overrides, listener=view, track=trackers, progress=False)
             else:
-                report = fedspan.run(config, folder, overrides=overrides, listener=view, track=trackers)
+                report = fedspan.run(config, folder, overrides=overrides, listener=view, track=trackers, progress=False)
     except KeyboardInterrupt:
         typer.echo(stopped(folder, view.rounds), err=True)
         raise typer.Exit(130) from None

@@ -12,9 +12,10 @@ from rich.live import Live
 from rich.text import Text
 
 from fedspan.cli.formatting import duration, one_line, score
-from fedspan.cli.live import RunView
+from fedspan.cli.live import RunView, silence
 from fedspan.experiments.series import Step, Watcher
 from fedspan.runs.setup import Prepared
+from fedspan.training.stages import Stage
 
 __all__ = ["SeriesView"]
 
@@ -35,7 +36,7 @@ class SeriesView(Watcher):
     def __init__(self, out: Console, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.done = self.runs = 0
         self._out, self._folder, self._clock = out, folder, clock
-        self._began = clock()
+        self._began = self._printed = clock()
         self._step: Step | None = None
         self._run = RunView(Console(quiet=True), folder, clock)
         self._said: set[str] = set()
@@ -73,6 +74,14 @@ class SeriesView(Watcher):
         for remark in prepared.remarks:
             self._note(remark)
 
+    def stage_changed(self, stage: Stage | None) -> None:
+        self._run.stage_changed(stage)
+        now = self._clock()
+        if stage is None or self._step is None or self._out.is_terminal:
+            return
+        if now - self._printed >= silence(now - self._began):
+            self._print(Text(one_line(f"  {self._step.label}: {self._run.state()}", self._out.width), "dim"))
+
     def client_finished(self, round: int, client: str, loss: float) -> None:
         self._run.client_finished(round, client, loss)
 
@@ -97,6 +106,7 @@ class SeriesView(Watcher):
             self._print(Text(f"note: {text}", "yellow"))
 
     def _print(self, text: Text) -> None:
+        self._printed = self._clock()
         self._out.print(text, soft_wrap=True)
 
     def footer(self) -> RenderableType:

@@ -19,6 +19,7 @@ __all__ = ["run"]
     "fedspan run my.yaml --out runs/first",
     "fedspan run my.yaml --set method.name=ffa-lora --set training.lr=2e-3",
     "fedspan run --resume runs/first",
+    "fedspan run --resume runs/first --set federation.rounds=40",
 )
 def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The YAML file of a new run.")] = None,
@@ -29,7 +30,12 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="FOLDER", help="Go on with an interrupted run, under its own config."),
+        typer.Option(
+            "--resume",
+            metavar="FOLDER",
+            help="Go on with a run, under its own config. With --set federation.rounds=N, to N rounds, even if it is "
+            "finished.",
+        ),
     ] = None,
     track: Annotated[
         str | None,
@@ -43,17 +49,17 @@ def run(
     """Train across the clients, round by round, and export the best round's adapter.
 
     Every round is saved. Stop it with Ctrl-C, or lose the machine: --resume goes on to the very same adapter.
+    A finished run can get more rounds where the learning-rate schedule allows it (constant, or with cycle_rounds).
     """
     if resume is not None:
-        extra = {"CONFIG": config, "--out": out, "--set": " ".join(overrides or ())}
-        for name, value in extra.items():
+        for name, value in {"CONFIG": config, "--out": out}.items():
             if value:
                 raise FedspanError(
                     name,
                     str(value),
                     problem="it cannot be combined with --resume, because a run goes on under its own config",
                 )
-        show_run(resume, None, track=track)
+        show_run(resume, None, overrides or (), track)
         return
     if config is None:
         raise FedspanError(

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -134,10 +134,11 @@ class Host:
 
     def workload(self, id: str) -> int:
         """Return the number of examples on which a client trains in a round, each as often as it is used."""
-        settings, count = self.engine.settings, len(self.clients[id].train)
-        if settings.steps is None:
-            return settings.epochs * count
-        return settings.steps * min(count, settings.batch_size * settings.accumulate)
+        return self.engine.settings.workload(len(self.clients[id].train))
+
+    def ready(self, ids: Iterable[str]) -> None:
+        """Precompute what passes over clients' training examples can then skip; each client's part separately."""
+        self.engine.ready(self.examples, [self.clients[id].train for id in ids])
 
     def reply(self, asked: Order | Phase) -> Envelope:
         """Carry out an order of any kind.
@@ -201,6 +202,7 @@ class Host:
 
         sizes = {id: int(self.examples.lengths[self.clients[id].train].sum()) for id in orders}
         if sizes:  # a Poisson sample may be empty
+            self.ready(sizes)  # before any client trains: in one thread, and as a stage of its own
             self.engine.train_all(self.examples, sizes, opened, finished)
 
     def _member(self, order: Order) -> ClientData:
@@ -349,7 +351,7 @@ class Host:
         for name, indices in parts:
             if not len(indices):
                 continue
-            self.engine.ready(self.examples, indices)
+            self.engine.ready(self.examples, [indices])
             predictions = self.engine.predict(job, self.examples, indices, self.batch_size)
             measured = self.engine.task.metrics(predictions, self.examples, indices.tolist())
             scores[name] = {key: value for key, value in measured.items() if math.isfinite(value)}

@@ -142,7 +142,7 @@ def submit(
         resume=resume,
         listener=listener,
         host=host,
-        build=lambda one, _, key: prepare_server(one, key),
+        build=lambda one, _, key, stages: prepare_server(one, key, stages),
     )
 
 

@@ -187,7 +187,8 @@ class DiagnosticsRecorder:
         record = TrainingRecord()
         result = federation.run_round(progress, on_client, record, on_charge)
         began = time.monotonic()
-        layers = layers_of(federation, record, progress, result)
+        with federation.engine.stages.stage("diagnostics"):
+            layers = layers_of(federation, record, progress, result)
         measures = {name: values_of(layer) for name, layer in layers.items()}
         cosine = alignment([layer.updates.products for layer in layers.values()])
         seconds = time.monotonic() - began

@@ -265,7 +265,7 @@ def run_step(step: Step, folder: Path, watcher: Watcher, score: Callable[[RunRep
     if not finished:
         next_run()
     try:
-        report = train.run(step.config, place, resume=True, listener=watcher)
+        report = train.run(step.config, place, resume=True, listener=watcher, progress=False)
     except FedspanError as error:
         raise error.at(note=f"This is in the run {step.name}.") from None
     if not finished and report.seconds > _SHORT:

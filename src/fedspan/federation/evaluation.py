@@ -149,20 +149,22 @@ class Evaluator:
 
     def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
-        members, examples = self.federation.clients, self.federation.examples
+        members, examples, engine = self.federation.clients, self.federation.examples, self.federation.engine
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
-        for ids, job in self.models(progress, self.ids):
-            wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
-            if not wanted:
-                continue
-            for _, _, own in wanted:  # the same batches, independent of the models that are evaluated
-                self.federation.engine.ready(examples, own)
-            indices = np.concatenate([own for _, _, own in wanted])
-            predictions = self.federation.engine.predict(job, examples, indices, self.batch_size)
-            at = 0
-            for id, part, own in wanted:
-                scored[part][id] = (predictions[at : at + len(own)], own)
-                at += len(own)
+        total = sum(len(own) for id in self.ids for own in _judged(members[id]))
+        with engine.stages.stage("evaluation", total):
+            for ids, job in self.models(progress, self.ids):
+                wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
+                if not wanted:
+                    continue
+                # The same batches, independent of the models that are evaluated.
+                engine.ready(examples, [own for _, _, own in wanted])
+                indices = np.concatenate([own for _, _, own in wanted])
+                predictions = engine.predict(job, examples, indices, self.batch_size)
+                at = 0
+                for id, part, own in wanted:
+                    scored[part][id] = (predictions[at : at + len(own)], own)
+                    at += len(own)
         return self._scores(scored[0]), self._scores(scored[1])
 
     def _scores(self, scored: Mapping[str, tuple[Tensor, np.ndarray]]) -> ClientScores | None:
@@ -183,10 +185,12 @@ class Evaluator:
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
         scores: dict[str, Metrics] = {}
-        for ids, job in self.models(progress, self.ids):
-            predictions = engine.predict(job, examples, indices, self.batch_size, thorough=thorough)
-            key = ids[0] if self.federation.method.declared().personal else "global"
-            scores[key] = task.metrics(predictions, examples, indices.tolist())
+        personal = self.federation.method.declared().personal
+        with engine.stages.stage("evaluation", len(examples) * (len(self.ids) if personal else 1)):
+            for ids, job in self.models(progress, self.ids):
+                predictions = engine.predict(job, examples, indices, self.batch_size, thorough=thorough)
+                key = ids[0] if personal else "global"
+                scores[key] = task.metrics(predictions, examples, indices.tolist())
         return scores
 
 
@@ -241,7 +245,10 @@ class RemoteEvaluator(Evaluator):
             federation.note(Transfer(id, "down", len(made.body), serialization.payload_size(message), "evaluate"))
             return made.envelope()
 
+        stages = federation.engine.stages
+
         def replied(id: str, back: Envelope | str) -> bool:
+            stages.advance("evaluation")
             try:
                 answer = open_reply(back)
                 if (answer.task, answer.id, answer.round) != ("evaluate", id, state.round):
@@ -254,7 +261,8 @@ class RemoteEvaluator(Evaluator):
             return False
 
         assert federation.transport is not None, "clients in this process are evaluated here"
-        federation.transport.exchange(Orders("evaluate", self.ids, order), replied, federation.rules.deadline)
+        with stages.stage("evaluation", len(self.ids), "clients"):
+            federation.transport.exchange(Orders("evaluate", self.ids, order), replied, federation.rules.deadline)
         return self._pooled("validation", found["validation"]), self._pooled("test", found["test"])
 
     def _pooled(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:

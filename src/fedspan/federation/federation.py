@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -43,8 +44,9 @@ from fedspan.tasks.task import Examples
 from fedspan.training.accounting import Charge
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
+from fedspan.training.stages import StageName, Stages
 
-__all__ = ["Federation", "OnCharge", "OnClient", "Round", "clients_by_id", "cohort_of"]
+__all__ = ["Federation", "OnCharge", "OnClient", "Round", "clients_by_id", "clients_stage", "cohort_of"]
 
 
 def cohort_of(seed: int, round: int, clients: int, size: int | None, more: int = 0) -> list[int]:
@@ -385,9 +387,18 @@ class Federation:
         Raises:
             FedspanError: If too few replies are accepted after all attempts; the progress is unchanged.
         """
-        round = Round(self._context(progress), self.aggregating, progress.held, self._best, on_client, on_charge)
-        self.transport.begin(progress, on_trained)
-        result = round.run()
+        context = self._context(progress)
+        work = {id: self.training.workload(self.clients[id].client.examples) for id in context.ids}
+        with clients_stage(self.engine.stages, "training", work) as finished:
+
+            def replied(id: str, loss: float) -> None:
+                finished(id)
+                if on_client is not None:
+                    on_client(id, loss)
+
+            round = Round(context, self.aggregating, progress.held, self._best, replied, on_charge)
+            self.transport.begin(progress, on_trained)
+            result = round.run()
         self._remark = round.aggregation.remark()
         return result
 
@@ -452,6 +463,27 @@ class Federation:
         self._transfers.clear()
         self._failures.clear()
         return taken
+
+
+@contextmanager
+def clients_stage(stages: Stages, name: StageName, work: Mapping[str, int]) -> Generator[Callable[[str], None]]:
+    """Open a stage of clients' work, and yield a function to call with each client whose reply is accepted.
+
+    Engines in this process count every batch; of clients elsewhere only their replies are seen.
+
+    Args:
+        stages: The run's stages.
+        name: Name of the stage.
+        work: Expected number of units of each client.
+    """
+    done: set[str] = set()
+
+    def finished(id: str) -> None:
+        done.add(id)
+        stages.reach(name, sum(map(work.__getitem__, done)))
+
+    with stages.stage(name, sum(work.values())):
+        yield finished
 
 
 def clients_by_id(members: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:

@@ -34,7 +34,7 @@ from fedspan.core.values import (
     Weights,
 )
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext
-from fedspan.federation.federation import Federation, Round
+from fedspan.federation.federation import Federation, Round, clients_stage
 from fedspan.federation.progress import ClientData, Progress, TooFewReplies
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import OutputLayer
@@ -173,13 +173,15 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         task="statistics",
         check=lambda message, client: check_statistics(message, client, head),
     )
-    round = Round(context, head.aggregating, {}, {})
+    counts = {id: clients[id].client.examples for id in ids}
     federation.transport.begin(progress)
-    try:
-        reduced, _ = round.reduce()
-    finally:
-        for event in (*round.tally.transfers, *round.tally.failures):
-            federation.note(replace(event, purpose="statistics"))
+    with clients_stage(federation.engine.stages, "statistics", counts) as finished:
+        round = Round(context, head.aggregating, {}, {}, lambda id, _: finished(id))
+        try:
+            reduced, _ = round.reduce()
+        finally:
+            for event in (*round.tally.transfers, *round.tally.failures):
+                federation.note(replace(event, purpose="statistics"))
     examples = sum(clients[id].client.examples for id in round.aggregation.answers)
     statistics = HeadStatistics.of(reduced.mean).rescaled(head.bound)
     if not float(statistics.shares.sum()) > 0:

@@ -159,7 +159,7 @@ class _Bench:
 
     def _seconds(self, clients: int, steps: int) -> float:
         """Time this many clients with this many steps each."""
-        self.engine.ready(self._examples, np.arange(self._batch * steps))
+        self.engine.ready(self._examples, [np.arange(self._batch * steps)])
         sizes = {f"client-{number}": self._batch * steps for number in range(clients)}
         began = time.perf_counter()
         self.engine.train_all(self._examples, sizes, lambda client: self._work(client, steps), lambda *_: None)

@@ -42,8 +42,8 @@ def pooled(prepared: Prepared) -> Prepared:
     member = ClientData(client, train, validation, test)
     variant = _variant(prepared, changed, method, [member], changed.centralised_lr)
     federation = variant.federation
-    for own, _, _ in parts:  # client by client: the same bits, whether or not the federation did it before
-        variant.engine.ready(prepared.train, own)
+    # Client by client: the same bits, whether or not the federation did it before.
+    variant.engine.ready(prepared.train, [own for own, _, _ in parts])
     judged = simulate(federation.method, variant.engine, members, prepared.train, federation.settings)
     return replace(variant, evaluator=_evaluator(judged, changed))
 
@@ -82,7 +82,7 @@ def _variant(
     settings = replace(prepared.federation.training, keep_optimizer=True, logit_adjustment=0.0, privacy=None)
     if lr is not None:
         settings = replace(settings, optimizer=replace(settings.optimizer, lr=lr))
-    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, prepared.engine.prefixes)
+    engine = make_engine(config, prepared.engine.adapted, prepared.task, settings, beside=prepared.engine)
     rounds = replace(config.round_settings(), cohort=None)
     federation = simulate(config.wrapped(method), engine, members, prepared.train, rounds)
     evaluator = _evaluator(federation, config)

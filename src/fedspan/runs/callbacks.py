@@ -14,8 +14,9 @@ from fedspan.federation.progress import Progress
 from fedspan.runs.checkpoint import Best
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import rank_of
+from fedspan.training.stages import Stage
 
-__all__ = ["Listener", "final_scores", "has_stalled", "rate_round", "sample_predictions"]
+__all__ = ["Listener", "Listeners", "final_scores", "has_stalled", "rate_round", "sample_predictions"]
 
 
 class Listener:
@@ -30,6 +31,12 @@ class Listener:
     def noted(self, text: str) -> None:
         """A note for the user is available: one sentence without its full stop."""
 
+    def stage_changed(self, stage: Stage | None) -> None:
+        """Another stage of the work has begun, or more of it is done; None: no stage is open.
+
+        It is called after every batch, also from the threads that train, and must return quickly.
+        """
+
     def client_finished(self, round: int, client: str, loss: float) -> None:
         """A client has finished training (rounds count from 1)."""
 
@@ -41,6 +48,45 @@ class Listener:
 
     def baseline_round(self, name: str, round: int, loss: float) -> None:
         """An epoch of a baseline is finished."""
+
+
+class Listeners(Listener):
+    """Passes every event on to several listeners, in their order."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        self._listeners = listeners
+
+    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
+        for one in self._listeners:
+            one.environment_changed(changes)
+
+    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        for one in self._listeners:
+            one.started(prepared, done, resumed)
+
+    def noted(self, text: str) -> None:
+        for one in self._listeners:
+            one.noted(text)
+
+    def stage_changed(self, stage: Stage | None) -> None:
+        for one in self._listeners:
+            one.stage_changed(stage)
+
+    def client_finished(self, round: int, client: str, loss: float) -> None:
+        for one in self._listeners:
+            one.client_finished(round, client, loss)
+
+    def round_finished(self, row: Mapping[str, Any]) -> None:
+        for one in self._listeners:
+            one.round_finished(row)
+
+    def baseline_started(self, name: str, rounds: int) -> None:
+        for one in self._listeners:
+            one.baseline_started(name, rounds)
+
+    def baseline_round(self, name: str, round: int, loss: float) -> None:
+        for one in self._listeners:
+            one.baseline_round(name, round, loss)
 
 
 _WORST = -1e308
@@ -103,7 +149,8 @@ def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -
     if job is None:  # personal models, which stay with the clients
         return ()
     batch_size = prepared.config.evaluation.batch_size
-    predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
+    with prepared.engine.stages.stage("evaluation", len(indices)):
+        predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
     answers = prepared.task.answers(predictions)
     truths = prepared.task.truths(prepared.test, indices.tolist())
     return tuple(

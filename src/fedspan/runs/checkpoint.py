@@ -44,6 +44,7 @@ __all__ = [
     "newest_index",
     "pack",
     "prune",
+    "read_best",
     "read_index",
     "read_positions",
     "resume",
@@ -267,6 +268,17 @@ def saved(run: RunFolder) -> int:
     return max(_rounds(run), default=0)
 
 
+def read_best(run: RunFolder) -> Best | None:
+    """Return the best round so far, from the newest checkpoint; None if no round is finished.
+
+    Raises:
+        FedspanError: If that checkpoint is damaged, or was written by another version of fedspan.
+    """
+    rounds = _rounds(run)
+    best = read_index(rounds[max(rounds)])["best"] if rounds else None
+    return None if best is None else Best(*best)
+
+
 def select_checkpoint(run: RunFolder, round: int | str) -> Path:
     """Find the folder of the checkpoint that a user names.
 
@@ -456,9 +468,8 @@ def prune(run: RunFolder, keep: int = 2) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep at least 1 checkpoint, not {keep}")
-    rounds = _rounds(run)
-    best = read_index(rounds[max(rounds)])["best"] if rounds else None
-    kept = {*sorted(rounds)[-keep:], *((Best(*best).round,) if best else ())}
+    rounds, best = _rounds(run), read_best(run)
+    kept = {*sorted(rounds)[-keep:], *(() if best is None else (best.round,))}
     going = [folder for round, folder in rounds.items() if round not in kept]
     stale = _needed(going)
     with disk_errors(run.path):

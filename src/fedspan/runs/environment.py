@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePath
 
 import torch
 
@@ -12,7 +13,7 @@ import fedspan
 from fedspan.config import RunConfig
 from fedspan.runs.folder import RunFolder
 
-__all__ = ["record_environment", "same_environment"]
+__all__ = ["extend_command", "is_command", "record_environment", "same_environment"]
 
 _PACKAGES = ("transformers", "peft", "safetensors", "datasets", "flwr")
 
@@ -59,6 +60,29 @@ def record_environment(folder: RunFolder, seed: int, command: Sequence[str]) -> 
         folder.write_json(folder.environment, now)
         return {}
     return _changes(folder, now)
+
+
+def is_command(command: Sequence[str]) -> bool:
+    """Check whether a command line is one of fedspan's own commands, not a script that calls it."""
+    program = PurePath(command[0])
+    return program.stem == "fedspan" or program.parts[-3:] == ("fedspan", "cli", "__main__.py")
+
+
+def extend_command(folder: RunFolder, changes: Iterable[str]) -> None:
+    """Add changes of the config to the recorded command, so that it is one that plans the run as it is now.
+
+    Args:
+        folder: The run folder, whose lock this process holds.
+        changes: The changes, each ``section.field=value``.
+
+    Raises:
+        FedspanError: If environment.json cannot be read or written.
+    """
+    recorded = folder.read_json(folder.environment)
+    command = recorded.get("command") if isinstance(recorded, dict) else None
+    if isinstance(recorded, dict) and isinstance(command, list) and command and is_command(command):
+        options = [word for change in changes for word in ("--set", change)]
+        folder.write_json(folder.environment, {**recorded, "command": [*command, *options]})
 
 
 def same_environment(folder: RunFolder, config: RunConfig) -> bool:

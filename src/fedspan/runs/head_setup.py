@@ -129,9 +129,10 @@ def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
         return progress
     engine, loaded = federation.engine, split_extras(progress.state.tensors)[1]
     memories: dict[str, Memory] = {}
-    for id, member in federation.clients.items():
-        if not len(member.train):
-            continue
-        found = client_statistics(engine, None, federation.examples, member.train, head.kind, 0.0, 1)
-        memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(found), len(member.train))}
+    with engine.stages.stage("statistics", sum(len(member.train) for member in federation.clients.values())):
+        for id, member in federation.clients.items():
+            if not len(member.train):
+                continue
+            found = client_statistics(engine, None, federation.examples, member.train, head.kind, 0.0, 1)
+            memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(found), len(member.train))}
     return replace(progress, memories=memories, held=dict.fromkeys(memories, 0))

@@ -21,11 +21,13 @@ from fedspan.files import read_bytes
 from fedspan.logs import Position, require_position
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.folder import RunFolder
+from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 
 __all__ = [
     "RESOLVED",
     "config_text",
     "describe_config",
+    "differences",
     "input_digests",
     "read_config",
     "read_resolved_config",
@@ -113,16 +115,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _differences(then: str, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which a config differs from that of a checkpoint, each with both values.
-
-    Args:
-        then: The text of ``describe_config``; fields that were added since have their defaults.
-        now: The config.
-    """
-    before, after = (_flat(config.model_dump(mode="json")) for config in (parse_config(json.loads(then)), now))
-    names = dict.fromkeys((*before, *after))
-    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which two configs differ, by path, each with both values."""
+    then, now = (_flat(config.model_dump(mode="json")) for config in (before, after))
+    names = dict.fromkeys((*then, *now))
+    return {name: (then.get(name), now.get(name)) for name in names if then.get(name) != now.get(name)}
 
 
 def _is_changeable(name: str) -> bool:
@@ -130,8 +127,16 @@ def _is_changeable(name: str) -> bool:
 
 
 def _require_same_config(place: RunFolder, config: RunConfig, then: str) -> None:
-    for name, (before, after) in _differences(then, config).items():
-        if not _is_changeable(name):
+    """Check a config against that of the newest checkpoint (``describe_config``; later fields have their defaults).
+
+    The number of rounds may differ in a run that is not finished, if no finished round depends on it: so it is in one
+    that was extended (``extension``) and has no new round yet.
+    """
+    stored = parse_config(json.loads(then))
+    for name, (before, after) in differences(stored, config).items():
+        if name == ROUNDS_FIELD and not place.report.is_file() and after > checkpoints.saved(place):
+            require_independent_rounds(checkpoints.saved(place), stored, config)
+        elif not _is_changeable(name):
             problem = f"it is {after!r} now, and the run began with {before!r}"
             expected = f"{before!r} again, or another folder (only paths, deadlines and engine may change)"
             raise FedspanError(f"{place.config}, {name}", after, expected, problem=problem)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedspan.errors import FedspanError
+from fedspan.federation.federation import Federation
 from fedspan.federation.progress import Progress
 from fedspan.files import disk_errors, from_json, read_bytes, to_json, write_atomic
 from fedspan.runs.head_setup import baseline_head, begin
@@ -83,10 +84,15 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     here, settings = prepared.federation, prepared.federation.training
     steps = STEPS if settings.steps is None else min(STEPS, settings.steps)
     short = replace(settings, steps=steps, schedule="constant", warmup_rounds=0, cycle_rounds=None)
-    engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, prepared.engine.prefixes)
+    engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, beside=prepared.engine)
     if isinstance(engine, BatchedEngine) and isinstance(prepared.engine, BatchedEngine):
         engine.stacking = prepared.engine.stacking
     trial = simulate(here.method, engine, here.clients, here.examples, here.settings)
+    with engine.stages.stage("learning rate", len(EXPONENTS), "rates"):
+        return _tested(prepared, trial, short, default)
+
+
+def _tested(prepared: Prepared, trial: Federation, short: TrainingSettings, default: float) -> RangeTest:
     first = begin(trial, baseline_head(prepared.head))
     losses: list[tuple[float, float]] = []
     for exponent in EXPONENTS:
@@ -94,13 +100,14 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
         federation = trial.with_training(_at(short, lr))
         try:
             progress = first
-            for _ in range(min(ROUNDS, here.settings.rounds)):
+            for _ in range(min(ROUNDS, trial.settings.rounds)):
                 progress = federation.run_round(progress).progress
             losses.append((lr, _validation_loss(prepared, progress)))
         except FedspanError as error:
             if error.field != "training.lr":  # the one error of training itself: divergence
                 raise
             losses.append((lr, math.inf))
+        trial.engine.stages.advance("learning rate")
     start = _validation_loss(prepared, first)
     return RangeTest(choose_rate(start, tuple(losses)), start, tuple(losses))
 

@@ -19,6 +19,7 @@ from fedspan.config import RunConfig
 from fedspan.data.catalogue import dataset_of
 from fedspan.models.names import published_name
 from fedspan.models.pooling import DENSE, Pooling
+from fedspan.runs.environment import is_command
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.metrics import METRICS, order_metrics
@@ -281,8 +282,7 @@ def _use(task: str, base: str, adapter: bool, *, pooled: Pooling | None = None) 
 
 def _command(command: Sequence[str]) -> str:
     """Return the section with the command line, or with the call in Python if no command of fedspan made the run."""
-    program = PurePath(command[0])
-    if program.stem != "fedspan" and program.parts[-3:] != ("fedspan", "cli", "__main__.py"):
+    if not is_command(command):
         call = 'import fedspan\n\nfedspan.run("config.yaml", "run")'
         return f"## Python\n\nWith the run folder's `config.yaml`:\n\n```python\n{call}\n```\n"
     words = ["fedspan", *map(_without_path, command[1:])]

@@ -39,6 +39,7 @@ from fedspan.runs.setup import (
     prepare,
     require_private_model,
 )
+from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
@@ -71,25 +72,27 @@ class Nothing:
         return 0
 
 
-def prepare_server(config: RunConfig, key: bytes | None = None) -> Prepared:
+def prepare_server(config: RunConfig, key: bytes | None = None, stages: Stages | None = None) -> Prepared:
     """Build the server's half of a deployment: everything except data and clients (``connect`` adds the clients).
 
     Args:
         config: Config from ``handshake.server_config``.
         key: Secret key of the noise, if it has one.
+        stages: Reports the progress of long work; None: nobody is told.
 
     Raises:
         FedspanError: If anything in the config does not fit the model.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    labels = tuple(config.data.labels or ())
-    model = build_model(config, labels, choose_device(config.device))
+    labels, stages = tuple(config.data.labels or ()), stages or Stages()
+    with stages.stage("model"):
+        model = build_model(config, labels, choose_device(config.device))
     require_private_model(config, model.adapted)
     facts = Facts.of(config, labels, max_length(config, model.processor, model.adapted.model), model.adapted.model)
     task = PROBLEMS[config.task].task(model.processor, facts, config)
     method = config.wrapped(method_for(config, model.adapted.spec))
-    engine = make_engine(config, model.adapted, task, config.training_settings(key))
+    engine = make_engine(config, model.adapted, task, config.training_settings(key), stages)
     head, notes = head_start_of(config, model)
     nothing = Nothing()
     federation = simulate(method, engine, {}, nothing, config.round_settings(key))

@@ -20,7 +20,7 @@ from fedspan.diagnostics.measures import DiagnosticsRecorder
 from fedspan.errors import FedspanError, nearest
 from fedspan.federation.head_start import start_head
 from fedspan.federation.progress import Progress, RoundResult, TooFewReplies, Transfer
-from fedspan.files import disk_errors, read_bytes, write_atomic
+from fedspan.files import disk_errors, read_bytes, remove, write_atomic
 from fedspan.logs import JsonLines, read_lines
 from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.baselines import train_baseline
@@ -28,6 +28,7 @@ from fedspan.runs.callbacks import Listener, final_scores, has_stalled, rate_rou
 from fedspan.runs.checkpoint import Best, Checkpoint
 from fedspan.runs.divergence import find_divergence
 from fedspan.runs.environment import record_environment
+from fedspan.runs.extension import extend
 from fedspan.runs.failures import failures_by_client
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import (
@@ -35,6 +36,7 @@ from fedspan.runs.integrity import (
     config_text,
     describe_config,
     input_digests,
+    read_config,
     read_resolved_config,
     require_same_run,
 )
@@ -46,6 +48,7 @@ from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_n
 from fedspan.runs.setup import Prepared, engine_note, load_stacking_plan, prepare, store_stacking_plan
 from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
+from fedspan.training.stages import Stages
 
 __all__ = [
     "Host",
@@ -70,7 +73,7 @@ def load_partition(place: RunFolder) -> Partition | None:
 Host = Callable[[RunFolder, Prepared, Callable[[Prepared], RunReport]], RunReport]
 """Connects a prepared run to its local or remote clients, runs it, and returns its report."""
 
-Build = Callable[[RunConfig, Partition | None, bytes | None], Prepared]
+Build = Callable[[RunConfig, Partition | None, bytes | None, Stages], Prepared]
 
 
 def run(
@@ -86,14 +89,15 @@ def run(
     """Run all rounds, export the best round's adapters and write the report.
 
     Args:
-        config: Config of a new run; None with ``resume``, which reads the config in the folder.
+        config: Config of a new run; with ``resume``, one that extends the run (``extension.extend``), or None for that
+            in the folder.
         folder: An empty or missing folder for a new run; a run folder for ``resume``.
         resume: Whether to continue after the last committed round.
         listener: Listener that receives the events of the run.
         command: The command line, for environment.json.
         host: Connects the run to remote clients; None: the clients are simulated in this process.
-        build: Builds the prepared run from the config, the partition that the run was started with, if any, and the
-            secret key of its noise, if any.
+        build: Builds the prepared run from the config, the partition that the run was started with, if any, the
+            secret key of its noise, if any, and the stages that it reports to.
 
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
@@ -102,6 +106,8 @@ def run(
     command = command or tuple(sys.argv)
     if resume:
         with RunFolder.resume(folder) as place:
+            if config is not None:
+                extend(place, read_config(place.path), config, listener)
             stored = read_resolved_config(place.path)
             if changes := record_environment(place, stored.seed, command):
                 listener.environment_changed(changes)
@@ -115,7 +121,8 @@ def run(
         RunFolder(folder).require_empty()  # before a model is loaded in vain
     written, unresolved, (config, note) = config_text(config), config.model, resolve_pooling(config)
     key = new_key(config)
-    prepared = build(config, None, key)  # before the folder is created: an invalid config leaves no files
+    # Before the folder is created: an invalid config leaves no files.
+    prepared = build(config, None, key, Stages(listener.stage_changed))
     with RunFolder.create(folder, written) as place:
         store_noise_key(place.path, key)
         if config.model != unresolved:
@@ -139,7 +146,8 @@ def _play(
     kept = checkpoints.resume(place)
     if prepared is None:
         require_same_run(place, config, kept)
-        prepared = build(config, load_partition(place), load_noise_key(place.path, config))
+        stages = Stages(listener.stage_changed)
+        prepared = build(config, load_partition(place), load_noise_key(place.path, config), stages)
     if prepared.partition is not None and not place.partition.exists():
         with disk_errors(place.path):
             write_atomic(place.partition, (prepared.partition.to_json() + "\n").encode())
@@ -345,7 +353,8 @@ class _Session:
         if self.best is not None and self.best.round != progress.state.round:
             best_round, progress = self.best.round, checkpoints.load(place.best).progress
         scores, by_client = final_scores(prepared, progress)
-        with disk_errors(place.path):
+        with disk_errors(place.path), prepared.engine.stages.stage("export"):
+            remove(place.adapter)  # of a run before it was extended
             adapters = write_adapters(prepared, progress, place, prepared.evaluator.ids)
         failures = prepared.federation.conclude(progress)
         for failure in failures:

@@ -39,7 +39,7 @@ from fedspan.training.batched import BatchedEngine, StackingPlan, StackingReques
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
-from fedspan.training.prefix import PrefixCaches
+from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def make_engine(
     adapted: AdaptedModel,
     task: Task,
     settings: TrainingSettings,
-    prefixes: PrefixCaches | None = None,
+    stages: Stages | None = None,
+    beside: Engine | None = None,
 ) -> Engine:
     """Build the engine that a config names.
 
@@ -144,13 +145,15 @@ def make_engine(
         adapted: The adapted model.
         task: The learning problem.
         settings: Settings of local training.
-        prefixes: Prefix caches of another engine on the same model and task, to be shared.
+        stages: Reports the progress of long work; None: that of ``beside``, or nobody is told.
+        beside: Another engine on the same model and task, whose prefix caches are shared.
 
     Raises:
         FedspanError: If the config asks to compile blocks that cannot be compiled.
     """
     chosen, seed = config.engine, config.seed
-    prefix = prefixes or chosen.prefix_settings(config.evaluation.batch_size)
+    prefix = chosen.prefix_settings(config.evaluation.batch_size) if beside is None else beside.prefixes
+    stages = stages or (None if beside is None else beside.stages)
     refusals = {
         f"engine.name: {chosen.name} does not compile, only batched does": chosen.name != "batched",
         "it cannot be combined with training.lora_dropout, whose masks are drawn client by client": settings.dropout
@@ -159,9 +162,9 @@ def make_engine(
     if chosen.compile and (why := next((why for why, holds in refusals.items() if holds), None)):
         raise FedspanError("engine.compile", True, problem=why)
     if chosen.name != "batched":
-        return LoopEngine(adapted, task, settings, seed, prefix)
+        return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
     wish = StackingRequest(chosen.clients_at_once, chosen.workers)
-    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile)
+    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile, stages)
 
 
 def engine_note(engine: Engine) -> str | None:
@@ -263,7 +266,11 @@ class Objects:
 
 
 def prepare(
-    config: RunConfig, given: Partition | None = None, key: bytes | None = None, objects: Objects | None = None
+    config: RunConfig,
+    given: Partition | None = None,
+    key: bytes | None = None,
+    stages: Stages | None = None,
+    objects: Objects | None = None,
 ) -> Prepared:
     """Build a run.
 
@@ -271,21 +278,24 @@ def prepare(
         config: Config of the run.
         given: An existing partition (of a resumed run) to use instead of drawing one.
         key: Secret key of the noise, if it has one.
+        stages: Reports the progress of long work; None: nobody is told.
         objects: Data, model and tokenizer that were passed from Python, in place of those that the config names.
 
     Raises:
         FedspanError: If anything in the config does not fit the data or the model.
     """
-    objects = objects or Objects()
+    objects, stages = objects or Objects(), stages or Stages()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     sources = None if objects.data is None else objects.data.sources
-    data = load(config.data, seed=config.data_seed, task=config.task, sources=sources)
-    parts = given or partition(data.train, config.partition, config.data_seed, groups=data.groups)
+    with stages.stage("data"):
+        data = load(config.data, seed=config.data_seed, task=config.task, sources=sources)
+        parts = given or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
-    built = build_model(config, data.labels, device, objects.model)
+    with stages.stage("model"):
+        built = build_model(config, data.labels, device, objects.model)
     adapted = built.adapted
     require_private_model(config, adapted)
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
@@ -294,9 +304,12 @@ def prepare(
     facts = Facts.of(config, data.labels, max_length(config, built.processor, adapted.model), adapted.model)
     task = PROBLEMS[config.task].task(built.processor, facts, config)
     method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
-    engine = make_engine(config, adapted, task, config.training_settings(key))
-    head, notes = head_start_of(config, built)
-    train = task.encode(data.train)
+    engine = make_engine(config, adapted, task, config.training_settings(key), stages)
+    with stages.stage("model"):
+        head, notes = head_start_of(config, built)
+    with stages.stage("encoding"):
+        train = task.encode(data.train)
+        test = None if data.test is None else task.encode(data.test)
     require_size(config, adapted.model, task, train, device)
     members, conditions = _members(config, method, parts), None
     if config.simulation is not None:
@@ -322,7 +335,7 @@ def prepare(
         federation=federation,
         evaluator=Evaluator(federation, config.evaluation.batch_size, config.evaluation.clients),
         train=train,
-        test=None if data.test is None else task.encode(data.test),
+        test=test,
         test_names=() if data.test is None else _names(data.test),
         model=built,
         remarks=(

@@ -14,7 +14,7 @@ from typing import Any, cast
 from accelerate import tracking
 from accelerate.state import PartialState
 
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.callbacks import Listener, Listeners
 from fedspan.runs.setup import Prepared
 from fedspan.runs.trackers import TRACKERS, require_trackers
 
@@ -30,7 +30,7 @@ _MADE: Mapping[str, Callable[[Path], Any]] = {
 assert tuple(_MADE) == TRACKERS
 
 
-class TrackingListener(Listener):
+class TrackingListener(Listeners):
     """Sends numbers to trackers and forwards all events to another listener.
 
     Args:
@@ -41,14 +41,12 @@ class TrackingListener(Listener):
 
     def __init__(self, inner: Listener, names: Sequence[str], folder: Path) -> None:
         require_trackers(names)
+        super().__init__(inner)
         self.inner, self.names, self.folder = inner, tuple(names), folder
         self._trackers: dict[str, Any] = {}
 
-    def environment_changed(self, changes: Mapping[str, tuple[object, object]]) -> None:
-        self.inner.environment_changed(changes)
-
     def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
-        self.inner.started(prepared, done, resumed)
+        super().started(prepared, done, resumed)
         PartialState()  # Accelerate's trackers ask it whether they are the main process
         config = _flat(prepared.config.model_dump(mode="json"))
 
@@ -62,23 +60,11 @@ class TrackingListener(Listener):
         for name in self.names:
             self._tried(name, lambda name=name: begun(name))
 
-    def noted(self, text: str) -> None:
-        self.inner.noted(text)
-
-    def client_finished(self, round: int, client: str, loss: float) -> None:
-        self.inner.client_finished(round, client, loss)
-
     def round_finished(self, row: Mapping[str, Any]) -> None:
         values = numbers(row)
         for name, tracker in list(self._trackers.items()):
             self._tried(name, lambda tracker=tracker: tracker.log(values, step=int(row["round"])))
-        self.inner.round_finished(row)
-
-    def baseline_started(self, name: str, rounds: int) -> None:
-        self.inner.baseline_started(name, rounds)
-
-    def baseline_round(self, name: str, round: int, loss: float) -> None:
-        self.inner.baseline_round(name, round, loss)
+        super().round_finished(row)
 
     def close(self) -> None:
         """Flush and close the trackers; to be called whether or not the run succeeded."""

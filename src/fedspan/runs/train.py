@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from fedspan.data.objects import CLIENT
 from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.runs import session
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.callbacks import Listener, Listeners
+from fedspan.runs.extension import require_extensible
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
 from fedspan.runs.objects import objects_of
+from fedspan.runs.progress_bar import ProgressBar, wants_bar
 from fedspan.runs.remote import flower_simulation
 from fedspan.runs.session import RunReport, is_run, read_report
 from fedspan.runs.setup import prepare
@@ -37,6 +39,7 @@ def run(
     resume: bool = False,
     listener: Listener | None = None,
     track: Sequence[str] = (),
+    progress: bool | None = None,
 ) -> RunReport:
     """Run a federation to its end: train, export the best round's adapters, compare with the baselines, report.
 
@@ -50,36 +53,38 @@ def run(
             ``name_or_path``.
         tokenizer: The tokenizer or image processor; None: that of the model's name.
         overrides: Changes to the config, each ``section.field=value``.
-        resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of exactly this config.
+        resume: Whether to resume, as ``resume(folder)`` does, if the folder holds a run of this config. The config may
+            have more rounds (``federation.rounds``) or more patience (``federation.early_stopping``) than the run,
+            which is then extended, even if it is finished.
         listener: Listener that receives the events of the run (a ``fedspan.Listener``).
         track: Trackers that receive the numbers of every round in addition to the run folder: ``tensorboard``,
             ``wandb``, ``mlflow``, ``trackio``; the named packages must be installed.
+        progress: Whether to show a progress bar on standard error; None: if that is a terminal, or in a notebook.
 
     Raises:
         FedspanError: If the run fails for a reason that the user can correct.
     """
     config, build = _with_objects(_values(config, overrides), data, model, tokenizer)
     if resume and is_run(folder):
-        if read_config(folder) != config:
-            raise FedspanError("config", str(folder), "the config with which this run began, or another folder")
-        return _go_on(folder, listener, track, build)
-    with _tracked(listener, track, folder) as told:
+        return _go_on(folder, config, listener, track, progress, build)
+    with _watched(listener, track, folder, progress) as told:
         return session.run(config, folder, listener=told, host=_host(config), build=build)
 
 
 @contextmanager
-def _tracked(listener: Listener | None, track: Sequence[str], folder: str | Path) -> Generator[Listener | None]:
-    """Yield the listener, or one that forwards all events to it and sends numbers to trackers."""
-    if not track:
-        yield listener
-        return
-    from fedspan.runs.tracking import TrackingListener
+def _watched(
+    listener: Listener | None, track: Sequence[str], folder: str | Path, progress: bool | None
+) -> Generator[Listener]:
+    """Yield a listener that forwards all events to the given one, to a progress bar, and to trackers, where wanted."""
+    with ExitStack() as stack:
+        told = listener or Listener()
+        if wants_bar(progress):
+            told = Listeners(told, stack.enter_context(ProgressBar()))
+        if track:
+            from fedspan.runs.tracking import TrackingListener
 
-    tracked = TrackingListener(listener or Listener(), track, Path(folder))
-    try:
-        yield tracked
-    finally:
-        tracked.close()
+            told = stack.enter_context(closing(TrackingListener(told, track, Path(folder))))
+        yield told
 
 
 def _values(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig | dict[str, Any]:
@@ -150,8 +155,10 @@ def resume(
     data: Any = None,
     model: Any = None,
     tokenizer: Any = None,
+    overrides: Sequence[str] = (),
     listener: Listener | None = None,
     track: Sequence[str] = (),
+    progress: bool | None = None,
 ) -> RunReport:
     """Resume a run after its last finished round; for a finished run, only read its report.
 
@@ -162,25 +169,46 @@ def resume(
         data: The data, if the run began with data passed from Python.
         model: The model, if the run began with one passed from Python, with its weights as they were then.
         tokenizer: The tokenizer, if the run began with one passed from Python.
+        overrides: Changes that extend the run, finished or not: ``federation.rounds=40`` for more rounds, where the
+            learning-rate schedule does not spread over all rounds; ``federation.early_stopping=10`` or ``=null`` for
+            more patience. It ends with the same bits as a run that was planned so.
         listener: Listener that receives the events of the run.
         track: Trackers, as for ``run``.
+        progress: Whether to show a progress bar, as for ``run``.
 
     Raises:
-        FedspanError: If there is no run, another process works on it, or its latest checkpoint is damaged.
+        FedspanError: If there is no run, another process works on it, its latest checkpoint is damaged, or the run
+            cannot be extended in this way.
     """
-    if not is_run(folder) or RunFolder(folder).report.is_file():
-        return _go_on(folder, listener, track, prepare)
+    config = None
+    if overrides and is_run(folder):
+        config = parse_config(override(read_config(folder).model_dump(mode="json"), overrides))
+    if not is_run(folder) or (config is None and RunFolder(folder).report.is_file()):
+        return _go_on(folder, config, listener, track, progress, prepare)
     objects = objects_of(read_config(folder), "fedspan.resume", data, model, tokenizer)
-    return _go_on(folder, listener, track, partial(prepare, objects=objects))
+    return _go_on(folder, config, listener, track, progress, partial(prepare, objects=objects))
 
 
-def _go_on(folder: str | Path, listener: Listener | None, track: Sequence[str], build: session.Build) -> RunReport:
-    if is_run(folder) and RunFolder(folder).report.is_file():
+def _go_on(
+    folder: str | Path,
+    config: RunConfig | None,
+    listener: Listener | None,
+    track: Sequence[str],
+    progress: bool | None,
+    build: session.Build,
+) -> RunReport:
+    """Resume a run, or read its report if it is finished under this config (None: its own)."""
+    stored = read_config(folder) if is_run(folder) else None
+    if config == stored:
+        config = None
+    if config is not None and stored is not None:
+        require_extensible(RunFolder(folder), stored, config)
+    elif stored is not None and RunFolder(folder).report.is_file():
         require_intact(RunFolder(folder))
         return read_report(folder)
-    host = _host(read_config(folder)) if is_run(folder) else None
-    with _tracked(listener, track, folder) as told:
-        return session.run(None, folder, resume=True, listener=told, host=host, build=build)
+    host = None if stored is None else _host(stored)
+    with _watched(listener, track, folder, progress) as told:
+        return session.run(config, folder, resume=True, listener=told, host=host, build=build)
 
 
 def _host(config: RunConfig) -> session.Host | None:

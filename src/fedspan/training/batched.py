@@ -35,6 +35,7 @@ from fedspan.training.client_slot import ClientSlot, select_group
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.loop import LoopEngine
 from fedspan.training.prefix import PrefixCaches
+from fedspan.training.stages import Stages
 from fedspan.training.worker import Worker
 
 __all__ = ["DEFAULT", "BatchedEngine", "StackingPlan", "StackingRequest", "cache_file", "tune"]
@@ -259,6 +260,7 @@ class BatchedEngine:
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
         compiled: Compile the model's blocks for passes that clients share; batches are padded then.
+        stages: Reports the progress of long work; None: nobody is told.
     """
 
     def __init__(
@@ -271,13 +273,15 @@ class BatchedEngine:
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = True,
         compiled: bool = False,
+        stages: Stages | None = None,
     ) -> None:
+        self.stages = stages or Stages()
         self.adapted, self.task, self.settings, self.seed = adapted, task, settings, seed
         self.wish = wish or StackingRequest()
         self.stacking: StackingPlan | None = None
         """The stacking plan; known from the first round on, or set beforehand."""
         self.compiled = compiled
-        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled)
+        loop = LoopEngine(adapted, task, settings, seed, prefix, padding_free and not compiled, self.stages)
         self._workers = [Worker(loop, compiled)]
 
     def train_all(
@@ -315,7 +319,8 @@ class BatchedEngine:
     def settle(self, works: Sequence[Assignment], clients: int, examples: Examples) -> StackingPlan:
         """Choose the stacking plan by the first jobs of a round of ``clients`` clients, if it is not known yet."""
         if self.stacking is None:
-            self.stacking = tune(self.wish, self._ready, run_parallel, works, clients, examples)
+            with self.stages.stage("stacking"):
+                self.stacking = tune(self.wish, self._ready, run_parallel, works, clients, examples)
         return self.stacking
 
     @property
@@ -323,9 +328,9 @@ class BatchedEngine:
         """``Engine.prefixes``."""
         return self._workers[0].loop.prefixes
 
-    def ready(self, examples: Examples, indices: np.ndarray) -> None:
+    def ready(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.ready``."""
-        self._workers[0].loop.ready(examples, indices)
+        self._workers[0].loop.ready(examples, parts)
 
     def predict(
         self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
@@ -355,7 +360,7 @@ class BatchedEngine:
     def _ready(self, count: int) -> Sequence[Worker]:
         """Return ``count`` workers, all with the current base."""
         while len(self._workers) < max(1, count):
-            loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed)
+            loop = LoopEngine(self.adapted.replica(), self.task, self.settings, self.seed, stages=self.stages)
             loop.prefixes = self._workers[0].loop.prefixes.replica(loop.adapted)
             loop.padding = self._workers[0].loop.padding.replica(loop.adapted)
             self._workers.append(Worker(loop, self.compiled))

@@ -120,7 +120,7 @@ class PrivateTraining:
 
         trainer, job, adapted, settings = self.trainer, work.job, self.trainer.adapted, self.trainer.settings
         _require_private(job, getattr(trainer.task, "packing", False))
-        trainer.ready(examples, work.indices)
+        trainer.ready(examples, [work.indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         optimizer = trainer.make_optimizer(work, live)
@@ -137,6 +137,7 @@ class PrivateTraining:
                 if not math.isfinite(value):
                     raise not_finite(work, value)
                 loss_sum, seen = loss_sum + value, seen + len(indices)
+                trainer.stages.advance("training", len(indices))
                 noisy.add({name: self._masked(job, name, value) for name, value in gradients.items()})
             trainer.apply(job, live, optimizer, noisy.taken(steps, expected), clipping=False)
             steps += 1

@@ -23,6 +23,7 @@ from fedspan.training.batching import Padding, evaluation_batches
 from fedspan.training.jobs import Assignment, PrefixSettings, TrainingSettings
 from fedspan.training.optimizers import LocalOptimizer, clip, join_states, spec_of
 from fedspan.training.prefix import PrefixCaches
+from fedspan.training.stages import Stages
 
 __all__ = ["Engine", "Moments", "Trainer", "close_segment", "dropout_mask", "refresh_due", "refresh_projectors"]
 
@@ -55,10 +56,18 @@ class Engine(Protocol):
         """Hidden states that leave the model's frozen prefix, by data set."""
         ...
 
-    def ready(self, examples: Examples, indices: np.ndarray) -> None:
+    @property
+    def stages(self) -> Stages:
+        """Reports the progress of long work."""
+        ...
+
+    def ready(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """Precompute what passes over some examples can then skip. The model loses its job.
 
-        The last bits may depend on which examples are computed together: pass every client's part separately.
+        Args:
+            examples: The data set that the indices point into.
+            parts: Indices of the examples, those of each client's part separately: the last bits may depend on which
+                examples are computed together.
         """
         ...
 
@@ -114,6 +123,7 @@ class Trainer:
         prefix: Storage of the hidden states that leave the model's frozen prefix, or the caches of another engine on
             this model and task; None: they are computed every time.
         padding_free: Train without padding where the model can.
+        stages: Reports the progress of long work; None: nobody is told.
     """
 
     def __init__(
@@ -124,12 +134,14 @@ class Trainer:
         seed: int,
         prefix: PrefixSettings | PrefixCaches | None = None,
         padding_free: bool = False,
+        stages: Stages | None = None,
     ) -> None:
+        self.stages = stages or Stages()
         self.adapted = adapted
         self.task = task
         self.settings = settings
         self.seed = seed
-        self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix)
+        self.prefixes = prefix if isinstance(prefix, PrefixCaches) else PrefixCaches(adapted, task, prefix, self.stages)
         refusals = {
             "it was not asked for": not padding_free,
             "dropout masks have the shape of padded batches": settings.dropout > 0,
@@ -137,10 +149,10 @@ class Trainer:
         }
         self.padding = Padding(adapted, task, next((why for why, holds in refusals.items() if holds), None))
 
-    def ready(self, examples: Examples, indices: np.ndarray) -> None:
+    def ready(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
         """``Engine.ready``."""
         self.padding.ensure(examples)
-        self.prefixes.ensure(examples, indices)
+        self.prefixes.ensure(examples, parts)
 
     def logit_offsets(self, work: Assignment, examples: Examples) -> Tensor | None:
         """Compute the terms that local training adds to the logits of an assignment's examples; None: it adds none."""
@@ -236,7 +248,7 @@ class Trainer:
         """
         adapted = self.adapted
         if batches and not thorough:  # generated answers have other lengths
-            self.prefixes.ensure(examples, np.concatenate(batches))
+            self.prefixes.ensure(examples, [np.concatenate(batches)])
         adapted.model.eval()
         if job is None:
             adapted.install({}, {}, frozenset())
@@ -250,6 +262,7 @@ class Trainer:
                     made = self.task.predict(adapted.model, batch, thorough=thorough)
                 made = (made if tap is None else tap.take(made)).float().cpu()
                 rows.update(zip(indices.tolist(), made, strict=True))
+                self.stages.advance("evaluation" if tap is None else "statistics", len(indices))
         return rows
 
     def features(self, job: Job | None, examples: Examples, indices: np.ndarray, batch_size: int) -> Tensor:

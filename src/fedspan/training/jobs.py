@@ -86,6 +86,12 @@ class TrainingSettings:
     logit_adjustment: float = 0.0
     privacy: Privacy | None = None
 
+    def workload(self, count: int) -> int:
+        """Return how many examples a client with ``count`` of them trains on in a round, counting repeated uses."""
+        if self.steps is None:
+            return self.epochs * count
+        return self.steps * min(count, self.batch_size * self.accumulate)
+
     def lr(self, round: int, rounds: int) -> float:
         """Compute the learning rate of a round (counted from 0) of ``rounds``."""
         peak = self.optimizer.lr

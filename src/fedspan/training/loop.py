@@ -65,7 +65,7 @@ class LoopEngine(Trainer):
         work = Assignment(client, round, job, indices, lr, kept, noise)
         if self.private is not None:
             return self.private.train(work, examples)
-        self.ready(examples, indices)
+        self.ready(examples, [indices])
         adapted.train_mode(job.buffers)
         live = adapted.install(job.parametrization, job.tensors, frozenset(job.trainable_names))
         optimizer, offsets = self.make_optimizer(work, live), self.logit_offsets(work, examples)
@@ -90,6 +90,7 @@ class LoopEngine(Trainer):
             share = len(batch_indices) / len(indices) if probing else 1 / settings.accumulate
             (loss * share).backward()
             micro += 1
+            self.stages.advance("training", len(batch_indices))
             if probing or micro % settings.accumulate:
                 continue
             self._step(job, live, optimizer, gradients_sum, probing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import Condition, Lock
@@ -26,6 +26,7 @@ from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import evaluation_batches
 from fedspan.training.jobs import PrefixSettings
 from fedspan.training.prefix_rows import KeptRows, PrefixStore, prefix_key, store_in_use
+from fedspan.training.stages import Stages
 
 __all__ = ["PrefixCache", "PrefixCaches"]
 
@@ -130,7 +131,11 @@ class PrefixCache:
         made.prefix, made.adapted = self.prefix.on(adapted), adapted
         return made
 
-    def ensure(self, indices: np.ndarray, batch_size: int) -> None:
+    def missing(self, indices: np.ndarray) -> int:
+        """Count the examples whose hidden states are not computed yet."""
+        return int(np.count_nonzero(~self.known[np.unique(indices)]))
+
+    def ensure(self, indices: np.ndarray, batch_size: int, on_done: Callable[[int], None] | None = None) -> None:
         """Compute the missing hidden states of some examples, in batches of similar length.
 
         The last bits of an example may depend on which other examples were missing: they are reproducible if the same
@@ -139,6 +144,7 @@ class PrefixCache:
         Args:
             indices: The examples, (examples,).
             batch_size: Number of examples in a forward pass.
+            on_done: Called with the number of examples of every batch that is done.
         """
         asked = np.unique(indices)
         while True:
@@ -159,6 +165,8 @@ class PrefixCache:
                         self._write(batch, hidden)
                         self._kept.written(batch)
                     self.known[batch] = True
+                    if on_done is not None:
+                        on_done(len(batch))
             finally:  # another thread or call may compute what an error left undone
                 with self._turn:
                     self._taken[own] = False
@@ -275,10 +283,14 @@ class PrefixCaches:
         adapted: The model.
         task: The learning problem.
         settings: Storage of hidden states, or None.
+        stages: Reports how many examples are done; None: nobody is told.
     """
 
-    def __init__(self, adapted: AdaptedModel, task: Task, settings: PrefixSettings | None) -> None:
+    def __init__(
+        self, adapted: AdaptedModel, task: Task, settings: PrefixSettings | None, stages: Stages | None = None
+    ) -> None:
         self.adapted, self.task, self.settings = adapted, task, settings
+        self.stages = stages or Stages()
         self._lock = Lock()
         self._made: dict[int, tuple[Examples, PrefixCache | None, str]] = {}  # a held data set keeps its id
         self._own: dict[int, PrefixCache] = {}
@@ -315,11 +327,18 @@ class PrefixCaches:
             return None
         return "it was not asked for" if self.settings is None else self._made[id(examples)][2]
 
-    def ensure(self, examples: Examples, indices: np.ndarray) -> None:
-        """Call ``PrefixCache.ensure`` if there is a cache."""
+    def ensure(self, examples: Examples, parts: Sequence[np.ndarray]) -> None:
+        """Call ``PrefixCache.ensure`` for every part, one after another, if there is a cache."""
         cache = self.cache(examples)
-        if cache is not None and self.settings is not None:
-            cache.ensure(indices, self.settings.batch_size)
+        if cache is None or self.settings is None:
+            return
+        missing = sum(map(cache.missing, parts))
+        if missing:
+            with self.stages.stage("hidden states", missing):
+                for indices in parts:
+                    cache.ensure(
+                        indices, self.settings.batch_size, lambda count: self.stages.advance("hidden states", count)
+                    )
 
     def feed(self, examples: Examples, indices: Sequence[int]) -> AbstractContextManager[None]:
         """Let forward passes of a batch of examples skip the prefix within this context, if there is a prefix.

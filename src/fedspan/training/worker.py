@@ -69,6 +69,7 @@ class Worker:
             if not seats:
                 continue
             group = select_group(seats, at_once, not self.loop.padding.possible)
+            count = sum(len(seat.batch) for seat in group)
             try:
                 self.advance(group, examples)
             except Unstackable as error:
@@ -77,6 +78,7 @@ class Worker:
                     self._alone(seat.work, examples, finished)
                 seats.clear()
                 continue
+            self.loop.stages.advance("training", count)
             for seat in group:
                 if not seat.left:
                     seats.remove(seat)
@@ -123,7 +125,7 @@ class Worker:
         self.why_alone = reason or self.why_alone
         if layout is None or reason is not None or not len(work.indices):
             return None
-        self.loop.ready(examples, work.indices)
+        self.loop.ready(examples, [work.indices])
         self._mode = None
         offsets = self.loop.logit_offsets(work, examples)
         seat = ClientSlot(work, layout, self.settings, self.seed, examples, self.adapted.device, offsets)

@@ -145,6 +145,7 @@ class InProcess(Transport):
             self._train(orders, present, on_reply, seconds, waits=bool(silent))
             return
         if orders.task == "statistics":
+            self.host.ready(present)
             for id in present:
                 on_reply(id, self.host.answer(decode_order(orders[id])).envelope())
             return

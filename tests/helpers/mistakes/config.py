@@ -30,12 +30,6 @@ def _set(text: str) -> Callable[[World], object]:
     return lambda world: parse_config(override({"data": {"train": "train.csv"}, "seed": 1}, [text]))
 
 
-def _resume_with_set(world: World) -> None:
-    from fedspan.cli.train import run
-
-    run(overrides=["seed=1"], resume=world.folder)
-
-
 def _no_config(world: World) -> None:
     from fedspan.cli.train import run
 
@@ -77,7 +71,6 @@ FILES = [
     ),
     Mistake("set-no-yaml", "`--set seed=[`", "--set", _set("seed=[")),
     Mistake("no-config", "`fedspan run` without a file.", "CONFIG", _no_config),
-    Mistake("resume-with-set", "`--set` beside `--resume`.", "--set", _resume_with_set),
 ]
 FIELDS = [
     Mistake("unknown-section", "A section is misspelt.", "methd", _parse(methd={"name": "fedit"})),

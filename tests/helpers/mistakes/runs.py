@@ -54,7 +54,16 @@ def _holds_run(world: World) -> None:
 
 
 def _other_config(world: World) -> None:
-    fedspan.run(world.values(federation={"rounds": 9}), world.run("stopped"), resume=True)
+    fedspan.run(world.values(training={"lr": 0.5}), world.run("stopped"), resume=True)
+
+
+def _extended(*overrides: str) -> Callable[[World], object]:
+    return lambda world: fedspan.resume(world.run(), overrides=overrides)
+
+
+def _extended_cosine(world: World) -> None:
+    fedspan.run(world.values(training={"schedule": "cosine"}, federation={"rounds": 2}), world.folder / "cosine")
+    fedspan.resume(world.folder / "cosine", overrides=["federation.rounds=3"])
 
 
 def _other_data(world: World) -> None:
@@ -142,7 +151,10 @@ FOLDERS = [
     Mistake("no-run", "Nothing to go on with.", "run folder", lambda world: fedspan.resume("nothing")),
     Mistake("long-resume", "Nothing can have such a name.", "run folder", lambda world: fedspan.resume("x" * 300)),
     Mistake("locked", "Another process works on the run.", "run folder", _locked),
-    Mistake("other-config", "Another config than the run's.", "config", _other_config),
+    Mistake("other-config", "Another config than the run's.", "training.lr", _other_config),
+    Mistake("extended-seed", "A run goes on with another seed.", "seed", _extended("seed=1")),
+    Mistake("fewer-rounds", "Fewer rounds than are finished.", "federation.rounds", _extended("federation.rounds=1")),
+    Mistake("extended-cosine", "More rounds where rates fall over all.", "federation.rounds", _extended_cosine),
     Mistake("config-yaml", "config.yaml is no YAML any more.", "config", _config("seed: 3", "seed: ["), "valid YAML ("),
     Mistake("config-list", "config.yaml was emptied.", "config", _resume(lambda run: run.config.write_text(""))),
     Mistake("config-nonsense", "config.yaml got nonsense.", "seed", _config("seed: 3", "seed: three")),

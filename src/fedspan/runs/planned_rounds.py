@@ -1,0 +1,40 @@
+"""What the finished rounds of a run owe to the number of rounds that it was planned with."""
+
+from __future__ import annotations
+
+from fedspan.config import RunConfig
+from fedspan.errors import FedspanError
+from fedspan.runs.learning_rate import ROUNDS
+
+__all__ = ["ROUNDS_FIELD", "require_independent_rounds"]
+
+ROUNDS_FIELD = "federation.rounds"
+
+
+def require_independent_rounds(done: int, stored: RunConfig, wanted: RunConfig) -> None:
+    """Check that finished rounds do not depend on the number of all rounds.
+
+    Args:
+        done: Number of finished rounds.
+        stored: The config under which they ran.
+        wanted: The same config with another number of rounds.
+
+    Raises:
+        FedspanError: If they do.
+    """
+    before, after, training = stored.federation.rounds, wanted.federation.rounds, stored.training
+    start_anew = f"Start a new run with {ROUNDS_FIELD}={after} in another folder"
+    settings = stored.training_settings()
+    if any(settings.lr(round, before) != settings.lr(round, after) for round in range(done)):
+        problem = (
+            f"training.schedule {training.schedule} spreads over all rounds, and the {done} finished rounds had the "
+            f"learning rates of a run of {before} rounds. {start_anew}; a run with training.schedule: constant can be "
+            "extended"
+        )
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)
+    if stored.privacy is not None and stored.privacy.epsilon is not None:
+        problem = f"privacy.epsilon is the budget of the {before} rounds that were planned. {start_anew}"
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)
+    if training.lr == "auto" and min(ROUNDS, before) != min(ROUNDS, after):
+        problem = f"the range test of training.lr ran {min(ROUNDS, before)} of {ROUNDS} rounds. {start_anew}"
+        raise FedspanError(ROUNDS_FIELD, after, problem=problem)

@@ -1,0 +1,141 @@
+"""The progress bars of a run: of a call in Python, and the footer of the command line's view."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.formatting import duration, number, one_line, titles
+from fedspan.runs.remaining_time import Effort, describe_stage
+from fedspan.runs.setup import Prepared
+from fedspan.training.stages import Stage
+
+__all__ = ["ProgressBar", "wants_bar"]
+
+
+def wants_bar(progress: bool | None) -> bool:
+    """Return whether a call shows a bar; None: if standard error is a terminal, or in a notebook."""
+    if progress is not None:
+        return progress
+    console = Console(stderr=True)
+    return console.is_terminal or console.is_jupyter
+
+
+class ProgressBar(Listener):
+    """Shows the rounds, the current stage and the time left while it is entered as a context manager.
+
+    Args:
+        console: The console; None: on standard error, below the cell in a notebook.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.done = self.rounds = 0
+        self._out = Console(stderr=True, highlight=False) if console is None else console
+        self._clock, self._began = clock, clock()
+        self._prepared: Prepared | None = None
+        self._effort: Effort | None = None
+        self._stage: Stage | None = None
+        self._losses: dict[str, float] = {}
+        self._last = ""
+        self._now = "reading the data and loading the model"
+        self._baseline: tuple[str, int, int, float] | None = None
+        self._ended = False
+        self._live = Live(
+            get_renderable=self.footer,
+            console=self._out,
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),  # what a script prints into a file stays out of the bars
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._ended = error is None
+        self._live.stop()
+
+    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        self._prepared, self.done, self.rounds = prepared, done, prepared.federation.settings.rounds
+        self._effort = Effort(prepared, done, self._clock)
+        self._now = "training" if done < self.rounds else "measuring the best round"
+
+    def stage_changed(self, stage: Stage | None) -> None:
+        self._stage = stage
+        if self._effort is not None:
+            self._effort.stage(stage)
+
+    def client_finished(self, round: int, client: str, loss: float) -> None:
+        self._losses[client], self._last = loss, client
+
+    def round_finished(self, row: Mapping[str, Any]) -> None:
+        assert self._effort is not None
+        self.done = row["round"]
+        self._effort.finish(f"round {self.done}")
+        self._losses.clear()
+        self._now = "training" if self.done < self.rounds else "measuring the best round"
+
+    def baseline_started(self, name: str, rounds: int) -> None:
+        assert self._effort is not None
+        self._effort.finish("closing" if self._baseline is None else self._baseline[0])
+        self._baseline = (name, 0, rounds, 0.0)
+        self._now = f"for comparison, {titles(name)}"
+
+    def baseline_round(self, name: str, round: int, loss: float) -> None:
+        assert self._baseline is not None
+        assert self._effort is not None
+        self._effort.finish(f"{name} {round}")
+        self._baseline = (name, round, self._baseline[2], loss)
+
+    def footer(self) -> RenderableType:
+        """Render the current progress: bars, losses so far, elapsed time and time left."""
+        if self._ended:
+            return Text(f"{self.done} rounds in {duration(self._clock() - self._began)}")
+        state = Spinner("dots", Text(self.state(), "dim", no_wrap=True, overflow="ellipsis"))
+        return state if self._prepared is None else Group("", *self._bars(self._prepared), state)
+
+    def state(self) -> str:
+        """Describe the current stage, the elapsed time and the time left in one line."""
+        stage, now = self._stage, self._now
+        if stage is not None:
+            now, bars = describe_stage(stage), self._prepared is not None and self._out.is_terminal
+            if self._baseline is not None and not bars:
+                now = f"for comparison, {titles(self._baseline[0])}: {now}"
+            if stage.total and stage.done < stage.total and not bars:
+                now += f", {stage.done} of {stage.total} {stage.unit}"
+        left = None if self._effort is None else self._effort.left()
+        times = f"elapsed {duration(self._clock() - self._began)}"
+        return f"{now}, {times}" + ("" if left is None else f", about {duration(left)} left")
+
+    def _bars(self, prepared: Prepared) -> list[Table]:
+        bars = Table.grid(padding=(0, 1))
+        bars.add_column(no_wrap=True, min_width=8)
+        bars.add_column(no_wrap=True, min_width=9, justify="right")
+        bars.add_column(width=30)
+        bars.add_column(no_wrap=True, overflow="ellipsis")
+        if self._baseline is not None:
+            name, round, rounds, loss = self._baseline
+            bars.add_row(titles(name), f"{round}/{rounds}", Bar(rounds, round), f"loss {number(loss)}" if round else "")
+        elif self.done < self.rounds:
+            bars.add_row("round", f"{self.done + 1}/{self.rounds}", Bar(self.rounds, self.done), "")
+        stage = self._stage
+        training = stage is not None and stage.name == "training" and stage.outer is None
+        bar = None if stage is None or not stage.total else Bar(stage.total, min(stage.done, stage.total))
+        if self._baseline is None and self.done < self.rounds and (training or bar is None):
+            cohort, losses = len(prepared.federation.cohort(self.done)), list(self._losses.values())
+            said = f"loss {number(sum(losses) / len(losses))}  {one_line(self._last, 20)}" if losses else ""
+            bars.add_row("clients", f"{len(losses)}/{cohort}", bar or Bar(cohort, len(losses)), Text(said))
+        elif stage is not None and stage.total:
+            bars.add_row(stage.unit, f"{min(stage.done, stage.total)}/{stage.total}", bar, "")
+        return [bars] if bars.row_count else []

@@ -1,0 +1,177 @@
+"""Work of a run, in forward passes over one example, and the time that is left of it; stages in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from fedspan.runs.setup import Prepared
+from fedspan.training.stages import Stage, StageName
+
+__all__ = ["STAGES", "Effort", "describe_stage", "once_only"]
+
+_TRAINING = 3.0  # cost of a forward and a backward pass, in forward passes
+
+_ONCE: tuple[StageName, ...] = ("hidden states", "statistics", "stacking", "learning rate")
+
+STAGES: Mapping[StageName, str] = {
+    "data": "reading the data",
+    "model": "loading the model",
+    "encoding": "encoding the examples",
+    "hidden states": "outputs of the frozen layers",
+    "statistics": "statistics for the head's start",
+    "stacking": "trying how many clients to train at once",
+    "learning rate": "range test of the learning rate",
+    "training": "training",
+    "evaluation": "measuring",
+    "diagnostics": "diagnostics of the round",
+    "export": "exporting",
+}
+"""The stages in words."""
+
+
+def describe_stage(stage: Stage) -> str:
+    """Return a stage in words, without its numbers."""
+    outer = stage.outer
+    if outer is not None and outer.within("learning rate"):
+        while outer.name != "learning rate":
+            assert outer.outer is not None
+            outer = outer.outer
+        return f"{STAGES['learning rate']}, {outer.done + 1} of {outer.total}"
+    if stage.name == "training" and stage.total is not None and stage.done >= stage.total > 0:
+        return "finishing the round"
+    return STAGES[stage.name] + (" (once)" if stage.name == "hidden states" else "")
+
+
+def once_only(stage: Stage | None) -> StageName | None:
+    """Return the name of a stage that the first round waits for and later ones do not repeat; None for any other."""
+    if stage is None:
+        return None
+    if stage.within("learning rate"):
+        return "learning rate"
+    return stage.name if stage.name in _ONCE else None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a run: a round, an epoch of a baseline, or a final measurement; work in forward passes."""
+
+    key: str
+    training: float
+    evaluation: float
+
+    @property
+    def work(self) -> float:
+        return self.training + self.evaluation
+
+
+class Effort:
+    """Counts the total and the finished work of a run, and estimates the time left from their ratio.
+
+    What only the first round waits for is no part of this work: the clock stands still meanwhile.
+
+    Args:
+        prepared: The prepared run.
+        done: Number of rounds that were finished before.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(self, prepared: Prepared, done: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._parts = _parts(prepared, done)
+        self._at = 0
+        self.total = sum(part.work for part in self._parts)
+        """All work, in forward passes."""
+        self.completed = 0.0
+        """Finished work, in forward passes."""
+        self._floor = 0.0  # work of the finished parts
+        self._before = self._measured = 0  # examples of this part's earlier measurements, and of the current one
+        self._stopped, self._stopped_at = 0.0, math.nan  # seconds for which the clock stood still; since when it does
+        self._once: tuple[Stage, float] | None = None  # the stage that it stands still for, and when that began
+        self._began = self._counted = clock()
+
+    def stage(self, stage: Stage | None) -> None:
+        """Count what a stage has done of the current part."""
+        if stage is not None and once_only(stage) is not None:
+            if self._once is None:
+                self._stopped_at = self._clock()
+            if self._once is None or self._once[0].name != stage.name or self._once[0].done > stage.done:
+                self._once = (stage, self._clock())
+            self._once = (stage, self._once[1])
+            return
+        if self._once is not None:
+            self._stopped += self._clock() - self._stopped_at
+            self._once = None
+        if stage is None or self._at == len(self._parts):
+            return
+        part = self._parts[self._at]
+        if stage.name == "training":
+            self._count(self._floor + min(part.training, _TRAINING * stage.done))
+        elif stage.name == "evaluation" and (self.completed > self._floor or not part.training):
+            if stage.done < self._measured:
+                self._before += self._measured
+            self._measured = stage.done
+            done = min(part.evaluation, self._before + self._measured)
+            self._count(self._floor + part.training + done)
+
+    def finish(self, key: str) -> None:
+        """Count a part as finished: ``round 3``, ``closing``, ``local 3``, ``local``; skipped ones are no work."""
+        if all(part.key != key for part in self._parts[self._at :]):
+            return  # an estimate ends no run
+        while self._parts[self._at].key != key:
+            self.total -= self._parts[self._at].work
+            self._at += 1
+        self._floor += self._parts[self._at].work
+        self._at += 1
+        self._before = self._measured = 0
+        self.completed = min(self.completed, self._floor)
+        self._count(self._floor)
+
+    def _count(self, completed: float) -> None:
+        if completed > self.completed:
+            self.completed, self._counted = completed, self._working()
+
+    def _working(self) -> float:
+        """Return the clock without the seconds for which it stood still."""
+        return (self._clock() if self._once is None else self._stopped_at) - self._stopped
+
+    def left(self) -> float | None:
+        """Estimate the seconds left, counting down; None before a speed is known, and if the rest takes longer."""
+        if not self.completed:
+            return None
+        once, current = 0.0, self._once
+        if current is not None:
+            stage, began = current
+            if not stage.done or not stage.total:
+                return None
+            once = (self._clock() - began) * (stage.total - stage.done) / stage.done
+        seconds = self._counted - self._began
+        left = seconds * (self.total - self.completed) / self.completed - (self._working() - self._counted) + once
+        return left if left >= 1 else None
+
+
+def _parts(prepared: Prepared, done: int) -> list[_Part]:
+    """List the parts of a run after its first ``done`` rounds, in order."""
+    federation, config, training = prepared.federation, prepared.config, prepared.federation.training
+    members, measured = federation.clients, prepared.evaluator.ids
+    own = sum(len(member.validation) + len(member.test) for member in map(members.__getitem__, measured))
+    heldout = 0 if prepared.test is None else len(prepared.test)
+    personal = federation.method.declared().personal
+    rounds, every = federation.settings.rounds, config.evaluation.every
+
+    def trained(ids: Iterable[str]) -> float:
+        return _TRAINING * sum(training.workload(members[id].client.examples) for id in ids)
+
+    scored = own + (0 if personal else heldout)
+    parts = [_Part("round 0", 0.0, scored)] if prepared.head is not None and not done else []
+    parts += [
+        _Part(f"round {n}", trained(federation.cohort(n - 1)), scored if n % every == 0 or n == rounds else 0)
+        for n in range(done + 1, rounds + 1)
+    ]
+    parts.append(_Part("closing", 0.0, own + heldout * (len(measured) if personal else 1)))
+    epoch = trained(members) if config.baselines else 0.0
+    for name in config.baselines:
+        parts += [_Part(f"{name} {n}", epoch, own) for n in range(1, rounds + 1)]
+        parts.append(_Part(name, 0.0, own + heldout * (len(measured) if name == "local" else 1)))
+    return parts

@@ -1,0 +1,117 @@
+"""Stages of a run's work and how much of each is done: the one source of every progress display.
+
+Whoever does long work opens a stage and counts what is done; an observer receives the innermost open stage after every
+change (``runs.callbacks.Listener.stage_changed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Literal
+
+__all__ = ["Stage", "StageName", "Stages"]
+
+StageName = Literal[
+    "data",
+    "model",
+    "encoding",
+    "hidden states",
+    "statistics",
+    "stacking",
+    "learning rate",
+    "training",
+    "evaluation",
+    "diagnostics",
+    "export",
+]
+"""``hidden states``: those that leave the frozen prefix, computed once an example. ``statistics``: those from which the
+head starts. ``stacking``: measuring how many clients train at once. ``learning rate``: the range test. ``training``: a
+round's clients, and the server's half of the round after them."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run's work.
+
+    Args:
+        name: Name of the stage.
+        done: Number of units that are done.
+        total: Expected number of units; None: unknown.
+        unit: Plural of what is counted.
+        outer: The stage within which this one runs; None: there is none.
+    """
+
+    name: StageName
+    done: int = 0
+    total: int | None = None
+    unit: str = "examples"
+    outer: Stage | None = None
+
+    def within(self, name: StageName) -> bool:
+        """Check whether this is a stage of that name, or runs within one."""
+        return self.name == name or (self.outer is not None and self.outer.within(name))
+
+
+class Stages:
+    """The open stages of a run; several threads may count in them.
+
+    Args:
+        observer: Receives the innermost open stage after every change, None once no stage is open; it must return
+            quickly. None: nobody observes.
+    """
+
+    def __init__(self, observer: Callable[[Stage | None], None] | None = None) -> None:
+        self._observer = observer
+        self._open: list[Stage] = []
+        self._users: list[int] = []
+        self._lock = RLock()
+
+    @contextmanager
+    def stage(self, name: StageName, total: int | None = None, unit: str = "examples") -> Generator[None]:
+        """Open a stage for the time of this context; a thread joins the stage of that name that is innermost."""
+        with self._lock:
+            if self._open and self._open[-1].name == name:
+                joined = self._open[-1]
+                more = None if joined.total is None or total is None else joined.total + total
+                self._open[-1] = replace(joined, total=more)
+                self._users[-1] += 1
+            else:
+                self._open.append(Stage(name, 0, total, unit, self._open[-1] if self._open else None))
+                self._users.append(1)
+            self._show()
+        try:
+            yield
+        finally:
+            with self._lock:
+                at = self._find(name)
+                assert at is not None
+                self._users[at] -= 1
+                if not self._users[at]:
+                    del self._open[at], self._users[at]
+                self._show()
+
+    def advance(self, name: StageName, count: int = 1) -> None:
+        """Count units as done in the innermost open stage of a name; without such a stage, do nothing."""
+        with self._lock:
+            at = self._find(name)
+            if at is not None:
+                self.reach(name, self._open[at].done + count)
+
+    def reach(self, name: StageName, done: int) -> None:
+        """Raise the number of units that are done to ``done``, if it is smaller; otherwise as ``advance``."""
+        with self._lock:
+            at = self._find(name)
+            if at is not None and self._open[at].done < done:
+                self._open[at] = replace(self._open[at], done=done)
+                self._show()
+
+    def _find(self, name: StageName) -> int | None:
+        found = (at for at in reversed(range(len(self._open))) if self._open[at].name == name)
+        return next(found, None)
+
+    def _show(self) -> None:
+        if self._observer is not None:
+            self._observer(self._open[-1] if self._open else None)

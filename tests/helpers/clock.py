@@ -1,0 +1,13 @@
+"""A clock that tests set."""
+
+from __future__ import annotations
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -1,0 +1,196 @@
+"""Runs that get more rounds or more patience: the same bits as if planned so, or a refusal that names the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fedspan
+from fedspan.errors import FedspanError
+from fedspan.runs import extension, session
+from fedspan.runs.callbacks import Listener
+from fedspan.runs.checkpoint import Best
+from helpers import tiny
+from helpers.run_content import content
+
+CASES: dict[str, dict[str, Any]] = {
+    "moments": {"training": {"optimizer_state": "keep", "warmup_rounds": 3}},
+    "head": {"model": {"head_init": "lda"}, "baselines": ["local", "centralised"]},
+    "personal": {"method": {"name": "fedsa-lora"}},
+    "cycles": {"training": {"schedule": "cosine", "cycle_rounds": 2}},
+}
+
+
+class Notes(Listener):
+    """Records notes; interrupts after a round if asked to."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.stop = stop
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+    def round_finished(self, row: Any) -> None:
+        if row["round"] == self.stop:
+            raise KeyboardInterrupt
+
+
+def values(folder: Path, rounds: int, case: str = "", **changes: Any) -> dict[str, Any]:
+    sections = dict(CASES.get(case, changes))
+    baselines = sections.pop("baselines", [])
+    federation = {**sections.pop("federation", {}), "rounds": rounds}
+    return {**tiny.settings(folder, federation=federation, **sections), "baselines": baselines}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    left, right = content(one), content(other)
+    assert left.keys() == right.keys()
+    assert [name for name in left if left[name] != right[name]] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_extended_run_has_the_bits_of_one_that_was_planned_so(case: str, tiny_folder: Path, tmp_path: Path) -> None:
+    fedspan.run(values(tiny_folder, 4, case), tmp_path / "planned")
+    short = fedspan.run(values(tiny_folder, 2, case), tmp_path / "extended")
+    seen = Notes()
+    long = fedspan.resume(tmp_path / "extended", overrides=["federation.rounds=4"], listener=seen)
+    assert (short.rounds, long.rounds) == (2, 4)
+    assert_same(tmp_path / "planned", tmp_path / "extended")
+    assert seen.notes[0] == "federation.rounds is 4 from now on, and was 2"
+    baselines = "the baselines are trained again, because their number of epochs is that of the rounds"
+    assert (baselines in seen.notes) == (case == "head")
+    again = fedspan.run(values(tiny_folder, 4, case), tmp_path / "extended", resume=True)
+    assert again == long, "nothing is left to do"
+
+
+def test_an_interrupted_run_gets_another_number_of_rounds(tiny_folder: Path, tmp_path: Path) -> None:
+    """Fewer, too; and an extended run can be interrupted like any other."""
+    fedspan.run(values(tiny_folder, 2), tmp_path / "planned")
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values(tiny_folder, 3), tmp_path / "run", listener=Notes(1))
+    fedspan.run(values(tiny_folder, 2), tmp_path / "run", resume=True)
+    assert_same(tmp_path / "planned", tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(values(tiny_folder, 4), tmp_path / "run", resume=True, listener=Notes(3))
+    fedspan.resume(tmp_path / "run")
+    fedspan.run(values(tiny_folder, 4), tmp_path / "four")
+    assert_same(tmp_path / "four", tmp_path / "run")
+
+
+def test_an_extension_that_is_interrupted_leaves_the_run_under_its_old_config(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = fedspan.run(values(tiny_folder, 2), tmp_path / "run")
+    before = content(tmp_path / "run")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fedspan.resume(tmp_path / "run", overrides=["federation.rounds=3"])
+    assert fedspan.resume(tmp_path / "run") == report
+    assert content(tmp_path / "run") == before
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
+    "cosine": (
+        {"training": {"schedule": "cosine"}},
+        ["federation.rounds=4"],
+        "federation.rounds",
+        "cosine spreads over all rounds.*Start a new run with federation.rounds=4 in another folder",
+    ),
+    "linear": ({"training": {"schedule": "linear"}}, ["federation.rounds=4"], "federation.rounds", "linear spreads"),
+    "fewer": ({}, ["federation.rounds=1"], "federation.rounds", "more than 2, the rounds that this run has finished"),
+    "other": ({}, ["training.lr=0.5"], "training.lr", "the config with which this run began has 0.02"),
+    "seed": ({}, ["federation.rounds=4", "seed=9"], "seed", "has 3, and only federation.rounds"),
+    "method": ({}, ["method.name=rolora"], "method.name", "Start a new run in another folder"),
+    "less-patience": (
+        {"federation": {"early_stopping": 3}},
+        ["federation.early_stopping=1"],
+        "federation.early_stopping",
+        "more patience, not less",
+    ),
+    "patience-at-last": ({}, ["federation.early_stopping=1"], "federation.early_stopping", "more patience, not less"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_change_that_the_finished_rounds_depend_on_is_refused(case: str, tiny_folder: Path, tmp_path: Path) -> None:
+    changes, overrides, field, said = REFUSED[case]
+    fedspan.run(values(tiny_folder, 2, **changes), tmp_path / "run")
+    before = content(tmp_path / "run")
+    with pytest.raises(FedspanError, match=said) as refused:
+        fedspan.resume(tmp_path / "run", overrides=overrides)
+    assert refused.value.field == field
+    assert content(tmp_path / "run") == before
+
+
+def test_noise_for_a_number_of_rounds_is_for_that_number(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    privacy = {"mechanism": "local", "clip": 1.0}
+    for name, more in (("noise", {"noise": 0.5}), ("epsilon", {"epsilon": 50.0})):
+        fedspan.run({**values(tiny_folder, 1), "privacy": {**privacy, **more}}, tmp_path / name)
+    assert fedspan.resume(tmp_path / "noise", overrides=["federation.rounds=2"]).rounds == 2
+    with pytest.raises(FedspanError, match=r"privacy\.epsilon is the budget of the 1 rounds that were planned"):
+        fedspan.resume(tmp_path / "epsilon", overrides=["federation.rounds=2"])
+
+
+def test_a_range_test_of_fewer_rounds_is_another_test(tiny_folder: Path, tmp_path: Path) -> None:
+    auto: dict[str, Any] = {"training": {"lr": "auto"}, "federation": {"clients_per_round": None}}
+    fedspan.run(values(tiny_folder, 1, **auto), tmp_path / "run")
+    with pytest.raises(FedspanError, match=r"the range test of training\.lr ran 1 of 2 rounds"):
+        fedspan.resume(tmp_path / "run", overrides=["federation.rounds=3"])
+
+
+def test_early_stopping_ends_an_extended_run_unless_it_gets_more_patience(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = {1: 0.2, 2: 0.5, 3: 0.4, 4: 0.1, 5: 0.6, 6: 0.3}
+
+    def rate(metric: str, number: int, validation: Any) -> Best:
+        return Best(scores[number], 0.0, number)
+
+    monkeypatch.setattr(session, "rate_round", rate)
+    stopped = fedspan.run(values(tiny_folder, 5, federation={"early_stopping": 2}), tmp_path / "run")
+    assert stopped.rounds == 4
+    with pytest.raises(FedspanError, match="ended this run after round 4, because no round after 2 was better") as why:
+        fedspan.resume(tmp_path / "run", overrides=["federation.rounds=6"])
+    assert why.value.field == "federation.early_stopping"
+    overrides = ["federation.rounds=6", "federation.early_stopping=null"]
+    assert fedspan.resume(tmp_path / "run", overrides=overrides).best_round == 5
+    fedspan.run(values(tiny_folder, 6), tmp_path / "planned")
+    assert_same(tmp_path / "planned", tmp_path / "run")
+
+
+def test_a_last_round_that_was_measured_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    seen = Notes()
+    fedspan.run(values(tiny_folder, 3, evaluation={"every": 2}), tmp_path / "run")
+    fedspan.resume(tmp_path / "run", overrides=["federation.rounds=5"], listener=seen)
+    assert seen.notes[1] == "round 3 was measured as the last one, though evaluation.every is 2"
+
+
+def test_the_command_line(
+    call: Callable[..., Any], refused: Callable[..., str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    path, folder = tmp_path / "my.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(values(tiny_folder, 2)))
+    assert call("run", path, "--out", folder).exit_code == 0
+    recorded = json.loads((folder / "environment.json").read_text())
+    recorded["command"] = ["fedspan", "run", str(path), "--out", str(folder)]
+    (folder / "environment.json").write_text(json.dumps(recorded))
+    result = call("run", "--resume", folder, "--set", "federation.rounds=3")
+    assert result.exit_code == 0, result.output
+    assert "note: federation.rounds is 3 from now on, and was 2" in result.output
+    assert "going on after round 2 of 3" in result.output
+    card = (folder / "adapter" / "README.md").read_text()
+    assert "fedspan run my.yaml --out run --set federation.rounds=3\n" in card
+    said = refused("run", "--resume", folder, "--set", "training.lr=1")
+    assert said.startswith("`training.lr`: the config with which this run began has 0.02, and only federation.rounds")
