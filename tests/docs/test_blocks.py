@@ -23,13 +23,15 @@ import fedspan
 from fedspan.cli.app import app
 from fedspan.config import parse_config
 from fedspan.config.node import NodeConfig
-from fedspan.models.names import resolve_model
 from helpers import tiny, tiny_decoders
 from helpers.code_blocks import COMMANDS, PAGES, ROOT, Block, blocks_of, calls
+from helpers.hub import save_hub
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 FRAGMENTS = {Path("docs/adding-a-method.md"): ("methods/ffa_lora.py", "methods/registry.py")}
 """Pages whose Python is a module in pieces, and the modules."""
+TRANSCRIPT = Path("docs/first-hour.md")
+"""A page with what its commands print; test_first_hour.py runs it."""
 LOOKING = {Path("docs/report.md"), Path("docs/diagnostics.md"), Path("docs/tasks.md")}
 """Pages about runs that are there."""
 TASK = """
@@ -64,7 +66,7 @@ def of(language: str) -> list[Block]:
 def stories() -> list[Path]:
     """The pages with something to run."""
     pages = dict.fromkeys(block.page for block in BLOCKS if block.language in ("bash", "python"))
-    return [page for page in pages if page not in FRAGMENTS]
+    return [page for page in pages if page not in FRAGMENTS and page != TRANSCRIPT]
 
 
 def configs_of_runs() -> list[Block]:
@@ -78,7 +80,8 @@ def test_a_block_says_what_it_is_and_nothing_to_run_hides_in_a_text(block: Block
     assert block.language in ("bash", "python", "yaml", "text", "indented")
     if block.language in ("text", "indented"):
         first = {line.split()[0] for line in block.text.splitlines() if line.strip()}
-        assert block.page.name == "CONTRIBUTING.md" or not first & set(COMMANDS)
+        prints_commands = block.page.name == "CONTRIBUTING.md" or block.page == TRANSCRIPT
+        assert prints_commands or not first & set(COMMANDS)
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
@@ -165,11 +168,7 @@ def called(words: list[str], block: Block) -> None:
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hub's cache, which holds the built-in model under the name that it was published by."""
     folder = tmp_path_factory.mktemp("hub")
-    place = folder / "models--sentence-transformers--all-MiniLM-L6-v2"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(resolve_model("builtin:all-minilm-l6-v2"), place / "snapshots" / ("0" * 40))
-    return folder
+    return save_hub(folder)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,7 @@ def wants_bar(progress: bool | None) -> bool:
     """Return whether a call shows a bar; None: if standard error is a terminal, or in a notebook."""
     if progress is not None:
         return progress
-    console = Console(stderr=True)
-    return console.is_terminal or console.is_jupyter
+    return sys.stderr.isatty() or Console(stderr=True).is_jupyter
 
 
 class ProgressBar(Listener):

@@ -1,0 +1,228 @@
+"""Write docs/first-hour.md, a transcript from a csv file to a prediction: ``python docs/generate_first_hour.py``.
+
+Every command is run, in an empty folder and without a network, and what it prints stands in the page. With a file's
+name, only the csv file is written: ``python docs/generate_first_hour.py inbox.csv``.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from helpers.hub import save_hub
+
+PAGE = Path(__file__).parent / "first-hour.md"
+CLINICS = {"Genève": 5, "Zürich Süd": 4, "Basel": 3, "Bern": 2, "Chur": 1}
+"""The clinics, with their shares of the messages."""
+
+INTRO = """# A first hour
+
+This page goes from a csv file that fedspan has never seen to predictions with plain PEFT and Transformers. Five clinics
+share a booking system. They want a model that sorts patients' messages by concern, trained on the messages of all five
+without moving them.
+
+Every block below a command is what the command printed ({stamp}). `python docs/generate_first_hour.py` in the
+repository runs the commands and writes this page.
+"""
+
+PARTS: Sequence[tuple[str, str]] = (
+    (
+        "",
+        """\
+## The file
+
+`inbox.csv` is an export as they come: semicolons, Windows-1252 characters, Windows line ends, a date that nobody needs,
+and eleven rows without a concern.
+
+```text
+{inbox}
+```
+
+The repository makes it from the built-in corpus: `python docs/generate_first_hour.py inbox.csv`.
+
+## A config
+""",
+    ),
+    (
+        "fedspan init inbox.csv",
+        """\
+`init` has found encoding, delimiter and columns, the column that says whose each row is, and the rows to leave out. It
+writes a commented config. Read it and change what you know better:
+
+```yaml
+{config}
+```
+
+## What it will take
+""",
+    ),
+    (
+        "fedspan plan fedspan.yaml",
+        """\
+Nothing has been trained so far. The table says what each client sends and needs in a round.
+
+## The run
+""",
+    ),
+    (
+        "fedspan run fedspan.yaml --out runs/first",
+        """\
+In a terminal, bars show the current round and stage with the time left; here, without one, long work prints a line now
+and then. Before the first round, every client sends statistics that the head starts from, and the layers below the
+adapters are computed once. The row `start` is the model after that and before any training. A better round is bold in
+a terminal; early stopping ends the run when five rounds in a row bring nothing.
+
+Interrupted, the run goes on with `fedspan run --resume runs/first`.
+
+## A report
+""",
+    ),
+    (
+        "fedspan report runs/first --out first.html",
+        """\
+`first.html` needs no network: scores by round, clients, traffic, and a verdict in words ([what it shows](report.md)).
+
+## The adapter
+""",
+    ),
+    (
+        "fedspan export runs/first --out adapter",
+        """\
+The folder holds the adapter in PEFT's format, the head, the tokenizer and a card that says where they come from:
+
+```text
+{adapter}
+```
+
+## A prediction without fedspan
+
+The card has these lines for this model. They need PEFT and Transformers only:
+""",
+    ),
+)
+SNIPPET = """import json
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+base = "sentence-transformers/all-MiniLM-L6-v2"
+encoder = PeftModel.from_pretrained(AutoModel.from_pretrained(base), "adapter")
+head = load_file("adapter/2_Dense/model.safetensors")
+labels = json.load(open("adapter/fedspan.json"))["labels"]
+
+text = "Could I come in on Tuesday instead?"
+inputs = AutoTokenizer.from_pretrained("adapter")([text], return_tensors="pt")
+with torch.no_grad():
+    hidden = encoder(**inputs).last_hidden_state
+features = torch.nn.functional.normalize(hidden.mean(1), dim=1)
+logits = features @ head["linear.weight"].T + head["linear.bias"]
+for score, at in zip(*logits.softmax(1)[0].topk(3), strict=True):
+    print(f"{score:.2f}  {labels[at]}")
+"""
+END = """## Next
+
+- Other methods on the same data: [choosing a method](choosing.md), [comparing methods fairly](comparing.md).
+- The same between machines, with a node for each clinic: [deployment](deployment.md).
+- More rounds, other questions: [questions](faq.md).
+"""
+
+
+def save_inbox(path: Path) -> None:
+    """Write the csv file: the built-in corpus as an export of five clinics."""
+    draws, rows = random.Random(0), list[Mapping[str, str]]()
+    for split in ("train", "test"):
+        corpus = files("fedspan.data").joinpath("corpus", "patient_messages", f"{split}.csv")
+        with corpus.open(encoding="utf-8", newline="") as file:
+            rows += csv.DictReader(file)
+    with path.open("w", encoding="cp1252", newline="") as file:
+        writer = csv.writer(file, delimiter=";", lineterminator="\r\n")
+        writer.writerow(["Received", "Clinic", "Message", "Concern"])
+        for number, row in enumerate(rows):
+            received = f"{draws.randrange(1, 29):02}.{draws.randrange(1, 13):02}.2026"
+            [clinic] = draws.choices(list(CLINICS), list(CLINICS.values()))
+            concern = "" if number % 150 == 75 else row["label"]
+            writer.writerow([received, clinic, row["text"].replace("'", "\u2019").replace("...", "\u2026"), concern])
+
+
+def outputs(folder: Path) -> Iterator[str]:
+    """Run everything in an empty folder, and yield the texts of the page's blocks in their order."""
+    save_inbox(folder / "inbox.csv")
+    save_hub(folder / "hub")
+    python_path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path,
+        "COLUMNS": "80",
+        "TERM": "dumb",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(folder / "hub"),
+    }
+
+    def printed(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env=environment, text=True, capture_output=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{arguments}: {done.stdout}\n{done.stderr}")
+        return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
+
+    for command, text in PARTS:
+        if command:
+            yield printed("-m", "fedspan.cli", *shlex.split(command)[1:])
+        if "{inbox}" in text:
+            yield "\n".join((folder / "inbox.csv").read_text(encoding="cp1252").splitlines()[:5])
+        if "{config}" in text:
+            yield (folder / "fedspan.yaml").read_text(encoding="utf-8").strip()
+        if "{adapter}" in text:
+            inside = sorted((folder / "adapter").rglob("*"))
+            yield "\n".join(str(path.relative_to(folder)) for path in inside if path.is_file())
+    yield printed("-c", SNIPPET)
+
+
+def page(blocks: Iterator[str], stamp: str) -> str:
+    """The whole page, of its blocks in their order."""
+    parts = [INTRO.format(stamp=stamp)]
+    for command, text in PARTS:
+        if command:
+            parts.append(f"```bash\n{command}\n```\n\n```text\n{next(blocks)}\n```\n")
+        for name in ("inbox", "config", "adapter"):
+            if f"{{{name}}}" in text:
+                text = text.replace(f"{{{name}}}", next(blocks))
+        parts.append(text)
+    parts.append(f"```python\n{SNIPPET}```\n\n```text\n{next(blocks)}\n```\n")
+    return "\n".join([*parts, END])
+
+
+def stamp() -> str:
+    """When and where the page was written."""
+    import torch
+
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    return f"{today}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def main() -> None:
+    """Write the page, or the csv file alone."""
+    if len(sys.argv) > 1:
+        save_inbox(Path(sys.argv[1]))
+        return
+    with tempfile.TemporaryDirectory(prefix="fedspan-") as folder:
+        PAGE.write_text(page(outputs(Path(folder)), stamp()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

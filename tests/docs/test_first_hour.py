@@ -1,0 +1,59 @@
+"""docs/first-hour.md is what its script writes, and what its commands print."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from helpers.code_blocks import ROOT, blocks_of
+
+PAGE = Path("docs/first-hour.md")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_first_hour", ROOT / "docs" / "generate_first_hour.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed() -> Iterator[str]:
+    return (block.text.rstrip("\n") for block in blocks_of(PAGE) if block.language in ("text", "yaml"))
+
+
+def test_the_page_has_the_script_s_words_and_commands(script: ModuleType) -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    stamp = re.search(r"printed \(([^)]*)\)", text)
+    assert stamp is not None
+    assert text == script.page(printed(), stamp[1]), "run: python docs/generate_first_hour.py"
+
+
+@pytest.mark.slow
+def test_the_commands_print_what_the_page_says(script: ModuleType, tmp_path: Path) -> None:
+    """Apart from numbers, which depend on the machine, and from predictions."""
+    *found, predicted = script.outputs(tmp_path)
+    *expected, _ = printed()
+    assert [shape(block, script.CLINICS) for block in found] == [shape(block, script.CLINICS) for block in expected]
+    assert re.fullmatch(r"(0\.\d\d  \w+\n?){3}", predicted)
+
+
+def shape(block: str, clinics: dict[str, int]) -> list[str]:
+    """The lines of a block without numbers, lines of progress, repeated rows and example predictions."""
+    lines: list[str] = []
+    for line in block.partition("a held-out text")[0].splitlines():
+        if "elapsed" in line or line.startswith("once, before"):
+            continue
+        line = re.sub("|".join(clinics), "CLINIC", line)
+        line = re.sub(r"\d[\d.,:]*%?( [kMG]?B)?", "#", line)
+        line = re.sub(r"(above|below|equal to)", "BESIDE", " ".join(line.replace("─", "").split()))
+        if line and (not lines or line != lines[-1]):
+            lines.append(line)
+    return lines
