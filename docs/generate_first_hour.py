@@ -108,7 +108,7 @@ The folder holds the adapter in PEFT's format, the head, the tokenizer and a car
 
 ## A prediction without fedspan
 
-The card has these lines for this model. They need PEFT and Transformers only:
+The card has the lines that load this model without fedspan. For one text they come to this:
 """,
     ),
 )
@@ -121,7 +121,7 @@ from transformers import AutoModel, AutoTokenizer
 
 base = "sentence-transformers/all-MiniLM-L6-v2"
 encoder = PeftModel.from_pretrained(AutoModel.from_pretrained(base), "adapter")
-head = load_file("adapter/2_Dense/model.safetensors")
+head = load_file("adapter/3_Dense/model.safetensors")
 labels = json.load(open("adapter/fedspan.json"))["labels"]
 
 text = "Could I come in on Tuesday instead?"
