@@ -241,10 +241,10 @@ def test_the_footer_has_the_run_and_its_round(series: tuple[SeriesView, Console,
     assert "loss 1.5000" in said
     row = {"round": 1, "loss": 1.0, "seconds": 1.0, "bytes": {"down": 1, "up": 1}}
     shown.round_finished(row)
-    assert "round   2/3" in footer(shown)
+    assert "round          2/3" in footer(shown)
     shown.baseline_started("local", 3)
     shown.baseline_round("local", 2, 0.5)
-    assert "local only 2/3" in footer(shown)
+    assert "local only       2/3" in footer(shown)
     shown.run_finished(step, "accuracy", 0.5, 61.0, True)
     assert "run 2 of 2" in footer(shown)
     for _ in range(2):
