@@ -178,7 +178,7 @@ def outputs(folder: Path) -> Iterator[str]:
         )
         if done.returncode:
             raise RuntimeError(f"{arguments}: {done.stdout}\n{done.stderr}")
-        return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
+        return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
 
     for command, text in PARTS:
         if command:
