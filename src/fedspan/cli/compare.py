@@ -89,7 +89,7 @@ def _compare(
     import fedspan
 
     if config is None:
-        return fedspan.resume_compare(folder, against=against, listener=watcher)
+        return fedspan.resume_compare(folder, against=against, listener=watcher, progress=False)
     return fedspan.compare(
         config,
         folder,
@@ -99,6 +99,7 @@ def _compare(
         overrides_for=_for(overrides_for or []),
         against=against,
         listener=watcher,
+        progress=False,
     )
 
 
@@ -161,7 +162,7 @@ def _sweep(
     import fedspan
 
     if config is None:
-        return fedspan.resume_sweep(folder, listener=watcher)
+        return fedspan.resume_sweep(folder, listener=watcher, progress=False)
     return fedspan.sweep(
         config,
         folder,
@@ -171,6 +172,7 @@ def _sweep(
         seeds=_seeds(seeds or "0"),
         overrides=overrides or (),
         listener=watcher,
+        progress=False,
     )
 
 

@@ -166,7 +166,7 @@ def _play(
 
     def play(watcher: Watcher) -> Any:
         if resume is not None:
-            return reproduce.resume_reproduction(resume, listener=watcher)
+            return reproduce.resume_reproduction(resume, listener=watcher, progress=False)
         return reproduce.reproduce(
             cast(str, id),
             folder,
@@ -176,6 +176,7 @@ def _play(
             overrides=overrides,
             reuse=reuse,
             listener=watcher,
+            progress=False,
         )
 
     try:

@@ -23,6 +23,7 @@ from fedspan.experiments.series import (
     standard_error,
     valid_seeds,
 )
+from fedspan.experiments.series_bar import watched
 from fedspan.experiments.tables import Table, heading, megabytes, plus_minus, seconds, write_tables
 from fedspan.methods.registry import method_class
 from fedspan.runs.session import RunReport
@@ -348,6 +349,7 @@ def compare(
     overrides_for: Mapping[str, Sequence[str]] | None = None,
     against: str | None = None,
     listener: Watcher | None = None,
+    progress: bool | None = None,
 ) -> CompareReport:
     """Run several methods and seeds on the same partition and summarize them in one table.
 
@@ -365,6 +367,7 @@ def compare(
         overrides_for: Changes for one method, by its key, such as ``{"fedloru": ["method.tau=5"]}``.
         against: The reference row of the table; by default the first method.
         listener: The listener that is notified of every event.
+        progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
     Raises:
         FedspanError: If the input is invalid in a way that the user can correct.
@@ -377,22 +380,27 @@ def compare(
         "for": {key: list(texts) for key, texts in (overrides_for or {}).items()},
         "config": plain_values(config, overrides),
     }
-    return _run(settings, Path(folder), listener or Watcher())
+    with watched(listener, progress) as watcher:
+        return _run(settings, Path(folder), watcher)
 
 
-def resume_compare(folder: str | Path, *, against: str | None = None, listener: Watcher | None = None) -> CompareReport:
+def resume_compare(
+    folder: str | Path, *, against: str | None = None, listener: Watcher | None = None, progress: bool | None = None
+) -> CompareReport:
     """Resume a comparison with its original settings.
 
     Args:
         folder: Folder of the comparison.
         against: Another reference row; by default the original one.
         listener: The listener that is notified of every event.
+        progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
     Raises:
         FedspanError: If the folder holds no comparison, and as ``compare`` does.
     """
     settings = read_settings(Path(folder), COMPARE, _SETTINGS)
-    return _run({**settings, "against": against or settings["against"]}, Path(folder), listener or Watcher())
+    with watched(listener, progress) as watcher:
+        return _run({**settings, "against": against or settings["against"]}, Path(folder), watcher)
 
 
 def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> CompareReport:

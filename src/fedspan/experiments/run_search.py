@@ -13,6 +13,7 @@ from fedspan.errors import FedspanError
 from fedspan.experiments.execution import ConfigLike, command_line, open_series, plain_values, read_settings, run_step
 from fedspan.experiments.search import Sweep, SweepReport, plan_sweep, trials_of, validation_score
 from fedspan.experiments.series import Step, Watcher
+from fedspan.experiments.series_bar import watched
 from fedspan.experiments.tables import write_tables
 from fedspan.files import disk_errors, write_atomic
 from fedspan.runs.folder import RunFolder
@@ -45,6 +46,7 @@ def sweep(
     seeds: Sequence[int] = (0,),
     overrides: Sequence[str] = (),
     listener: Watcher | None = None,
+    progress: bool | None = None,
 ) -> SweepReport:
     """Try settings and select the best by the metric on the clients' validation parts, never by a test set.
 
@@ -62,6 +64,7 @@ def sweep(
             sets it.
         overrides: Changes to the config, each ``section.field=value``.
         listener: The listener that is notified of every event.
+        progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
     Raises:
         FedspanError: If the input is invalid in a way that the user can correct.
@@ -74,21 +77,24 @@ def sweep(
         "seeds": list(seeds),
         "config": plain_values(config, overrides),
     }
-    return _run(settings, Path(folder), listener or Watcher())
+    with watched(listener, progress) as watcher:
+        return _run(settings, Path(folder), watcher)
 
 
-def resume_sweep(folder: str | Path, *, listener: Watcher | None = None) -> SweepReport:
+def resume_sweep(folder: str | Path, *, listener: Watcher | None = None, progress: bool | None = None) -> SweepReport:
     """Resume a sweep with its original settings.
 
     Args:
         folder: Folder of the sweep.
         listener: The listener that is notified of every event.
+        progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
     Raises:
         FedspanError: If the folder holds no sweep, and as ``sweep`` does.
     """
     settings = read_settings(Path(folder), SWEEP, _SETTINGS)
-    return _run(settings, Path(folder), listener or Watcher())
+    with watched(listener, progress) as watcher:
+        return _run(settings, Path(folder), watcher)
 
 
 def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepReport:

@@ -11,11 +11,12 @@ import numpy as np
 
 from fedspan.config import RunConfig
 from fedspan.errors import FedspanError
-from fedspan.runs.callbacks import Listener
+from fedspan.runs.callbacks import Listener, Listeners
 
 __all__ = [
     "Step",
     "Watcher",
+    "Watchers",
     "config_of_seed",
     "finite",
     "mean",
@@ -61,6 +62,30 @@ class Watcher(Listener):
 
     def run_failed(self, step: Step, why: str) -> None:
         """Handle the divergence of a run; the series continues without it."""
+
+
+class Watchers(Listeners, Watcher):
+    """Passes every event of a series on to several watchers, in their order."""
+
+    def __init__(self, *watchers: Watcher) -> None:
+        super().__init__(*watchers)
+        self._watchers = watchers
+
+    def series_started(self, steps: Sequence[Step]) -> None:
+        for one in self._watchers:
+            one.series_started(steps)
+
+    def run_started(self, step: Step) -> None:
+        for one in self._watchers:
+            one.run_started(step)
+
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+        for one in self._watchers:
+            one.run_finished(step, metric, value, seconds, played)
+
+    def run_failed(self, step: Step, why: str) -> None:
+        for one in self._watchers:
+            one.run_failed(step, why)
 
 
 def valid_seeds(seeds: Sequence[int]) -> tuple[int, ...]:

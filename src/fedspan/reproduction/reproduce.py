@@ -20,6 +20,7 @@ from fedspan.experiments.comparison import compare
 from fedspan.experiments.execution import command_line, finished_runs, read_settings
 from fedspan.experiments.run_search import sweep
 from fedspan.experiments.series import Watcher
+from fedspan.experiments.series_bar import watched
 from fedspan.experiments.tables import Table, markdown, megabytes, plus_minus, seconds
 from fedspan.files import disk_errors, write_atomic
 from fedspan.reproduction.cells import DATA, MODEL, Cell, cells_of, row_folders, settings_table
@@ -100,6 +101,7 @@ def reproduce(
     overrides: Sequence[str] = (),
     reuse: Sequence[str | Path] = (),
     listener: Watcher | None = None,
+    progress: bool | None = None,
 ) -> Reproduction:
     """Reproduce a preset: in every cell and for every row, sweep on the first seed by validation, then run all seeds.
 
@@ -116,6 +118,7 @@ def reproduce(
         overrides: Changes to all configs, each ``section.field=value``.
         reuse: Folders with other reproductions or runs; they are not changed.
         listener: Listener that receives all events.
+        progress: Whether to show progress bars on standard error; None: if that is a terminal, or in a notebook.
 
     Raises:
         FedspanError: If an argument, a config or the folder has an error that the user can correct.
@@ -133,18 +136,27 @@ def reproduce(
         "overrides": list(overrides),
         "reuse": [os.path.abspath(folder) for folder in reuse],
     }
-    return _run(settings, Path(folder), listener or Watcher())
+    with watched(listener, progress) as watcher:
+        return _run(settings, Path(folder), watcher)
 
 
-def resume_reproduction(folder: str | Path, *, listener: Watcher | None = None) -> Reproduction:
+def resume_reproduction(
+    folder: str | Path, *, listener: Watcher | None = None, progress: bool | None = None
+) -> Reproduction:
     """Resume a reproduction under its original settings.
+
+    Args:
+        folder: Folder of the reproduction.
+        listener: Listener that receives all events.
+        progress: Whether to show progress bars, as for ``reproduce``.
 
     Raises:
         FedspanError: If no reproduction was started in the folder, or for the reasons of ``reproduce``.
     """
     settings = read_settings(Path(folder), REPRODUCE, _SETTINGS, _LATER)
     existing = [path for path in settings["reuse"] if Path(path).is_dir()]  # other runs are rerun
-    return _run({**settings, "reuse": existing}, Path(folder), listener or Watcher())
+    with watched(listener, progress) as watcher:
+        return _run({**settings, "reuse": existing}, Path(folder), watcher)
 
 
 def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reproduction:
@@ -205,7 +217,7 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
     candidates, seeds = preset.sweep_at(scale), preset.seeds_at(scale)
     best_values: Mapping[str, object] = {}
     if any(len(values) > 1 for values in candidates.values()):
-        search = sweep(config, folder / "sweep", candidates, seeds=seeds[:1], listener=watcher)
+        search = sweep(config, folder / "sweep", candidates, seeds=seeds[:1], listener=watcher, progress=False)
         if search.best is None:
             why = "every learning rate diverged"
             return CellScore(cell.name, label, {}, "", True, (), None, None, None, None, None, why)
@@ -215,7 +227,7 @@ def _row(preset: Preset, scale: Scale, cell: Cell, label: str, folder: Path, wat
     texts = [f"{path}={json.dumps(value)}" for path, value in best_values.items()]
     key = preset.methods[label].key
     try:
-        report = compare(config, folder / "seeds", [key], seeds, overrides=texts, listener=watcher)
+        report = compare(config, folder / "seeds", [key], seeds, overrides=texts, listener=watcher, progress=False)
     except FedspanError as error:
         if error.field != "training.lr":  # the only error of training itself: it diverges
             raise

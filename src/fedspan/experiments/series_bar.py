@@ -1,0 +1,110 @@
+"""The progress bars of a series of runs: of a call in Python, and the footer of the command line's view."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from fedspan.experiments.series import Step, Watcher, Watchers
+from fedspan.runs.formatting import duration, one_line
+from fedspan.runs.progress_bar import ProgressBar, wants_bar
+from fedspan.runs.setup import Prepared
+from fedspan.training.stages import Stage
+
+__all__ = ["SeriesBar", "watched"]
+
+
+class SeriesBar(Watcher):
+    """Shows the current run of a series and its bars while it is entered as a context manager.
+
+    Args:
+        console: The console; None: on standard error, below the cell in a notebook.
+        clock: Function that returns the time in seconds.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.done = self.runs = 0
+        self._out = Console(stderr=True, highlight=False) if console is None else console
+        self._clock, self._began = clock, clock()
+        self._step: Step | None = None
+        self._run = self._fresh()
+        self._ended = False
+        self._live = Live(
+            get_renderable=self.footer,
+            console=self._out,
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),  # what a script prints into a file stays out of the bars
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._ended = error is None
+        self._live.stop()
+
+    def _fresh(self) -> ProgressBar:
+        return ProgressBar(Console(quiet=True, force_terminal=self._out.is_terminal), self._clock)
+
+    def series_started(self, steps: Sequence[Step]) -> None:
+        self.done, self.runs = 0, len(steps)
+
+    def run_started(self, step: Step) -> None:
+        self._step, self._run = step, self._fresh()
+
+    def run_finished(self, step: Step, metric: str, value: float | None, seconds: float, played: bool) -> None:
+        self.done += 1
+
+    def run_failed(self, step: Step, why: str) -> None:
+        self.done += 1
+
+    def started(self, prepared: Prepared, done: int, resumed: bool) -> None:
+        self._run.started(prepared, done, resumed)
+
+    def stage_changed(self, stage: Stage | None) -> None:
+        self._run.stage_changed(stage)
+
+    def client_finished(self, round: int, client: str, loss: float) -> None:
+        self._run.client_finished(round, client, loss)
+
+    def round_finished(self, row: Mapping[str, Any]) -> None:
+        self._run.round_finished(row)
+
+    def baseline_started(self, name: str, rounds: int) -> None:
+        self._run.baseline_started(name, rounds)
+
+    def baseline_round(self, name: str, round: int, loss: float) -> None:
+        self._run.baseline_round(name, round, loss)
+
+    def footer(self) -> RenderableType:
+        """Render the current run, its bars, and the time of the whole series."""
+        elapsed = duration(self._clock() - self._began)
+        if self._ended:
+            return Text(f"{self.done} runs in {elapsed}")
+        if self._step is None:
+            return Text("")
+        now = f"run {min(self.done + 1, self.runs)} of {self.runs}: {self._step.label}; all: {elapsed}"
+        return Group("", Text(one_line(now, self._out.width)), self._run.footer())
+
+
+@contextmanager
+def watched(listener: Watcher | None, progress: bool | None) -> Generator[Watcher]:
+    """Yield a watcher that forwards all events to the given one, and to progress bars where they are wanted.
+
+    Args:
+        listener: The given one, or None.
+        progress: Whether to show bars; None: if standard error is a terminal, or in a notebook.
+    """
+    if not wants_bar(progress):
+        yield listener or Watcher()
+        return
+    with SeriesBar() as bar:
+        yield Watchers(listener or Watcher(), bar)
