@@ -100,6 +100,14 @@ def test_an_extension_that_is_interrupted_leaves_the_run_under_its_old_config(
     assert content(tmp_path / "run") == before
 
 
+def test_an_edited_number_of_rounds_is_found_in_a_finished_run(tiny_folder: Path, tmp_path: Path) -> None:
+    fedspan.run(values(tiny_folder, 2), tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("rounds: 2", "rounds: 9"))
+    with pytest.raises(FedspanError, match="it is 9 now, and the run began with 2"):
+        fedspan.resume(tmp_path / "run")
+
+
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
     "cosine": (
         {"training": {"schedule": "cosine"}},

@@ -13,7 +13,7 @@ from fedspan.runs import checkpoint as checkpoints
 from fedspan.runs.callbacks import Listener, has_stalled
 from fedspan.runs.environment import extend_command
 from fedspan.runs.folder import RunFolder
-from fedspan.runs.integrity import config_text, differences
+from fedspan.runs.integrity import config_text, differences, require_intact
 from fedspan.runs.planned_rounds import ROUNDS_FIELD, require_independent_rounds
 
 __all__ = ["extend", "require_extensible"]
@@ -74,6 +74,7 @@ def extend(place: RunFolder, stored: RunConfig, wanted: RunConfig, listener: Lis
     Raises:
         FedspanError: If the run cannot go on under the changed config, or the disk cannot be written.
     """
+    require_intact(place)
     require_extensible(place, stored, wanted)
     changes = differences(stored, wanted)
     if not changes:
