@@ -64,7 +64,7 @@ def diagnose(
     require_intact(place)
     objects = objects_of(config, "fedspan.diagnose", data, model, tokenizer)
     kept = checkpoints.load(checkpoints.select_checkpoint(place, round))
-    prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config), objects)
+    prepared = prepare(config, read_partition(folder), load_noise_key(place.path, config), objects=objects)
     return diagnose_round(
         prepared.federation,
         kept.progress,
