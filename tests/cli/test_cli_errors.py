@@ -76,7 +76,7 @@ def test_run_without_and_with_too_much(refused: Refused, stopped: Path, write: W
     config = write()
     assert refused("run", config, "--resume", stopped).startswith("`CONFIG`: it cannot be combined with --resume")
     assert refused("run", "--out", "x", "--resume", stopped).startswith("`--out`: it cannot be combined")
-    assert refused("run", "--set", "seed=1", "--resume", stopped).startswith("`--set`: it cannot be combined")
+    assert refused("run", "--set", "seed=1", "--resume", stopped).startswith("`seed`: the config with which this run")
 
 
 def test_folders_that_are_no_place_for_a_run(refused: Refused, write: Write, stopped: Path, tmp_path: Path) -> None:

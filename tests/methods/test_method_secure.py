@@ -44,7 +44,8 @@ def played(
     method, training = WRAPPED[kind]
     name = method["name"]
     rest = {key: value for key, value in method.items() if key != "name"}
-    federation = {"clients_per_round": 3, "rounds": 3, **changes.pop("federation", {})}
+    limits = {"clip_ratio": None, "max_weight_ratio": None}  # secure sums have a clip of their own
+    federation = {"clients_per_round": 3, "rounds": 3, **limits, **changes.pop("federation", {})}
     config = method_config(tiny_folder, name, method=rest, training=training, federation=federation)
     here = tiny.variant(prepared, config, watch=lambda one: secure_rounds.Noted(inner=one))
     # In 64 bits with a wide clip: that of a method's first change from nothing may be long.

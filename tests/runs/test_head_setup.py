@@ -244,7 +244,7 @@ def test_without_enough_statistics_a_named_start_is_an_error(tiny_folder: Path, 
 def test_nodes_that_refuse_statistics_do_not_stop_a_deployment(tiny_folder: Path, tmp_path: Path) -> None:
     service = NodeService(node_service.node(tiny_folder, tmp_path / "node", limits={"head_statistics": False}))
 
-    def build(config: Any, partition: Any, key: bytes | None) -> Prepared:
+    def build(config: Any, partition: Any, key: bytes | None, callbacks: Any) -> Prepared:
         return node_service.served(tiny_folder, service, model={"head_init": "auto"})[0]
 
     config = server_config(node_service.values(tiny_folder, model={"head_init": "auto"}))

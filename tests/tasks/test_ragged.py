@@ -66,7 +66,7 @@ def test_chunks_of_prompts_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ids_take_no_more_bytes_than_they_need() -> None:
     rows = [[0] * 1000, [255], [70_000], [-100, 3]]
-    made = Ragged.joined([Ragged([row]) for row in rows])
+    made = Ragged.join([Ragged([row]) for row in rows])
     assert [made[at] for at in range(4)] == rows
-    assert made.padded([1, 3], -1).tolist() == [[255, -1], [-100, 3]]
+    assert made.pad([1, 3], -1).tolist() == [[255, -1], [-100, 3]]
     assert Ragged([[0] * 1000])._ids.nbytes == 1000

@@ -225,7 +225,8 @@ class Host:
         """Return the job of an order, and the client's state with the model's current base."""
         kept = self._kept(order.to, None if order.client is None else order.client.held)
         if self._shared is None:
-            base = apply_patch(kept.base, message.base)
+            # The message of a secure sum is the same for all clients, so its patch is one of the pretrained base.
+            base = apply_patch(kept.base if order.secure is None else BaseUpdate(), message.base)
             self.engine.adapted.set_base(base)
         else:
             base = self._shared

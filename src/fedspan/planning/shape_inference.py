@@ -77,7 +77,7 @@ def _norm(value: Tensor, *arguments: Any, **options: Any) -> Tensor:
     return Tensor.norm(value, *arguments, **options) if arguments or options else value.new_empty(())
 
 
-def _arange(*limits: int, dtype: torch.dtype | None = None) -> Tensor:
+def _arange(*limits: int, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
     return torch.empty(len(range(*limits)), dtype=dtype or torch.int64)
 
 

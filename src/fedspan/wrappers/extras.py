@@ -61,8 +61,12 @@ class WithExtras(Wrapper):
         inner, extras = split_extras(message.tensors)
         own, stored_extras = split_extras(memory)
         job = self.inner.start(replace(message, tensors=inner), client, own, round)
-        # Where extras stay on the client, its own values take precedence over the server's initial ones.
-        return self._add_extras(job, extras if self.policy == "average" else {**extras, **stored_extras})
+        if self.policy == "average":
+            return self._add_extras(job, extras)
+        # Where extras stay on the client, its own values take precedence over the server's initial ones, and stand in
+        # the same order whether the message has any: the order decides how the norm of the gradients is rounded.
+        missing = {name: value for name, value in extras.items() if name not in stored_extras}
+        return self._add_extras(job, {**stored_extras, **missing})
 
     def finish(
         self, job: Job, trained: Trained, client: Client, memory: Memory, round: int
