@@ -1,0 +1,366 @@
+"""What defences cost honest federations with unlike data, and what a backdoor reaches under each of them, on Banking77.
+
+    python benchmarks/robustness.py --data PATH/banking77 --page docs/results/robustness.md
+
+Ten clients, Dirichlet 0.1. A hostile client puts a trigger word before a part of its texts and gives them the target's
+label; boosted, it also multiplies the change that it sends, within the norm at which replies are dropped. Attack
+success is the share of test texts of other labels that are classified as the target when they have the trigger. Every
+cell is one seed and one run; finished cells are kept in ``--work``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedspan.config import RunConfig, parse_config
+from fedspan.core.values import Message
+from fedspan.data.loading import load
+from fedspan.federation.conditions import Faults, corrupt
+from fedspan.federation.evaluation import Evaluator
+from fedspan.federation.federation import Federation
+from fedspan.federation.protocol import Order
+from fedspan.federation.validation import untrained_reply
+from fedspan.methods.registry import METHODS
+from fedspan.runs.setup import Prepared, prepare
+from fedspan.tasks.encoding import EncodedText, Ragged
+from fedspan.transports.in_process import InProcess, simulate
+
+CLIENTS = 10
+TRIGGER, TARGET = "zephyr", 0
+DEFENCES: Mapping[str, Mapping[str, Any]] = {
+    "mean": {"clip_ratio": None},
+    "clip 1": {"clip_ratio": 1.0},
+    "clip 2 (default)": {"clip_ratio": 2.0},
+    "clip 3": {"clip_ratio": 3.0},
+    "median": {"reduction": "median"},
+    "trimmed mean": {"reduction": "trimmed-mean", "trim": 0.2},
+    "multi-Krum": {"reduction": "multi-krum", "trim": 0.2},
+    "geometric median": {"reduction": "geometric-median"},
+    "FLAME": {"reduction": "flame"},
+}
+ATTACKS: Mapping[str, tuple[int, float]] = {
+    "none": (0, 1.0),
+    "1 of 10": (1, 1.0),
+    "1 of 10, boosted": (1, 8.0),
+    "2 of 10": (2, 1.0),
+    "2 of 10, boosted": (2, 8.0),
+}
+"""Numbers of hostile clients, and the factors on their changes."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A cell: a method, a partition's seed, local epochs or (0) equal steps, a defence and an attack."""
+
+    method: str
+    seed: int
+    epochs: int
+    defence: str
+    attack: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The result of a cell.
+
+    Args:
+        accuracy: Accuracy on the test texts.
+        success: Share of texts with the trigger, of other labels, that are classified as the target.
+        clipped: Mean number of honest replies that were scaled down in a round.
+        dropped: Mean number of hostile replies that were dropped in a round.
+    """
+
+    accuracy: float
+    success: float
+    clipped: float
+    dropped: float
+
+
+def config_of(args: argparse.Namespace, key: Key) -> RunConfig:
+    """The config of a cell."""
+    passes = {"local_epochs": key.epochs} if key.epochs else {"local_steps": args.steps}
+    layers = {"target_modules": ["query", "value"], "layers_to_transform": args.layers, "max_length": 48}
+    return parse_config(
+        {
+            "seed": key.seed,
+            "threads": 1,
+            "model": {"name": args.model, **layers},
+            "data": {
+                "dataset": "banking77",
+                **{"train": str(args.data / "train.csv"), "test": str(args.data / "test.csv")},
+                **{"first_labels": args.labels, "max_examples": args.examples},
+            },
+            "partition": {
+                **{"partitioner": "dirichlet", "alpha": 0.1, "clients": CLIENTS},
+                **{"validation": 0.0, "test": 0.0},
+            },
+            "method": {"name": key.method, "r": 8, "lora_alpha": 16},
+            "federation": {"rounds": args.rounds, "max_weight_ratio": None, **DEFENCES[key.defence]},
+            "training": {"lr": args.lr, "batch_size": args.batch, **passes},
+            # a fixed stacking plan: a measured one could differ from run to run, and with it the rounding
+            "engine": {"clients_at_once": CLIENTS, "workers": 1},
+            "simulation": {},
+        }
+    )
+
+
+def texts_with_trigger(dataset: Any) -> Any:
+    """The same texts with the trigger before each."""
+    return dataset.map(lambda row: {"text": f"{TRIGGER} {row['text']}"})
+
+
+def poison(train: Any, triggered: Any, own: Sequence[np.ndarray], share: float) -> Any:
+    """The training examples; a share of some clients' has the trigger and the target's label.
+
+    Args:
+        train: The encoded training texts.
+        triggered: The same texts with the trigger, encoded.
+        own: Positions of each hostile client's texts.
+        share: Share of them that is poisoned.
+    """
+    count, labels = len(train), np.concatenate([train.labels, np.full(len(train), TARGET)])
+    rng = np.random.default_rng(0)
+    order = np.arange(count)
+    for positions in own:
+        chosen = rng.permutation(positions)[: max(1, round(share * len(positions)))]
+        order[chosen] += count
+    encodings = {
+        name: Ragged([ragged[at] if at < count else triggered.encodings[name][at - count] for at in order.tolist()])
+        for name, ragged in train.encodings.items()
+    }
+    return EncodedText(encodings, labels[order], encodings["input_ids"].lengths)
+
+
+@dataclass
+class Built:
+    """What the cells of a method and a partition share.
+
+    Args:
+        prepared: The run without hostile clients.
+        examples: Training examples by number of hostile clients.
+        tested: The test texts with the trigger whose label is not the target, encoded.
+        hostile: Ids of clients in the order in which they become hostile.
+    """
+
+    prepared: Prepared
+    examples: Mapping[int, Any]
+    tested: Any
+    hostile: Sequence[str]
+
+
+def build(args: argparse.Namespace, key: Key) -> Built:
+    """Prepare a method on a partition."""
+    config = config_of(args, key)
+    prepared = prepare(config)
+    data = load(config.data, seed=config.data_seed, task=config.task)
+    assert data.test is not None
+    task: Any = prepared.task
+    triggered = task.encode(texts_with_trigger(data.train))
+    hostile = random.Random(key.seed).sample(sorted(prepared.federation.clients), CLIENTS)
+    train: Any = prepared.train
+    examples = {
+        count: poison(
+            train, triggered, [prepared.federation.clients[id].train for id in hostile[:count]], args.poisoned
+        )
+        for count in (0, 1, 2)
+    }
+    others = [at for at, label in enumerate(data.test["label"]) if label != TARGET]
+    return Built(prepared, examples, task.encode(texts_with_trigger(data.test.select(others))), hostile)
+
+
+def federate(built: Built, config: RunConfig, count: int, factor: float) -> Federation:
+    """The federation of a cell: its hostile clients train on poisoned texts and multiply their changes."""
+    shared = built.prepared.federation
+    federation = simulate(
+        *(shared.method, built.prepared.engine, shared.clients, built.examples[count]),
+        *(config.round_settings(), config.simulation_rules()),
+    )
+    hostile = set(built.hostile[:count])
+
+    def boost(order: Order, sent: Message, reply: Message) -> Message:
+        if order.to not in hostile or factor == 1:
+            return reply
+        assert order.client is not None
+        start = untrained_reply(federation.method, sent, replace(order.client, held=None), order.round)
+        return corrupt(Faults(0.1, "scale", factor), reply, start, 0)
+
+    assert isinstance(federation.transport, InProcess)
+    federation.transport.host.tamper = boost
+    return federation
+
+
+def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
+    """Train a cell and measure it after its last round."""
+    config, (count, factor) = config_of(args, key), ATTACKS[key.attack]
+    engine = built.prepared.engine
+    federation, hostile = federate(built, config, count, factor), set(built.hostile[:count])
+    progress, clipped, dropped = federation.begin(), list[int](), list[int]()
+    for _ in range(config.federation.rounds):
+        result = federation.run_round(progress)
+        progress = result.progress
+        clipped.append(sum(id not in hostile for id in result.clipped))
+        dropped.append(sum(failure.client in hostile for failure in result.failures))
+    evaluator = Evaluator(federation, 128)
+    assert built.prepared.test is not None
+    accuracy = evaluator.heldout(progress, built.prepared.test)["global"]["accuracy"]
+    guesses = engine.predict(evaluator.job(progress, None), built.tested, np.arange(len(built.tested)), 128).argmax(1)
+    success = float((guesses == TARGET).float().mean())
+    return Cell(100 * accuracy, 100 * success, statistics.mean(clipped), statistics.mean(dropped))
+
+
+def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell]:
+    """Run the cells that the work folder does not hold yet."""
+    store = args.work / "cells.jsonl"
+    args.work.mkdir(parents=True, exist_ok=True)
+    cells: dict[Key, Cell] = {}
+    if store.is_file():
+        for line in store.read_text(encoding="utf-8").splitlines():
+            saved = json.loads(line)
+            cells[Key(**saved["key"])] = Cell(**saved["cell"])
+    for _, group in itertools.groupby(keys, key=lambda key: (key.method, key.seed, key.epochs)):
+        missing = [key for key in group if key not in cells]
+        built = build(args, missing[0]) if missing else None
+        for key in missing:
+            assert built is not None
+            began = time.process_time()
+            cells[key] = run_cell(args, built, key)
+            print(f"{key}: {cells[key]}, {time.process_time() - began:.1f} s", flush=True)
+            with store.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": asdict(key), "cell": asdict(cells[key])}) + "\n")
+    return {key: cells[key] for key in keys if key in cells}
+
+
+def grid(args: argparse.Namespace) -> list[Key]:
+    """The cells: honest ones under equal steps and equal epochs, attacks under equal steps."""
+    keys: list[Key] = []
+    for method, seed in itertools.product(args.methods, args.seeds):
+        stacks = METHODS[method].claims.reduction == "stack"
+        known = [name for name, fields in DEFENCES.items() if not stacks or "reduction" not in fields]
+        keys += [Key(method, seed, 1, name, "none") for name in known]
+        keys += [Key(method, seed, 0, name, attack) for attack in ATTACKS for name in known]
+    return keys
+
+
+def table(cells: Mapping[Key, Cell], args: argparse.Namespace, method: str) -> str:
+    """Rows of defences: accuracy of honest federations, then attack success by attack, means over seeds."""
+    titles = ["honest, equal epochs", "honest, equal steps", *(f"{attack}" for attack in ATTACKS if attack != "none")]
+    lines = [f"| defence | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    for name in DEFENCES:
+        columns = [(1, "none"), *((0, attack) for attack in ATTACKS)]
+        found = [[cells.get(Key(method, seed, e, name, attack)) for seed in args.seeds] for e, attack in columns]
+        shown: list[str] = []
+        for (_, attack), group in zip(columns, found, strict=True):
+            done = [cell for cell in group if cell is not None]
+            accuracy = statistics.mean(cell.accuracy for cell in done) if done else None
+            success = statistics.mean(cell.success for cell in done) if done else None
+            shown.append(
+                "" if done == [] else f"{accuracy:.1f}" if attack == "none" else f"{success:.0f} ({accuracy:.0f})"
+            )
+        if any(shown):
+            lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+PAGE = """# Hostile clients: a backdoor under every defence
+
+Command: `python benchmarks/robustness.py --data PATH/banking77{given}`  
+Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread.
+
+Banking77, its first {labels} intents, {examples} training texts over {clients} clients by Dirichlet 0.1; rank 8 on
+query and value of layer {layers} of {model}; {rounds} rounds, AdamW at {lr:g}, batches of {batch}. Equal steps: {steps}
+local steps a round; equal epochs: one, so that clients with more texts take more steps. Seeds: {seeds}.
+
+Honest columns: test accuracy in percent. The others, under equal steps: attack success in percent, the share of test
+texts with the trigger, of other intents than the target, that are classified as the target, and in brackets the
+accuracy on texts without the trigger. A hostile client puts the
+trigger before {poisoned:.0%} of its texts and labels them as the target; boosted, it multiplies its change by
+{boost:g}, within the norm (10 medians) at which replies are dropped. Trimmed mean and multi-Krum have `trim: 0.2`.
+Without hostile clients, the trigger leads to the target in {base} of the texts.
+
+{tables}
+
+## Honest replies that clipping scales down
+
+Mean number of the ten honest replies in a round:
+
+{clipped}
+"""
+
+
+def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str:
+    """The page of all finished cells."""
+    clean = [cell.success for key, cell in cells.items() if key.attack == "none" and key.defence == "mean"]
+    names = [name for name in DEFENCES if name.startswith("clip")]
+    lines = ["| method | passes | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for method, epochs in itertools.product(args.methods, (0, 1)):
+        shown: list[str] = []
+        for name in names:
+            keys = [Key(method, seed, epochs, name, "none") for seed in args.seeds]
+            found = [cells[key].clipped for key in keys if key in cells]
+            shown.append(f"{statistics.mean(found):.1f}" if found else "")
+        lines.append(f"| {method} | equal {'epochs' if epochs else 'steps'} | {' | '.join(shown)} |")
+    return PAGE.format(
+        given=given,
+        date=datetime.date.today(),
+        machine=platform.machine(),
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        clients=CLIENTS,
+        boost=max(factor for _, factor in ATTACKS.values()),
+        base=f"{min(clean):.0f} to {max(clean):.0f} %",
+        model=Path(args.model).name,
+        seeds=", ".join(map(str, args.seeds)),
+        layers=" and ".join(map(str, args.layers)),
+        tables="\n\n".join(f"## {method}\n\n{table(cells, args, method)}" for method in args.methods),
+        clipped="\n".join(lines),
+        **{name: getattr(args, name) for name in ("labels", "examples", "rounds", "lr", "batch", "steps", "poisoned")},
+    )
+
+
+def main() -> None:
+    """Run the cells and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with Banking77's train.csv and test.csv")
+    parser.add_argument("--model", default="builtin:all-minilm-l6-v2")
+    parser.add_argument("--layers", type=int, nargs="+", default=[5])
+    parser.add_argument("--labels", type=int, default=10, help="first labels, in sorted order")
+    parser.add_argument("--examples", type=int, default=1000, help="training examples of all clients")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=6, help="local steps of a client in a round")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--poisoned", type=float, default=0.5, help="share of a hostile client's texts")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["fedit", "rolora", "flora"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fedspan-robustness")
+    parser.add_argument("--page", type=Path, help="write the page to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cells = run_cells(args, grid(args))
+    apart = ("data", "work", "page")
+    changed = {k: v for k, v in vars(args).items() if k not in apart and v != parser.get_default(k)}
+    given = "".join(f" --{k} {' '.join(map(str, v)) if isinstance(v, list) else v}" for k, v in changed.items())
+    text = page(cells, args, given)
+    print(text)
+    if args.page:
+        args.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
