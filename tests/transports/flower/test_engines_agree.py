@@ -88,7 +88,8 @@ def test_a_deployment_with_tls_and_keys_gives_the_loop_s_adapters(
     files, made = references
     with Deployment(tmp_path / "deployment") as deployment:
         for site in SITES:
-            deployment.join(site, deployment.node_file(site, files[site]))
+            limits = {"class_examples": 1}  # simulated clients count every label
+            deployment.join(site, deployment.node_file(site, files[site], limits=limits))
         for method in methods:
             values, loop = made(method, "loop")
             if method == methods[0]:
