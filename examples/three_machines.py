@@ -125,7 +125,7 @@ def main() -> None:
                 "folder": str(out / f"{holder}-state"),
                 "data": {"train": str(out / f"{holder}.csv")},  # neither the file nor its path leaves the holder
                 "threads": 1,
-                "limits": {"methods": ["fedit", "rolora"], "rounds": 50},
+                "limits": {"models": [args.model], "methods": ["fedit", "rolora"], "rounds": 50},
             }
             (out / f"{holder}.yaml").write_text(yaml.safe_dump(node), encoding="utf-8")
             stack.enter_context(running(out / f"{holder}.log", "join", out / f"{holder}.yaml"))
