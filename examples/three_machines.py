@@ -117,6 +117,7 @@ def main() -> None:
             # A holder makes a key and sends its public half to the operator, who admits it under one name.
             call("join", "--new-key", out / f"{holder}.key")
             call("admit", out / f"{holder}.key.pub", "--as", holder, "--server", server)
+            small = {"evaluation_examples": 1} if args.smoke else {}  # few examples would be measured by nobody
             node: dict[str, Any] = {
                 "id": holder,
                 "server": f"127.0.0.1:{port}",
@@ -125,7 +126,7 @@ def main() -> None:
                 "folder": str(out / f"{holder}-state"),
                 "data": {"train": str(out / f"{holder}.csv")},  # neither the file nor its path leaves the holder
                 "threads": 1,
-                "limits": {"models": [args.model], "methods": ["fedit", "rolora"], "rounds": 50},
+                "limits": {"models": [args.model], "methods": ["fedit", "rolora"], "rounds": 50, **small},
             }
             (out / f"{holder}.yaml").write_text(yaml.safe_dump(node), encoding="utf-8")
             stack.enter_context(running(out / f"{holder}.log", "join", out / f"{holder}.yaml"))
