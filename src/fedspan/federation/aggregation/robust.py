@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -56,7 +57,7 @@ _FEWEST = 3
 """Replies below which there is no majority to compare with, so that all of them count."""
 
 
-class RobustReducer(Reducer):
+class RobustReducer(Reducer, ABC):
     """Collects all replies of a round, in client-id order.
 
     Args:
@@ -84,9 +85,9 @@ class RobustReducer(Reducer):
             raise ValueError("no reply in this round")
         return Reduced(mean=self._combined(), count=len(self._held))
 
+    @abstractmethod
     def _combined(self) -> dict[str, Tensor]:
         """Return the result of the held replies."""
-        raise NotImplementedError
 
     def _names(self) -> dict[str, Tensor]:
         """Return the name of every summed tensor with one reply's tensor of that name."""
