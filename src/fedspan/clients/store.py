@@ -188,7 +188,7 @@ class ClientStore(Protocol):
         """
         ...
 
-    def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
+    def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """Store a version; all others except those of the needed rounds may be deleted.
 
         Raises:
@@ -409,15 +409,15 @@ class DiskClientStore:
         except DamagedFileError as error:
             raise LostStateError(client, round, str(error.value)) from error
 
-    def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
+    def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``."""
         own = self._of(client)
         target = _KEPT.path(own, client, round)
         with disk_errors(self.folder, "free some space; the last accepted round is intact"):
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(target, _KEPT.encode(client, round, kept))
+            write_atomic(target, _KEPT.encode(client, round, state))
             fsync_folder(target.parent)
-            stay = {_KEPT.path(own, client, one) for one in (round, *needed)}
+            stay = {_KEPT.path(own, client, kept) for kept in (round, *needed)}
             for path in own.glob("round-*/*.safetensors"):
                 if path not in stay:
                     path.unlink()

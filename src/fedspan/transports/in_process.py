@@ -41,9 +41,9 @@ class ProgressStore:
         """``ClientStore.load``; a progress stores one version of each client, the accepted one."""
         return ClientState(self.progress.memories.get(client, {}), _Phases(self.progress.optimizers, client))
 
-    def store(self, client: str, round: int, kept: ClientState, needed: frozenset[int]) -> None:
+    def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``; the version takes effect when the client's reply is accepted."""
-        self._pending[client] = kept
+        self._pending[client] = state
 
     def accept(self, ids: Collection[str]) -> tuple[Mapping[str, Memory], Mapping[str, tuple[OptimizerState, int]]]:
         """Return the memories and moments of all clients, including what the given clients stored in this round.
@@ -53,9 +53,9 @@ class ProgressStore:
         """
         memories, optimizers = overlay(self.progress.memories), overlay(self.progress.optimizers)
         for id in ids:
-            kept = self._pending[id]
-            memories[id] = kept.memory
-            changed = kept.moments.changes if isinstance(kept.moments, OverlayMapping) else kept.moments
+            state = self._pending[id]
+            memories[id] = state.memory
+            changed = state.moments.changes if isinstance(state.moments, OverlayMapping) else state.moments
             for phase, moments in changed.items():
                 optimizers[f"{id}/{phase}"] = moments
         return memories, optimizers
@@ -136,52 +136,54 @@ class InProcess(Transport):
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""
-        present, silent = self._present(orders)
-        for id in silent:
+        responding, dropped = self._split_dropped(orders)
+        for id in dropped:
             envelope = orders[id]  # creates the order, because the ledger counts it
             del envelope
             on_reply(id, "it dropped out (simulated)")
         if orders.task == "train":
-            self._train(orders, present, on_reply, seconds, waits=bool(silent))
+            self._train(orders, responding, on_reply, seconds, waits_for_dropped=bool(dropped))
             return
         if orders.task == "statistics":
-            self.host.ready(present)
-            for id in present:
+            self.host.ready(responding)
+            for id in responding:
                 on_reply(id, self.host.answer(decode_order(orders[id])).envelope())
             return
-        for id in present:
+        for id in responding:
             phase = decode_phase(orders[id])
             try:
-                back = self.host.reply(phase)
+                reply = self.host.reply(phase)
             except Exception as error:
-                back = refuse_any(phase, error)
-            if on_reply(id, back):
+                reply = refuse_any(phase, error)
+            if on_reply(id, reply):
                 return
 
-    def _present(self, orders: Orders) -> tuple[list[str], list[str]]:
+    def _split_dropped(self, orders: Orders) -> tuple[list[str], list[str]]:
         """Return the clients that reply in an exchange and the clients that do not."""
         phase = "train" if orders.task == "statistics" else orders.task
         if self.conditions is None or phase not in PHASES:
             return list(orders), []
         phases = ("train",) if self.host.secure is None else PHASES
         self._attempt += phase == phases[0]
-        silent: list[str] = []
+        dropped: list[str] = []
         for id in orders:
             since = self.conditions.silent_from(id, self._round, self._attempt, phases)
             if since is not None and phases.index(since) <= phases.index(phase):
-                silent.append(id)
-        gone = set(silent)
-        return [id for id in orders if id not in gone], silent
+                dropped.append(id)
+        gone = set(dropped)
+        return [id for id in orders if id not in gone], dropped
 
-    def _train(self, orders: Orders, present: Sequence[str], on_reply: OnReply, seconds: float, waits: bool) -> None:
+    def _train(
+        self, orders: Orders, responding: Sequence[str], on_reply: OnReply, seconds: float, waits_for_dropped: bool
+    ) -> None:
         """Train the present clients and pass on their replies in the order of the simulated clock.
 
         Args:
             orders: Orders to train.
-            present: Ids of the clients that reply.
+            responding: Ids of the clients that reply.
             on_reply: Called with each reply.
             seconds: Deadline, in simulated seconds.
-            waits: Whether the server waits until the deadline, for clients that do not reply.
+            waits_for_dropped: Whether the server waits until the deadline, for clients that do not reply.
         """
         replies: dict[str, Reply] = {}
         conditions = self.conditions
@@ -190,11 +192,11 @@ class InProcess(Transport):
             def pass_on(reply: Reply) -> None:  # all come at once: the order in which the engine ends decides nothing
                 on_reply(reply.id, reply.envelope())
 
-            self.host.train(_LazyOrders(orders, present), pass_on)
+            self.host.train(_LazyOrders(orders, responding), pass_on)
             return
-        times = {id: conditions.seconds(id, self.host.workload(id)) for id in present}
-        in_time = [id for id in present if times[id] <= seconds]
-        for id in present:
+        times = {id: conditions.seconds(id, self.host.workload(id)) for id in responding}
+        in_time = [id for id in responding if times[id] <= seconds]
+        for id in responding:
             if times[id] > seconds:
                 envelope = orders[id]
                 del envelope
@@ -203,20 +205,20 @@ class InProcess(Transport):
             if on_reply(id, replies.pop(id).envelope()):
                 self._clock += times[id]
                 return
-        for id in present:
+        for id in responding:
             if times[id] > seconds:
                 on_reply(id, f"no reply within {seconds:g} s (simulated: {times[id]:.3g} s)")
-        everybody = not waits and len(in_time) == len(present)
-        self._clock += max(times.values(), default=0.0) if everybody else seconds
+        all_replied = not waits_for_dropped and len(in_time) == len(responding)
+        self._clock += max(times.values(), default=0.0) if all_replied else seconds
 
-    def _tamper(self, order: Order, sent: Message, reply: Message) -> Message:
+    def _tamper(self, order: Order, order_message: Message, reply: Message) -> Message:
         """Return a client's reply, corrupted if the client is faulty."""
         if order.to not in self._faulty:
             return reply
         assert order.client is not None
         assert self.conditions is not None
         memory = {} if order.client.held is None else self.host.store.load(order.to, order.client.held).memory
-        start = untrained_jobs(self.host.method, sent, order.client, order.round, memory)[1]
+        start = untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
         return corrupt(self._faults, reply, start, self.conditions.seed, order.round, order.to)
 
 
@@ -244,7 +246,7 @@ def simulate(
         secure: Each client's half of secure aggregation; None: the run has none.
         conditions: Simulated conditions; None: every client replies at once.
     """
-    known = clients_by_id(clients)
+    by_id = clients_by_id(clients)
     store = ProgressStore(Progress(ServerState()))
-    host = Host(method, engine, known, examples, store, batch_size=1, secure=secure, reveals_losses=True)
-    return Federation(method, engine, known, examples, settings, InProcess(host, conditions), rules, aggregating)
+    host = Host(method, engine, by_id, examples, store, batch_size=1, secure=secure, reveals_losses=True)
+    return Federation(method, engine, by_id, examples, settings, InProcess(host, conditions), rules, aggregating)

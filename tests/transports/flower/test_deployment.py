@@ -143,7 +143,7 @@ def test_strangers_are_kept_out(deployment: tuple[Deployment, dict[str, Path]], 
     stranger = {**known, "id": "stranger", "folder": str(tmp_path / "stranger")}
     path.write_text(yaml.safe_dump({**stranger, "key": str(made.folder / "stranger.key")}))
     made.join("stranger", path)
-    made.wait_for("stranger", "lets us not in")
+    made.wait_for("stranger", "refused the connection")
 
     with Deployment(tmp_path / "other") as other:
         pass

@@ -123,7 +123,7 @@ def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
     pulled.clear()
     with pytest.raises(messages.TooLarge, match="more than 2 MiB") as raised:
         messages.fetch_objects(tree, pull, 2 * 2**20)
-    assert adapter.pull_failure(raised.value) == "more than 2 MiB, the most that is taken"
+    assert adapter.pull_failure(raised.value) == "more than 2 MiB, the maximum"
     assert len(pulled) < 30  # the third, and those that other threads had asked for
 
 

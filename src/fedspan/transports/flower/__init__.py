@@ -31,8 +31,8 @@ def require(*, simulation: bool = False) -> None:
     Raises:
         FedspanError: If Flower is missing.
     """
-    wanted = {"flwr": "flower", **({"ray": "flower-sim"} if simulation else {})}
-    for package, extra in wanted.items():
+    extras = {"flwr": "flower", **({"ray": "flower-sim"} if simulation else {})}
+    for package, extra in extras.items():
         if importlib.util.find_spec(package) is None:
             raise FedspanError(
                 package, None, problem=f"the package is not installed. Run: pip install 'fedspan[{extra}]'"

@@ -199,7 +199,7 @@ def deflate_message(message: Message) -> tuple[ObjectTree, dict[str, bytes]]:
     """Set a message's id, and return the tree of its objects and their contents by id."""
     with no_object_id_recompute():
         message.metadata.__dict__["_message_id"] = message.object_id
-        contents = {id: one.deflate() for id, one in get_all_nested_objects(message).items()}
+        contents = {id: object.deflate() for id, object in get_all_nested_objects(message).items()}
         return get_object_tree(message), contents
 
 
@@ -209,11 +209,11 @@ def inflate_message(id: str, contents: dict[str, bytes]) -> Message | None:
     Raises:
         Exception: Of any type, if the objects are not Flower's.
     """
-    whole = inflate_object_from_contents(id, contents)
-    if not isinstance(whole, Message):
+    message = inflate_object_from_contents(id, contents)
+    if not isinstance(message, Message):
         return None
-    whole.metadata.__dict__["_message_id"] = id
-    return whole
+    message.metadata.__dict__["_message_id"] = id
+    return message
 
 
 def array_layout(content: bytes) -> tuple[list[str], list[int]] | None:
@@ -243,12 +243,12 @@ def pull_tree(tree: ObjectTree, pull: Callable[[str], bytes]) -> dict[str, bytes
     Raises:
         ObjectPullError: If an object is missing.
     """
-    return pull_objects([one.object_id for one in iterate_object_tree(tree)], pull_object_fn=pull)
+    return pull_objects([node.object_id for node in iterate_object_tree(tree)], pull_object_fn=pull)
 
 
 def tree_ids(tree: ObjectTree) -> list[str]:
     """Return the ids of the objects of a tree, each once."""
-    return list(dict.fromkeys(one.object_id for one in iterate_object_tree(tree)))
+    return list(dict.fromkeys(node.object_id for node in iterate_object_tree(tree)))
 
 
 def pull_failure(error: ObjectPullError) -> str:
@@ -374,9 +374,9 @@ def acquire_task(address: str, authority: bytes | None, secret: bytes, run: int,
         ],
         retry_invoker=make_simple_http_retry_invoker(),
     )
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             response = client.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
             if response.HasField("task") and response.token and response.task.run_id == run:
                 return response.token
@@ -453,11 +453,11 @@ class TaskGrid:
 
     def list_replies(self, message_ids: Iterable[str]) -> list[ReplyHead]:
         """Return the replies to messages that are ready."""
-        ready = self._client.PullMessages(PullAppMessagesRequest(message_ids=list(message_ids)))
-        heads = (message.metadata for message in ready.messages_list)
+        response = self._client.PullMessages(PullAppMessagesRequest(message_ids=list(message_ids)))
+        heads = (message.metadata for message in response.messages_list)
         return [
             ReplyHead(head.message_id, head.reply_to_message_id, tree)
-            for head, tree in zip(heads, ready.message_object_trees, strict=True)
+            for head, tree in zip(heads, response.message_object_trees, strict=True)
         ]
 
     def pull_object(self, id: str) -> bytes:
@@ -492,12 +492,12 @@ class TaskGrid:
         return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
 
 
-def _lenient(beat: Callable[[], bool]) -> Callable[[], bool]:
+def _lenient(heartbeat: Callable[[], bool]) -> Callable[[], bool]:
     """Make a heartbeat ignore that the SuperLink no longer knows the run: the next message fails."""
 
     def lenient() -> bool:
         try:
-            return beat()
+            return heartbeat()
         except httpx.HTTPStatusError:
             return True
 
@@ -610,7 +610,7 @@ def read_pushed_reply(body: bytes) -> PushedReply | None:
     objects, depth, level = 0, 0, [tree]
     while level:
         objects, depth = objects + len(level), depth + 1
-        level = [child for one in level for child in one.children]
+        level = [child for parent in level for child in parent.children]
     return PushedReply(
         request.node.node_id,
         head.src_node_id,

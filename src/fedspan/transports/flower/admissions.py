@@ -98,25 +98,29 @@ def admit_node(link: ServerLink, key: Path, name: str, *, days: int = DAYS, repl
     text = key.read_text(encoding="utf-8").strip()
     until = (datetime.now(UTC) + timedelta(days=days)).date().isoformat() if days else ""
     with _locked(link):
-        known = admissions(link)
-        own = fingerprint(text)
-        others = [id for id, one in known.items() if name and one.name == name and fingerprint(one.key) != own]
-        if others and not replace:
+        admitted = admissions(link)
+        key_fingerprint = fingerprint(text)
+        replaced = [
+            id
+            for id, known in admitted.items()
+            if name and known.name == name and fingerprint(known.key) != key_fingerprint
+        ]
+        if replaced and not replace:
             problem = f"{name!r} has another key. Use --replace for the new key in place of it"
             raise FedspanError("--as", name, problem=problem)
         node = _register(link, key, name or key.stem)
         admission = Admission(name, text, until)
-        audit_log(link).write(_ADMITTED, node=str(node), name=name, key=text, key_sha256=own, until=until)
-        known[node] = admission
-        _store(link, known)
-        for other in others:
-            _revoke(link, known, other, f"replaced by node {node}")
+        audit_log(link).write(_ADMITTED, node=str(node), name=name, key=text, key_sha256=key_fingerprint, until=until)
+        admitted[node] = admission
+        _store(link, admitted)
+        for replaced_id in replaced:
+            _revoke(link, admitted, replaced_id, f"replaced by node {node}")
 
 
 def _register(link: ServerLink, key: Path, name: str) -> int:
     """Register a key with the SuperLink; one that is registered already keeps its node id."""
     try:
-        said = call_flower(link, "supernode", "register", str(key.resolve()), "@", "--name", name)
+        response = call_flower(link, "supernode", "register", str(key.resolve()), "@", "--name", name)
     except FedspanError:
         node, active = read_node_id(link.folder / DATABASE, key.read_bytes())
         if node is None:
@@ -125,18 +129,18 @@ def _register(link: ServerLink, key: Path, name: str) -> int:
             problem = "this key was revoked, and stays so. Make a new one there (fedspan join --new-key FILE)"
             raise FedspanError("key", str(key), problem=problem) from None
         return node
-    if "node-id" not in said:
+    if "node-id" not in response:
         raise FedspanError("server", link.address, problem="the SuperLink's answer has no node id")
-    return int(said["node-id"])
+    return int(response["node-id"])
 
 
-def revoke_node(link: ServerLink, node: str, why: str = "") -> list[int]:
+def revoke_node(link: ServerLink, node: str, reason: str = "") -> list[int]:
     """Revoke the keys of a node: within seconds the server refuses its requests, and submitted runs its replies.
 
     Args:
         link: Connection data of the server.
         node: The node's name, or Flower's node id.
-        why: The reason, for the audit log.
+        reason: The reason, for the audit log.
 
     Returns:
         Flower's ids of the revoked nodes; several if a name had several keys.
@@ -145,40 +149,42 @@ def revoke_node(link: ServerLink, node: str, why: str = "") -> list[int]:
         FedspanError: If there is no such node, or the SuperLink is unreachable.
     """
     with _locked(link):
-        known = admissions(link)
-        found = [id for id, one in known.items() if node in (one.name, str(id))]
-        if not node or not found:
-            names = [one.name or str(id) for id, one in known.items()]
+        admitted = admissions(link)
+        matches = [id for id, admission in admitted.items() if node in (admission.name, str(id))]
+        if not node or not matches:
+            names = [admission.name or str(id) for id, admission in admitted.items()]
             raise FedspanError("NODE", node, problem=f"no node {node!r} was admitted. {nearest(node, names)}")
-        for id in found:
-            _revoke(link, known, id, why)
-    return found
+        for id in matches:
+            _revoke(link, admitted, id, reason)
+    return matches
 
 
 def end_admissions(link: ServerLink) -> list[int]:
     """Revoke the nodes whose admission has ended, and return Flower's ids of them."""
     with _locked(link):
-        known = admissions(link)
-        ended = [id for id, one in known.items() if one.days_left <= 0]
-        for id in ended:
-            _revoke(link, known, id, f"the admission ended on {known[id].until}")
-    return ended
+        admitted = admissions(link)
+        expired = [id for id, admission in admitted.items() if admission.days_left <= 0]
+        for id in expired:
+            _revoke(link, admitted, id, f"the admission ended on {admitted[id].until}")
+    return expired
 
 
-def _revoke(link: ServerLink, known: dict[int, Admission], id: int, why: str) -> None:
+def _revoke(link: ServerLink, admitted: dict[int, Admission], id: int, reason: str) -> None:
     try:
         call_flower(link, "supernode", "unregister", str(id), "@")
     except FedspanError:
-        _, active = read_node_id(link.folder / DATABASE, known[id].key.encode())
+        _, active = read_node_id(link.folder / DATABASE, admitted[id].key.encode())
         if active:  # else an earlier command was killed after Flower had removed the node
             raise
-    one = known.pop(id)
-    audit_log(link).write(_REVOKED, node=str(id), name=one.name, key_sha256=fingerprint(one.key), why=why)
-    _store(link, known)
+    admission = admitted.pop(id)
+    audit_log(link).write(
+        _REVOKED, node=str(id), name=admission.name, key_sha256=fingerprint(admission.key), why=reason
+    )
+    _store(link, admitted)
 
 
-def _store(link: ServerLink, known: Mapping[int, Admission]) -> None:
-    content = {str(id): asdict(one) for id, one in known.items()}
+def _store(link: ServerLink, admitted: Mapping[int, Admission]) -> None:
+    content = {str(id): asdict(admission) for id, admission in admitted.items()}
     with disk_errors(link.folder, "free some space", field="server"):
         write_atomic(link.folder / _NAMES, json.dumps(content, indent=1).encode(), 0o600)
 
@@ -191,8 +197,11 @@ def admissions(link: ServerLink) -> dict[int, Admission]:
     """
     path = link.folder / _NAMES
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {int(id): Admission(str(one["name"]), str(one["key"]), str(one["until"])) for id, one in found.items()}
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            int(id): Admission(str(record["name"]), str(record["key"]), str(record["until"]))
+            for id, record in records.items()
+        }
     except FileNotFoundError:
         return _rebuild(link)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -201,10 +210,10 @@ def admissions(link: ServerLink) -> dict[int, Admission]:
 
 
 def _rebuild(link: ServerLink) -> dict[int, Admission]:
-    known: dict[int, Admission] = {}
+    admitted: dict[int, Admission] = {}
     for row in audit_log(link).read():
         if row.get("event") == _ADMITTED:
-            known[int(str(row["node"]))] = Admission(str(row["name"]), str(row["key"]), str(row["until"]))
+            admitted[int(str(row["node"]))] = Admission(str(row["name"]), str(row["key"]), str(row["until"]))
         elif row.get("event") == _REVOKED:
-            known.pop(int(str(row["node"])), None)
-    return known
+            admitted.pop(int(str(row["node"])), None)
+    return admitted

@@ -94,7 +94,7 @@ class Connections:
             return False
         if len(self._pending) >= self.limits.total:  # the oldest of the fullest address, not the newest of another
             host = max(self._by_host, key=self._by_host.__getitem__)
-            oldest = next(one for one in self._pending if _block(one[0]) == host)
+            oldest = next(entry for entry in self._pending if _block(entry[0]) == host)
             self._open[oldest].abort()
             self.remove(oldest)
         self._open[client] = connection
@@ -138,10 +138,10 @@ class Connections:
             return
         self._forget_sender(client)
         self._sender[client] = sender
-        own = self._by_sender[sender]
-        own[client] = None
-        if len(own) > self.limits.per_sender:
-            oldest = next(iter(own))
+        connections = self._by_sender[sender]
+        connections[client] = None
+        if len(connections) > self.limits.per_sender:
+            oldest = next(iter(connections))
             self._open[oldest].abort()
             self.remove(oldest)
 

@@ -172,10 +172,10 @@ class Door:
     async def _serve_node(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = str(scope["path"])[len(NODE_API) :], dict[bytes, bytes](scope["headers"])
         keyed = requires_node_keys(scope["app"])
-        most = (BODY_BYTES if keyed else BODY_BYTES | _KEYLESS).get(path)
-        if most is None or scope["method"] != "POST":
+        limit = (BODY_BYTES if keyed else BODY_BYTES | _KEYLESS).get(path)
+        if limit is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
-        length = _declared_length(headers, most)
+        length = _declared_length(headers, limit)
         if not keyed:  # a trial on one machine: nobody can tell its nodes apart
             self.connections.accept(scope.get("client"), b"keyless", None)
             body = await _read(receive, length, self.limits)
@@ -253,7 +253,7 @@ class Door:
             raise Refused(413, f"a reply has at most {self.limits.objects} objects")
 
 
-def _declared_length(headers: dict[bytes, bytes], most: int) -> int:
+def _declared_length(headers: dict[bytes, bytes], limit: int) -> int:
     """Return the size of the body that the headers declare.
 
     Raises:
@@ -262,8 +262,8 @@ def _declared_length(headers: dict[bytes, bytes], most: int) -> int:
     text = headers.get(b"content-length", b"")
     if not text.isdigit() or len(text) > 12 or b"transfer-encoding" in headers:
         raise Refused(411, "a body of a declared length is required")
-    if int(text) > most:
-        raise Refused(413, f"at most {most} bytes")
+    if int(text) > limit:
+        raise Refused(413, f"at most {limit} bytes")
     return int(text)
 
 
@@ -289,13 +289,13 @@ async def _read(receive: Receive, length: int, limits: DoorLimits) -> bytes:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a function that receives a body that was read before, and then whatever follows."""
-    sent = False
+    is_sent = False
 
     async def replayed() -> MutableMapping[str, Any]:
-        nonlocal sent
-        if sent:
+        nonlocal is_sent
+        if is_sent:
             return await receive()
-        sent = True
+        is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed

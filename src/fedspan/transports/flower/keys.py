@@ -73,13 +73,13 @@ def ensure_authority(folder: Path, hosts: Sequence[str]) -> None:
     """
     if not (folder / AUTHORITY).exists():
         make_authority(folder, hosts)
-    elif others := [host for host in hosts if host not in certified_hosts(folder)]:
+    elif missing := [host for host in hosts if host not in certified_hosts(folder)]:
         files = ", ".join((AUTHORITY, CERTIFICATE, KEY, ORDER_KEY))
         expected = (
             f"a name in the certificate in {folder} ({', '.join(certified_hosts(folder))}). For another, "
             f"use fedspan renew --name, or remove {files} there and give the new {AUTHORITY} to every data owner"
         )
-        raise FedspanError("--name", others[0], expected)
+        raise FedspanError("--name", missing[0], expected)
 
 
 def make_authority(folder: Path, hosts: Sequence[str]) -> None:
@@ -104,24 +104,29 @@ def make_authority(folder: Path, hosts: Sequence[str]) -> None:
     if any(not host for host in hosts):
         raise FedspanError("host", "", "a name or an address")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    authority, own, orders = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
+    authority_key, server_key, order_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(3))
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedspan federation")])
-    signed = _certificate(issuer, issuer, authority.public_key())
-    signed = signed.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    authority = _certificate(issuer, issuer, authority_key.public_key())
+    authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     order_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, ORDER_NAME)])
-    ordering = _certificate(order_name, issuer, orders.public_key())
-    ordering = ordering.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    certificates = [one.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM) for one in (signed, ordering)]
+    order_certificate = _certificate(order_name, issuer, order_key.public_key())
+    order_certificate = order_certificate.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
+    certificates = [
+        builder.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM)
+        for builder in (authority, order_certificate)
+    ]
     _write(folder / AUTHORITY, b"".join(certificates), 0o644)
-    _write(folder / ORDER_KEY, _private_pem(orders), 0o600)
+    _write(folder / ORDER_KEY, _private_pem(order_key), 0o600)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0] if hosts else "localhost")])
     names = [_name(host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1", "::1"))]
-    server = _certificate(subject, issuer, own.public_key())
+    server = _certificate(subject, issuer, server_key.public_key())
     server = server.add_extension(x509.SubjectAlternativeName(names), critical=False)
     server = server.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     server = server.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    _write(folder / KEY, _private_pem(own), 0o600)
-    _write(folder / CERTIFICATE, server.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
+    _write(folder / KEY, _private_pem(server_key), 0o600)
+    _write(folder / CERTIFICATE, server.sign(authority_key, hashes.SHA384()).public_bytes(Encoding.PEM), 0o644)
 
 
 def certified_hosts(folder: Path) -> list[str]:
@@ -132,8 +137,8 @@ def certified_hosts(folder: Path) -> list[str]:
     """
     path = folder / CERTIFICATE
     try:
-        found = x509.load_pem_x509_certificate(path.read_bytes())
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
         raise FedspanError("certificates", str(path), f"the server's certificate ({error})") from error
     return [str(name.value) for name in names]
@@ -173,25 +178,32 @@ def activate_authority(folder: Path) -> None:
     Raises:
         FedspanError: If there are none.
     """
-    place = folder / _NEXT
-    if not (place / AUTHORITY).is_file():
-        raise FedspanError("certificates", str(place), problem="there are no renewed certificates. Run fedspan renew")
+    renewed = folder / _NEXT
+    if not (renewed / AUTHORITY).is_file():
+        raise FedspanError("certificates", str(renewed), problem="there are no renewed certificates. Run fedspan renew")
     # Both authorities are trusted before the rest changes; a running server restarts when the certificate changes.
     for name in (AUTHORITY, ORDER_KEY, KEY, CERTIFICATE):
-        write_atomic(folder / name, (place / name).read_bytes(), 0o600 if name in (ORDER_KEY, KEY) else 0o644)
-    shutil.rmtree(place)
+        write_atomic(folder / name, (renewed / name).read_bytes(), 0o600 if name in (ORDER_KEY, KEY) else 0o644)
+    shutil.rmtree(renewed)
 
 
 def _used_authority(folder: Path) -> bytes:
     """Return the certificates of the authority in use and of its order key, without those of earlier ones."""
-    own = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
+    server = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
     certificates = x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
-    authority = next((one for one in certificates if is_authority(one) and is_issued(own, one)), None)
+    authority = next(
+        (certificate for certificate in certificates if is_authority(certificate) and is_issued(server, certificate)),
+        None,
+    )
     if authority is None:
         problem = f"{AUTHORITY} does not have the authority of {CERTIFICATE}. Restore both"
         raise FedspanError("certificates", str(folder), problem=problem)
-    orders = (one for one in certificates if one is not authority and is_issued(one, authority))
-    return b"".join(one.public_bytes(Encoding.PEM) for one in (authority, *orders))
+    orders = (
+        certificate
+        for certificate in certificates
+        if certificate is not authority and is_issued(certificate, authority)
+    )
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in (authority, *orders))
 
 
 def is_authority(certificate: x509.Certificate) -> bool:
@@ -217,13 +229,15 @@ def days_left(*files: Path) -> float:
     Raises:
         FedspanError: If a file has no certificate.
     """
-    ends: list[datetime.datetime] = []
+    expirations: list[datetime.datetime] = []
     for path in files:
         try:
-            ends += [one.not_valid_after_utc for one in x509.load_pem_x509_certificates(path.read_bytes())]
+            expirations += [
+                certificate.not_valid_after_utc for certificate in x509.load_pem_x509_certificates(path.read_bytes())
+            ]
         except (OSError, ValueError) as error:
             raise FedspanError("certificates", str(path), f"a file with certificates ({error})") from error
-    return (min(ends) - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
+    return (min(expirations) - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
 
 
 def make_node_key(path: Path) -> Path:
@@ -239,8 +253,8 @@ def make_node_key(path: Path) -> Path:
         FedspanError: If a key already exists.
     """
     public = path.with_name(f"{path.name}.pub")
-    if found := next((str(file) for file in (path, public) if file.exists()), None):
-        raise FedspanError("key", found, "the path of a new file", problem=f"{found!r} already exists")
+    if existing := next((str(file) for file in (path, public) if file.exists()), None):
+        raise FedspanError("key", existing, "the path of a new file", problem=f"{existing!r} already exists")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     key = ec.generate_private_key(ec.SECP384R1())
     _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), 0o600)

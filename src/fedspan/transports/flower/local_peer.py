@@ -27,7 +27,7 @@ def peer_uid(client: Address | None, server: Address | None) -> int | None:
     if client is None or server is None:
         return None
     try:
-        ends = _parse(*client), _parse(*server)
+        endpoints = _parse(*client), _parse(*server)
     except ValueError:
         return None
     for table in _TABLES:
@@ -37,7 +37,7 @@ def peer_uid(client: Address | None, server: Address | None) -> int | None:
             continue
         for line in lines:
             fields = line.split()
-            if fields[3] == _ESTABLISHED and (_decode(fields[1]), _decode(fields[2])) == ends:
+            if fields[3] == _ESTABLISHED and (_decode(fields[1]), _decode(fields[2])) == endpoints:
                 return int(fields[7])
     return None
 

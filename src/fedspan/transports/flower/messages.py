@@ -102,13 +102,13 @@ class TooLarge(ObjectPullError):
     """Raised when a message's objects exceed the maximum size."""
 
 
-def fetch_objects(tree: ObjectTree, pull: Callable[[str], bytes], most: int) -> dict[str, bytes]:
+def fetch_objects(tree: ObjectTree, pull: Callable[[str], bytes], limit: int) -> dict[str, bytes]:
     """Fetch a message's objects; after the one that exceeds the maximum size, no other is fetched.
 
     Args:
         tree: The ids of the message's objects.
         pull: Fetches one object.
-        most: Maximum size of all objects together, in bytes.
+        limit: Maximum size of all objects together, in bytes.
 
     Returns:
         The objects' contents by id.
@@ -117,34 +117,34 @@ def fetch_objects(tree: ObjectTree, pull: Callable[[str], bytes], most: int) -> 
         TooLarge: If the objects exceed the maximum size.
         ObjectPullError: If an object is missing.
     """
-    taken = 0
+    size = 0
 
-    def counted(id: str) -> bytes:
-        nonlocal taken
-        if taken <= most:
+    def pull_counted(id: str) -> bytes:
+        nonlocal size
+        if size <= limit:
             data = pull(id)
-            taken += len(data)
-            if taken <= most:
+            size += len(data)
+            if size <= limit:
                 return data
-        raise TooLarge(id, describe_limit(most))
+        raise TooLarge(id, describe_limit(limit))
 
-    return pull_tree(tree, counted)
+    return pull_tree(tree, pull_counted)
 
 
-def assemble_message(id: str, contents: dict[str, bytes], most: int) -> Message:
+def assemble_message(id: str, contents: dict[str, bytes], limit: int) -> Message:
     """Assemble a message.
 
     Args:
         id: Id of the message's object.
         contents: The message's objects, including nested ones; they are removed, which saves memory.
-        most: Maximum size of the message, in bytes.
+        limit: Maximum size of the message, in bytes.
 
     Raises:
         ValueError: If it is not a message or exceeds the maximum size.
     """
     try:
-        if whole_bytes(contents) > most:
-            raise ValueError(f"it has {describe_limit(most)}")
+        if whole_bytes(contents) > limit:
+            raise ValueError(f"it has {describe_limit(limit)}")
         message = inflate_message(id, contents)
     except ValueError:
         raise
@@ -168,6 +168,6 @@ def whole_bytes(contents: Mapping[str, bytes]) -> int:
     return total
 
 
-def describe_limit(most: int) -> str:
+def describe_limit(limit: int) -> str:
     """Describe a maximum size in bytes."""
-    return f"more than {most / 2**20:g} MiB, the most that is taken"
+    return f"more than {limit / 2**20:g} MiB, the maximum"

@@ -27,7 +27,7 @@ __all__ = [
     "prepare_folder",
 ]
 
-_ABOUT, _SECRET = "server.json", "secret"
+_DESCRIPTION, _SECRET = "server.json", "secret"
 DATABASE = "flower.db"
 """The SuperLink's database in the server's folder."""
 
@@ -87,7 +87,7 @@ def prepare_folder(folder: Path, port: int, hosts: Sequence[str], *, insecure: b
         descriptor = os.open(folder / _SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
-    (folder / _ABOUT).write_text(json.dumps({"port": port, "insecure": insecure}) + "\n", encoding="utf-8")
+    (folder / _DESCRIPTION).write_text(json.dumps({"port": port, "insecure": insecure}) + "\n", encoding="utf-8")
     return link_of(folder)
 
 
@@ -98,8 +98,8 @@ def link_of(folder: Path) -> ServerLink:
         FedspanError: If no server was ever started with the folder.
     """
     try:
-        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        port, insecure = int(about["port"]), bool(about["insecure"])
+        description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        port, insecure = int(description["port"]), bool(description["insecure"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FedspanError("server", str(folder), "the folder of a server (fedspan server)") from error
     return ServerLink(f"127.0.0.1:{port}", None if insecure else folder / AUTHORITY, folder / _SECRET)
@@ -125,22 +125,22 @@ def call_flower(link: ServerLink, *arguments: str) -> Any:
         bundle = Path(home, "bundle")
         bundle.mkdir()
         (bundle / "pyproject.toml").write_text(_BUNDLE, encoding="utf-8")
-        given = [_NAME if one == "@" else str(bundle) if one == "%" else one for one in arguments]
-        command = flwr_command(*given, "--format", "json")
+        expanded = [_NAME if one == "@" else str(bundle) if one == "%" else one for one in arguments]
+        command = flwr_command(*expanded, "--format", "json")
         environment = {**os.environ, "FLWR_HOME": home}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    return _said(done, given)
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return _parse_response(completed, expanded)
 
 
-def _said(done: subprocess.CompletedProcess[str], given: Sequence[str]) -> Any:
+def _parse_response(completed: subprocess.CompletedProcess[str], arguments: Sequence[str]) -> Any:
     try:
-        said = json.loads(done.stdout[done.stdout.index("{") :])
+        response = json.loads(completed.stdout[completed.stdout.index("{") :])
     except ValueError:
-        said = {"success": False, "error-message": (done.stderr or done.stdout).strip()[-500:]}
-    if done.returncode or not said.get("success", True):
-        command = f"flwr {' '.join(given[:2])}"
-        raise FedspanError("server", command, problem=f"{command} failed: {said.get('error-message', said)}")
-    return said
+        response = {"success": False, "error-message": (completed.stderr or completed.stdout).strip()[-500:]}
+    if completed.returncode or not response.get("success", True):
+        command = f"flwr {' '.join(arguments[:2])}"
+        raise FedspanError("server", command, problem=f"{command} failed: {response.get('error-message', response)}")
+    return response
 
 
 @dataclass(frozen=True)
@@ -169,19 +169,19 @@ def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
         link: Connection data of the server.
         names: The operator's names by Flower's node id.
     """
-    found: list[Node] = []
-    for one in call_flower(link, "supernode", "list", "@").get("nodes", []):
-        id, status = str(one.get("node-id")), str(one.get("status"))
+    nodes: list[Node] = []
+    for record in call_flower(link, "supernode", "list", "@").get("nodes", []):
+        id, status = str(record.get("node-id")), str(record.get("status"))
         if status == "unregistered":  # its key was revoked
             continue
-        online = float(one.get("online-elapsed") or 0.0) if status == "online" else 0.0
+        online = float(record.get("online-elapsed") or 0.0) if status == "online" else 0.0
         name = names.get(int(id), "") if id.isdigit() else ""
-        found.append(Node(id, name, status, online, _moment(one.get("offline-at"))))
-    return found
+        nodes.append(Node(id, name, status, online, _timestamp(record.get("offline-at"))))
+    return nodes
 
 
-def _moment(said: object) -> float | None:
+def _timestamp(value: object) -> float | None:
     try:
-        return datetime.fromisoformat(str(said)).timestamp()
+        return datetime.fromisoformat(str(value)).timestamp()
     except ValueError:  # N/A
         return None

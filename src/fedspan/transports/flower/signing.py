@@ -169,30 +169,37 @@ def load_order_keys(path: Path) -> list[ec.EllipticCurvePublicKey]:
         FedspanError: If the file has no valid certificate of an order key.
     """
     expected = f"the {AUTHORITY} that fedspan server wrote"
-    found: list[ec.EllipticCurvePublicKey] = []
-    ended, now = False, datetime.now(UTC)
+    keys: list[ec.EllipticCurvePublicKey] = []
+    is_expired, now = False, datetime.now(UTC)
     try:
         certificates = x509.load_pem_x509_certificates(path.read_bytes())
-        for one in certificates:
-            (name,) = one.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-            key = one.public_key()
+        for certificate in certificates:
+            (name,) = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+            key = certificate.public_key()
             if name.value != ORDER_NAME or not isinstance(key, ec.EllipticCurvePublicKey):
                 continue
-            issuer = next((other for other in certificates if is_authority(other) and is_issued(one, other)), None)
+            issuer = next(
+                (
+                    candidate
+                    for candidate in certificates
+                    if is_authority(candidate) and is_issued(certificate, candidate)
+                ),
+                None,
+            )
             if issuer is None:
                 raise ValueError("no authority in the file certified the order key")
-            if all(each.not_valid_before_utc <= now <= each.not_valid_after_utc for each in (one, issuer)):
-                found.append(key)
+            if all(each.not_valid_before_utc <= now <= each.not_valid_after_utc for each in (certificate, issuer)):
+                keys.append(key)
             else:
-                ended = True
+                is_expired = True
     except (OSError, ValueError, TypeError) as error:
         raise FedspanError("authority", str(path), f"{expected} ({type(error).__name__})") from error
-    if not found and ended:
+    if not keys and is_expired:
         problem = "the certificates in it have expired. Ask the server's operator for a new one (fedspan renew)"
         raise FedspanError("authority", str(path), problem=problem)
-    if not found:
+    if not keys:
         raise FedspanError("authority", str(path), expected, problem="the file has no certificate of an order key")
-    return found
+    return keys
 
 
 def _signed(direction: bytes, node: int, nonce: bytes, reply_to: bytes, envelope: Envelope) -> bytes:

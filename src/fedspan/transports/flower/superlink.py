@@ -45,7 +45,7 @@ _STARTING = 60.0
 log = logging.getLogger("fedspan.server")
 
 
-def supervise(folder: Path, link: ServerLink, host: str, stop: Event, ready: Callable[[], None]) -> None:
+def supervise(folder: Path, link: ServerLink, host: str, stop: Event, on_ready: Callable[[], None]) -> None:
     """Run a SuperLink until ``stop`` is set, and restart it when it ends by itself.
 
     Args:
@@ -53,7 +53,7 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, ready: Cal
         link: Connection data of the SuperLink.
         host: Address to listen on.
         stop: Event that ends the function when set.
-        ready: Called once, when the SuperLink is reachable for the first time.
+        on_ready: Called once, when the SuperLink is reachable for the first time.
 
     Raises:
         FedspanError: If the SuperLink does not start, or another process listens on its port.
@@ -76,7 +76,7 @@ def supervise(folder: Path, link: ServerLink, host: str, stop: Event, ready: Cal
         try:
             _await(link, process, folder)
             if first:
-                ready()
+                on_ready()
                 first = False
             else:
                 log.warning("the SuperLink had ended, or its certificate was renewed; it runs again")
@@ -116,9 +116,9 @@ def _require_free(host: str, port: int) -> None:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     except socket.gaierror as error:
         raise FedspanError("--host", host, f"an address of this machine ({error.strerror})") from error
     except OSError as error:
@@ -129,8 +129,8 @@ def _require_free(host: str, port: int) -> None:
 
 def _await(link: ServerLink, process: subprocess.Popen[bytes], folder: Path) -> None:
     host, _, port = link.address.rpartition(":")
-    until = time.monotonic() + _STARTING
-    while time.monotonic() < until and process.poll() is None:
+    deadline = time.monotonic() + _STARTING
+    while time.monotonic() < deadline and process.poll() is None:
         try:
             with socket.create_connection((host, int(port)), 1) as plain:
                 if link.authority is not None:

@@ -41,7 +41,7 @@ from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
 
 __all__ = ["Link", "serve"]
 
-_SOON = 0.1
+_RETRY_SECONDS = 0.1
 """Initial polling interval after a message, as a fraction of the link's; it grows to the full interval."""
 _RECONNECT = 2.0, 30.0
 """Seconds before reconnecting after a lost connection: initial and maximum."""
@@ -69,12 +69,12 @@ class Link:
         address: Address as ``host:port``.
         authority: File with the certificate of the authority that signed the SuperLink's; None: an insecure connection.
         keys: Key pair of the node; None: an unauthenticated node.
-        most: Maximum size of a message, in bytes.
+        limit: Maximum size of a message, in bytes.
         poll: Maximum polling interval for messages, in seconds.
     """
 
-    def __init__(self, address: str, authority: Path | None, keys: Keys | None, most: int, poll: float = 1.0) -> None:
-        self.address, self.authority, self.keys, self.most, self.poll = address, authority, keys, most, poll
+    def __init__(self, address: str, authority: Path | None, keys: Keys | None, limit: int, poll: float = 1.0) -> None:
+        self.address, self.authority, self.keys, self.limit, self.poll = address, authority, keys, limit, poll
 
     def signer(self) -> Signer:
         """Return the signer of this node: with keys, only orders that the server signed are carried out.
@@ -99,7 +99,7 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
         FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
     """
     signer = link.signer()
-    pause, until = _RECONNECT[0], time.monotonic() + _REFUSED
+    pause, give_up_at = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
         try:
             authority = None if link.authority is None else link.authority.read_bytes()
@@ -109,73 +109,73 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
                 try:
                     _answer(connection, link, signer, answering, stop)
                 finally:
-                    until = time.monotonic() + _REFUSED
+                    give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
-            if time.monotonic() > until and error.response.status_code in (401, 403):
+            if time.monotonic() > give_up_at and error.response.status_code in (401, 403):
                 expected = "a SuperLink that knows this node's key (fedspan admit KEY.pub, on the server)"
                 raise FedspanError("server", link.address, expected) from error
-            why = "it does not know this node's key, or has not yet noticed that its last connection ended"
-            log.warning("%s lets us not in: %s; again in %g s", link.address, why, pause)
+            reason = "unknown node key, or the previous connection has not timed out yet"
+            log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
             stop.wait(pause)
         except (httpx.HTTPError, OSError) as error:
-            log.warning("no connection to %s (%s); again in %g s", link.address, _why(error), pause)
+            log.warning("no connection to %s (%s); next attempt in %g s", link.address, _describe(error), pause)
             stop.wait(pause)
             pause = min(2 * pause, _RECONNECT[1])
 
 
-def _why(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _answer(connection: NodeConnection, link: Link, signer: Signer, answering: Answering, stop: Event) -> None:
-    pause = _SOON * link.poll
+    pause = _RETRY_SECONDS * link.poll
     while not stop.is_set():
         try:
             received = connection.receive()
             if received is not None:
                 message, tree = received
-                _answer_one(connection, message, tree, link.most, signer, answering)
+                _answer_one(connection, message, tree, link.limit, signer, answering)
         except _OVER as error:
             log.warning(
-                "a message can't be fetched or answered any more, most likely as its run is over (%s)",
+                "a message can no longer be fetched or answered; its run has probably ended (%s)",
                 type(error).__name__,
             )
             received = None
         if received is not None:
-            pause = _SOON * link.poll
+            pause = _RETRY_SECONDS * link.poll
             continue
         stop.wait(pause)
         pause = min(1.5 * pause, link.poll)
 
 
 def _answer_one(
-    connection: NodeConnection, message: Message, tree: ObjectTree, most: int, signer: Signer, answering: Answering
+    connection: NodeConnection, message: Message, tree: ObjectTree, limit: int, signer: Signer, answering: Answering
 ) -> None:
     run = message.metadata.run_id
     set_identity(1, run, connection.node_id)
-    began = time.monotonic()
+    started = time.monotonic()
     try:
-        contents = fetch_objects(tree, partial(connection.pull_object, run), most)
+        contents = fetch_objects(tree, partial(connection.pull_object, run), limit)
     except TooLarge:
         contents = None
     connection.confirm(run, message.metadata.message_id)
-    reply = _reply(message, contents, most, connection.node_id, signer, answering)
+    reply = _reply(message, contents, limit, connection.node_id, signer, answering)
     try:
-        connection.send_reply(run, reply, time.monotonic() - began)
+        connection.send_reply(run, reply, time.monotonic() - started)
     except httpx.HTTPStatusError as error:  # `receive` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 
 
 def _reply(
-    message: Message, contents: dict[str, bytes] | None, most: int, node: int, signer: Signer, answering: Answering
+    message: Message, contents: dict[str, bytes] | None, limit: int, node: int, signer: Signer, answering: Answering
 ) -> Message:
     if contents is None:
         return Message(Error(_FAILED, "the message is larger than this node takes"), reply_to=message)
     try:
-        whole = assemble_message(message.metadata.message_id, contents, most)
-        sealed = from_records(whole.content)
+        complete = assemble_message(message.metadata.message_id, contents, limit)
+        sealed = from_records(complete.content)
         reply = signer.seal(answering(signer.open(sealed, node)), node, sealed.nonce)
-        return Message(to_records(reply, new_salt()), reply_to=whole)
+        return Message(to_records(reply, new_salt()), reply_to=complete)
     except Exception as error:  # on any error the node continues, and the server learns that there is no reply
         log.exception("a message could not be answered")
         return Message(Error(_FAILED, f"{type(error).__name__}; see the node's log"), reply_to=message)

@@ -39,7 +39,7 @@ __all__ = ["Grid", "GridTransport", "attach", "invite", "roll_call"]
 
 A = TypeVar("A", str, int)
 
-_AGAIN = 5.0
+_REINVITE_SECONDS = 5.0
 """Seconds after which a node that has not decided is invited again."""
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
@@ -79,19 +79,19 @@ class GridTransport(Transport):
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""
-        for id, back in self._replies(orders, seconds, patient):
-            if on_reply(id, back):
+        for id, reply in self._replies(orders, seconds, patient):
+            if on_reply(id, reply):
                 return
 
     def _replies(self, orders: Orders, seconds: float, patient: bool) -> Iterator[tuple[str, Envelope | str]]:
-        unsent, waiting = dict.fromkeys(orders), dict[str, _Sent[str]]()
-        began, pause = time.monotonic(), _POLL[0]
-        until, absent = began + seconds, began + (min(seconds, self.patience) if patient else 0.0)
+        unsent, pending = dict.fromkeys(orders), dict[str, _Sent[str]]()
+        started, pause = time.monotonic(), _POLL[0]
+        deadline, offline_until = started + seconds, started + (min(seconds, self.patience) if patient else 0.0)
         while True:
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
             salt = new_salt()
             for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
-                lifetime = max(until - time.monotonic(), 0) + 60
+                lifetime = max(deadline - time.monotonic(), 0) + 60
                 try:
                     sent = _send(self.grid, self.signer, orders[id], id, self.nodes[id], "train", lifetime, salt)
                 except ObjectPushError:  # its node deleted the message while it was sent
@@ -107,24 +107,24 @@ class GridTransport(Transport):
                     )  # somebody announced the body's name with other children: sent again under another
                     continue
                 if sent:
-                    waiting.update(sent)
+                    pending.update(sent)
                     del unsent[id]
-            if time.monotonic() >= absent:
-                lasting = f"was not online for {absent - began:g} s" if patient else "is not online"
+            if time.monotonic() >= offline_until:
+                reason = f"was not online for {offline_until - started:g} s" if patient else "is not online"
                 for id in sorted(unsent):
-                    yield id, f"its node {lasting}"
+                    yield id, f"its node {reason}"
                 unsent.clear()
-            came = False
-            for id, back in _receive(self.grid, self.signer, waiting):
-                came = True
-                yield id, back
-            if not waiting and not unsent:
+            received_any = False
+            for id, reply in _receive(self.grid, self.signer, pending):
+                received_any = True
+                yield id, reply
+            if not pending and not unsent:
                 return
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 break
-            pause = _POLL[0] if came else min(2 * pause, _POLL[1])
+            pause = _POLL[0] if received_any else min(2 * pause, _POLL[1])
             time.sleep(pause)
-        for id in sorted(sent.to for sent in waiting.values()):
+        for id in sorted(sent.to for sent in pending.values()):
             yield id, f"no reply within {seconds:g} s"
         for id in sorted(unsent):
             yield id, f"its node was not online for {seconds:g} s"
@@ -149,10 +149,10 @@ def _send(
     return {id: _Sent(to, node, sealed.nonce)} if id else {}
 
 
-def _receive(grid: Grid, signer: Signer, waiting: dict[str, _Sent[A]]) -> Iterator[tuple[A, Envelope | str]]:
-    """Yield the available replies with their senders, and remove their messages from ``waiting``."""
-    for reply in grid.pull_messages(sorted(waiting)) if waiting else ():
-        sent = waiting.pop(reply.metadata.reply_to_message_id, None)
+def _receive(grid: Grid, signer: Signer, pending: dict[str, _Sent[A]]) -> Iterator[tuple[A, Envelope | str]]:
+    """Yield the available replies with their senders, and remove their messages from ``pending``."""
+    for reply in grid.pull_messages(sorted(pending)) if pending else ():
+        sent = pending.pop(reply.metadata.reply_to_message_id, None)
         if sent is None:
             continue
         if reply.has_error():
@@ -178,25 +178,27 @@ def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
     Raises:
         FedspanError: If some nodes do not reply.
     """
-    until = time.monotonic() + seconds
-    while len(nodes := list(grid.get_node_ids())) < count and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while len(nodes := list(grid.get_node_ids())) < count and time.monotonic() < deadline:
         time.sleep(_POLL[1])
     messages = [Message(RecordDict(), dst_node_id=node, message_type="query", ttl=seconds) for node in nodes]
-    waiting = dict(zip(grid.push_messages(messages), nodes, strict=True))
-    found: dict[int, int] = {}
-    while waiting and time.monotonic() < until + seconds:
-        for reply in grid.pull_messages(sorted(waiting)):
-            node = waiting.pop(reply.metadata.reply_to_message_id)
+    pending = dict(zip(grid.push_messages(messages), nodes, strict=True))
+    nodes_by_partition: dict[int, int] = {}
+    while pending and time.monotonic() < deadline + seconds:
+        for reply in grid.pull_messages(sorted(pending)):
+            node = pending.pop(reply.metadata.reply_to_message_id)
             record = None if reply.has_error() else reply.content.get("fedspan.node")
             partition = record.get("partition") if isinstance(record, ConfigRecord) else None
             if isinstance(partition, int):
-                found[partition] = node
+                nodes_by_partition[partition] = node
         time.sleep(_POLL[0])
-    if sorted(found) != list(range(count)):
+    if sorted(nodes_by_partition) != list(range(count)):
         raise FedspanError(
-            "nodes", sorted(found), problem=f"only {len(found)} of {count} nodes answered. See Flower's log"
+            "nodes",
+            sorted(nodes_by_partition),
+            problem=f"only {len(nodes_by_partition)} of {count} nodes answered. See Flower's log",
         )
-    return found
+    return nodes_by_partition
 
 
 def invite(
@@ -218,25 +220,25 @@ def invite(
     Returns:
         Node ids with their replies, or with the reason for a missing reply in plain text.
     """
-    until = time.monotonic() + seconds
-    waiting: dict[str, _Sent[int]] = {}
-    invited: dict[int, float] = {}
-    again = set[int]() if undecided is None else undecided
+    deadline = time.monotonic() + seconds
+    pending: dict[str, _Sent[int]] = {}
+    invited_at: dict[int, float] = {}
+    to_reinvite = set[int]() if undecided is None else undecided
     signer = signer or UnsignedSigner()
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         salt, now = new_salt(), time.monotonic()
         for node in sorted(set(grid.get_node_ids())):
-            if node in invited and (node not in again or now - invited[node] < _AGAIN):
+            if node in invited_at and (node not in to_reinvite or now - invited_at[node] < _REINVITE_SECONDS):
                 continue
-            left = max(1.0, until - now)
-            invited[node] = now
-            again.discard(node)
+            remaining = max(1.0, deadline - now)
+            invited_at[node] = now
+            to_reinvite.discard(node)
             try:
-                waiting.update(_send(grid, signer, envelope, node, node, "query", left + 60, salt))
+                pending.update(_send(grid, signer, envelope, node, node, "query", remaining + 60, salt))
             except ObjectPushError:
                 salt = new_salt()
                 yield node, "it confirmed an invitation that it had not received"
-        yield from _receive(grid, signer, waiting)
+        yield from _receive(grid, signer, pending)
         time.sleep(_POLL[1] / 2)
 
 
@@ -262,56 +264,56 @@ class LimitedGrid(TaskGrid):
     that withholds an object delays its own reply only.
     """
 
-    most = 1 << 31
+    limit = 1 << 31
     """Maximum size of a reply, in bytes."""
     _partial: Mapping[str, _Partial] = MappingProxyType({})
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies that are complete; one that is too large or damaged is replaced by an error."""
-        wanted = set(message_ids)
-        partial = {id: one for id, one in self._partial.items() if id in wanted}
-        for one in self._partial.values():
-            if one.head.reply_to not in wanted:
-                self.confirm(one.head)
-        for head in self.list_replies(sorted(wanted - partial.keys())):
+        requested = set(message_ids)
+        partial = {id: reply for id, reply in self._partial.items() if id in requested}
+        for reply in self._partial.values():
+            if reply.head.reply_to not in requested:
+                self.confirm(reply.head)
+        for head in self.list_replies(sorted(requested - partial.keys())):
             partial.setdefault(head.reply_to, _Partial(head))
         messages: list[Message] = []
-        for reply_to, one in list(partial.items()):
-            message = self._continue(one)
+        for reply_to, reply in list(partial.items()):
+            message = self._continue(reply)
             if message is not None:
-                self.confirm(one.head)
+                self.confirm(reply.head)
                 messages.append(message)
                 del partial[reply_to]
         self._partial = partial
         return messages
 
-    def _continue(self, one: _Partial) -> Message | None:
+    def _continue(self, reply: _Partial) -> Message | None:
         """Fetch the objects of a reply that have arrived; return the reply when it is complete, or an error."""
         try:
-            if len(one.missing) + len(one.contents) > _RECORDS + self.most // PIECE_BYTES:
+            if len(reply.missing) + len(reply.contents) > _RECORDS + self.limit // PIECE_BYTES:
                 raise ValueError("the reply has too many objects")
-            while one.missing:
-                content = self.pull_object(one.missing[-1])
-                one.size += len(content)
-                if one.size > self.most:
-                    raise ValueError(f"the reply has {describe_limit(self.most)}")
-                one.contents[one.missing.pop()] = content
-            return assemble_message(one.head.id, one.contents, self.most)
+            while reply.missing:
+                content = self.pull_object(reply.missing[-1])
+                reply.size += len(content)
+                if reply.size > self.limit:
+                    raise ValueError(f"the reply has {describe_limit(self.limit)}")
+                reply.contents[reply.missing.pop()] = content
+            return assemble_message(reply.head.id, reply.contents, self.limit)
         except ObjectUnavailableError:
             return None
         except ObjectPullError as error:
-            return self.make_error(one.head.reply_to, pull_failure(error))
+            return self.make_error(reply.head.reply_to, pull_failure(error))
         except ValueError as error:
-            return self.make_error(one.head.reply_to, str(error))
+            return self.make_error(reply.head.reply_to, str(error))
 
 
 @contextmanager
-def attach(link: ServerLink, most: int) -> Generator[LimitedGrid]:
+def attach(link: ServerLink, limit: int) -> Generator[LimitedGrid]:
     """Make this process the server of a new run on a SuperLink for the duration of the context.
 
     Args:
         link: Connection data of the SuperLink.
-        most: Maximum size of a reply, in bytes.
+        limit: Maximum size of a reply, in bytes.
 
     Raises:
         FedspanError: If the SuperLink is unreachable, refuses, rejects the secret, or later no longer knows the run.
@@ -319,7 +321,7 @@ def attach(link: ServerLink, most: int) -> Generator[LimitedGrid]:
     run = int(call_flower(link, "run", "%", "@")["run-id"])
     authority = None if link.authority is None else link.authority.read_bytes()
     grid = LimitedGrid(link.address, authority, _take_over(link, authority, run))
-    grid.most = most
+    grid.limit = limit
     try:
         with grid.serve_task():
             yield grid
