@@ -128,7 +128,7 @@ def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
 
 
 def test_a_node_that_has_not_decided_is_invited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_AGAIN", 0.2)
+    monkeypatch.setattr(transport, "_REINVITE_SECONDS", 0.2)
     undecided: set[int] = set()
     found: list[int] = []
     for node, _ in transport.invite(Grid([1, 2], {}), Envelope("hello"), 60.0, undecided=undecided):

@@ -41,7 +41,7 @@ from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
 
 __all__ = ["Link", "serve"]
 
-_RETRY_SECONDS = 0.1
+_MIN_POLL = 0.1
 """Initial polling interval after a message, as a fraction of the link's; it grows to the full interval."""
 _RECONNECT = 2.0, 30.0
 """Seconds before reconnecting after a lost connection: initial and maximum."""
@@ -128,7 +128,7 @@ def _describe(error: Exception) -> str:
 
 
 def _answer(connection: NodeConnection, link: Link, signer: Signer, answering: Answering, stop: Event) -> None:
-    pause = _RETRY_SECONDS * link.poll
+    pause = _MIN_POLL * link.poll
     while not stop.is_set():
         try:
             received = connection.receive()
@@ -142,7 +142,7 @@ def _answer(connection: NodeConnection, link: Link, signer: Signer, answering: A
             )
             received = None
         if received is not None:
-            pause = _RETRY_SECONDS * link.poll
+            pause = _MIN_POLL * link.poll
             continue
         stop.wait(pause)
         pause = min(1.5 * pause, link.poll)
