@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import io
+import logging
 import multiprocessing
 import os
 import platform
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 from stage import Deployment
 
@@ -43,10 +45,36 @@ def answered(envelope: Envelope) -> Envelope:
     return Envelope(envelope.header, envelope.header.encode() + envelope.body)
 
 
-def answering(ready: str, authority: str, address: str, keys: list[str], most: int, poll: float) -> None:
+class Counter(logging.Handler):
+    """Counts the requests that this process sends, from httpx's own log.
+
+    Args:
+        count: Shared number of requests.
+    """
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.count = count
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count a request."""
+        with self.count.get_lock():
+            self.count.value += 1
+
+    def install(self) -> None:
+        """Count from now on."""
+        logger = logging.getLogger("httpx")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(self)
+
+
+def answering(ready: str, authority: str, address: str, keys: list[str], most: int, poll: float, count: Any) -> None:
     """A process: a link for each key, answering with what was sent."""
     from fedspan.transports.flower.keys import load_node_key
     from fedspan.transports.flower.supernode import Link, serve
+
+    Counter(count).install()
 
     def one(key: str) -> None:
         link = Link(address, Path(authority), load_node_key(Path(key)), most, poll)
@@ -82,6 +110,12 @@ def resident(pid: int) -> float:
     raise RuntimeError(f"no memory of process {pid}")
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a load gave.
@@ -92,6 +126,8 @@ class Measured:
         lost: Number of replies that did not arrive.
         seconds: Seconds of each round.
         memory: MiB after the tenth round and the last, of the SuperLink and of who submits.
+        requests: Requests to the SuperLink for each node and round, of the nodes and of who submits.
+        processor: Seconds of the SuperLink's processor time for each round.
     """
 
     nodes: int
@@ -99,6 +135,8 @@ class Measured:
     lost: int
     seconds: list[float]
     memory: dict[str, tuple[float, float]]
+    requests: tuple[float, float]
+    processor: float
 
 
 def exchanged(transport: Transport, envelopes: dict[str, Envelope], seconds: float) -> dict[str, Envelope | str]:
@@ -113,11 +151,9 @@ def exchanged(transport: Transport, envelopes: dict[str, Envelope], seconds: flo
     return back
 
 
-def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> Measured:
-    from fedspan.transports.flower.transport import GridTransport
-
-    transport = GridTransport(grid, nodes)  # type: ignore[arg-type]
+def loaded(transport: Transport, nodes: dict[str, int], rounds: int, superlink: int, counts: list[Any]) -> Measured:
     lost, seconds, memory = 0, [], {}
+    before, busy = [one.value for one in counts], processor_seconds(superlink)
     for number in range(1, rounds + 1):
         began = time.monotonic()
         body = os.urandom(BODY)  # the same for all, as a round's tensors are
@@ -130,15 +166,23 @@ def loaded(nodes: dict[str, int], grid: object, rounds: int, superlink: int) -> 
             for name, mib in zip(("SuperLink", "submitting process"), now, strict=True):
                 memory[name] = (*memory.get(name, ()), mib)
             print(f"round {number}: {seconds[-1]:.1f} s, {now[0]:.0f} and {now[1]:.0f} MiB", flush=True)
-    return Measured(len(nodes), rounds, lost, seconds, {name: (both[0], both[-1]) for name, both in memory.items()})
+    sent = [(one.value - earlier) / len(nodes) / rounds for one, earlier in zip(counts, before, strict=True)]
+    return Measured(
+        len(nodes),
+        rounds,
+        lost,
+        seconds,
+        {name: (both[0], both[-1]) for name, both in memory.items()},
+        (sum(sent[1:]), sent[0]),
+        (processor_seconds(superlink) - busy) / rounds,
+    )
 
 
-def large(nodes: dict[str, int], grid: object, megabytes: int, most: int) -> list[tuple[str, str, bool]]:
+def large(
+    transport: Transport, nodes: dict[str, int], grid: object, megabytes: int, most: int
+) -> list[tuple[str, str, bool]]:
     """One message, there and back; and what is said of larger ones than the limits."""
-    from fedspan.transports.flower.transport import GridTransport
-
     id = next(iter(nodes))
-    transport = GridTransport(grid, nodes)  # type: ignore[arg-type]
     found: list[tuple[str, str, bool]] = []
 
     def sent(size: int) -> tuple[object, float]:
@@ -164,7 +208,8 @@ def measure(
 ) -> tuple[Measured, list]:
     from fedspan.transports.flower.keys import make_node_key
     from fedspan.transports.flower.server import link_of
-    from fedspan.transports.flower.transport import attach
+    from fedspan.transports.flower.signing import ServerSigner
+    from fedspan.transports.flower.transport import GridTransport, attach
 
     most = 768 * MIB
     with Deployment(folder / "deployment") as made:
@@ -176,9 +221,12 @@ def measure(
         children: list[multiprocessing.Process] = []
         context = multiprocessing.get_context("spawn")
         marks = [folder / f"ready{number}" for number in range(processes)]
+        counts = [context.Value("q", 0) for _ in range(1 + processes)]
+        own_count = Counter(counts[0])
+        own_count.install()
         for number, mark in enumerate(marks):
             own = [str(key) for key in keys[number::processes]]
-            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, poll)
+            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, poll, counts[1 + number])
             child = context.Process(target=answering, args=given, daemon=True)
             child.start()
             children.append(child)  # type: ignore[arg-type]
@@ -192,9 +240,12 @@ def measure(
                 print(f"{count} nodes online after {time.monotonic() - began:.0f} s", flush=True)
                 server = made.processes["server"].pid
                 superlink = int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[-1])
-                result = loaded(nodes, grid, rounds, superlink)
-                return result, large(nodes, grid, megabytes, most) if megabytes else []
+                known = {id: public.read_bytes() for id, public in zip(ids, publics, strict=True)}
+                transport = GridTransport(grid, nodes, signer=ServerSigner(link.folder, lambda: known))
+                result = loaded(transport, nodes, rounds, superlink, counts)
+                return result, large(transport, nodes, grid, megabytes, most) if megabytes else []
         finally:
+            logging.getLogger("httpx").removeHandler(own_count)
             for child in children:
                 child.kill()
 
@@ -216,6 +267,8 @@ Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
 {memory}
 | seconds a round, median | {median:.1f} | | |
 | seconds a round, largest | {largest:.1f} | | |
+| processor time of the SuperLink a round, s | {processor:.1f} | | |
+| requests per node and round: of the nodes, of who submits | {node_requests:.1f}, {own_requests:.1f} | | |
 {many}
 Large messages, one node:
 
@@ -262,6 +315,9 @@ def page(
         memory="\n".join(rows),
         median=statistics.median(result.seconds),
         largest=max(result.seconds),
+        processor=result.processor,
+        node_requests=result.requests[0],
+        own_requests=result.requests[1],
         large="\n".join(f"| {what} | {said} | {_verdict(ok)} |" for what, said, ok in messages),
     )
     return text, good and all(ok for *_, ok in messages)
