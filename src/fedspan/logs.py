@@ -223,13 +223,14 @@ class AuditLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, event: str, **facts: object) -> None:
-        """Append an entry, and wait until it is on the disk.
+    def write(self, event: str, **facts: object) -> str:
+        """Append an entry, wait until it is on the disk, and return its time (UTC, ISO 8601).
 
         Raises:
             FedspanError: If the log cannot be written, or its end was changed. What cannot be logged must not happen.
         """
-        row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"time": time, "event": event, **facts}
         with disk_errors(self.path.parent, "free some space", field="audit log"):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with FileLock(self.path.with_name(f"{self.path.name}.lock"), mode=0o600):
@@ -243,6 +244,7 @@ class AuditLog:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+        return time
 
     def _end(self, descriptor: int) -> Position:
         """Return the end of the last complete line, from the file's last bytes; the rest is not read."""

@@ -14,11 +14,13 @@ from fedspan.deployment import deploy
 from fedspan.deployment.handshake import Introduction, server_config
 from fedspan.errors import FedspanError
 from fedspan.runs.callbacks import Listener
+from fedspan.runs.remote import prepare_server, server_clients
 from helpers.node_service import CLIENT, invitation, values
 
 transport = pytest.importorskip(
     "fedspan.transports.flower.transport", reason="the extra fedspan[flower] is not installed"
 )
+admissions = pytest.importorskip("fedspan.transports.flower.admissions")
 servers = pytest.importorskip("fedspan.transports.flower.server")
 
 WAITING = "`limits.approve`: the node's operator has to approve job 3f9c first"
@@ -33,20 +35,27 @@ class Notes(Listener):
 
 
 def met(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replies: list[dict[str, Any]]
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replies: list[dict[str, Any]],
+    secure: dict[str, Any] | None = None,
 ) -> tuple[Any, list[str]]:
     """What the nodes of a run are after some replies of node 7, which is invited again while it has not decided."""
 
     def invite(grid: Any, envelope: Any, seconds: float, signer: Any, undecided: set[int]) -> Iterator[tuple[int, Any]]:
         for reply in replies:
-            yield 7, Introduction(**{"id": CLIENT, "version": __version__, **reply}).envelope()
+            fields: dict[str, Any] = {"id": CLIENT, "version": __version__, **reply}
+            yield 7, Introduction(**fields).envelope()
             if 7 not in undecided:
                 return
             undecided.discard(7)
 
     monkeypatch.setattr(transport, "invite", invite)
     monkeypatch.setattr(deploy, "base_digest", lambda model: "b")
-    prepared: Any = SimpleNamespace(config=server_config(values(tiny_folder)), model=None)
+    given = values(tiny_folder)
+    given["federation"]["secure"] = secure
+    prepared: Any = SimpleNamespace(config=server_config(given), model=None)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
     return deploy._met(None, prepared, invitation({}), 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
@@ -65,3 +74,25 @@ def test_a_refusal_is_final_and_named(tiny_folder: Path, tmp_path: Path, monkeyp
     refused = "`limits.approve`: the node's operator refused job 3f9c: no consent"
     with pytest.raises(FedspanError, match="refused job 3f9c: no consent"):
         met(tiny_folder, tmp_path, monkeypatch, [{"refused": WAITING, "waiting": True}, {"refused": refused}])
+
+
+def test_a_node_that_declares_more_than_it_was_admitted_with_enters_no_secure_sum(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under masks it weighs its reply itself; in plaintext the server lowers the weight."""
+    admitted = admissions.Admission(CLIENT, "ecdsa-sha2-nistp384 key", max_examples=5)
+    monkeypatch.setattr(admissions, "admissions", lambda link: {7: admitted})
+    replies = [{"examples": 2**53 - 1, "base": "b"}]
+    with pytest.raises(FedspanError, match=r"declares \d+ examples and was admitted with at most 5 \(--max-examples\)"):
+        met(tiny_folder, tmp_path, monkeypatch, replies, secure={})
+    assert met(tiny_folder, tmp_path, monkeypatch, replies)[0] == ({CLIENT: 7}, {CLIENT: 2**53 - 1})
+    assert met(tiny_folder, tmp_path, monkeypatch, [{"examples": 5, "base": "b"}], secure={})[0][1] == {CLIENT: 5}
+
+
+def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:
+    config = server_config(values(tiny_folder))
+    spec = prepare_server(config).engine.adapted.spec
+    clients = server_clients(config, spec, {"clinic": 2**53 - 1, "practice": 80}, {"clinic": 100})
+    assert {id: one.max_weight for id, one in clients.items()} == {"clinic": 100, "practice": None}
+    # the order has the number that the node declared, since the node compares it with its own
+    assert clients["clinic"].client.examples == clients["clinic"].client.weight == 2**53 - 1

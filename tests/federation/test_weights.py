@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedspan.federation.weights import weight_limit
+from fedspan.federation.weights import limit_weights, weight_limit
 from fedspan.runs.setup import prepare
 from helpers import tiny
 
@@ -37,3 +38,30 @@ def test_a_client_that_declares_2_to_the_53_examples_weighs_as_much_as_the_limit
     assert remark is not None
     assert remark.startswith("west declared so many examples")
     assert (unchanged, silent) == ({}, None)
+
+
+def test_a_client_that_declares_more_than_it_was_admitted_with_weighs_as_much_as_that(tiny_folder: Path) -> None:
+    def state(weight: float, most: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float], str | None]:
+        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "max_weight_ratio": None})
+        federation = prepare(config).federation
+        tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
+        west = replace(federation.clients["west"], max_weight=most)
+        tiny.use_clients(federation, {**federation.clients, "west": west})
+        result = federation.run_round(federation.begin())
+        return dict(result.progress.state.tensors), dict(result.lowered), federation.remark()
+
+    limited, lowered, remark = state(2.0**53 - 1, 2.0)
+    expected, unchanged, silent = state(2.0, 2.0)
+    assert all(torch.equal(value, expected[name]) for name, value in limited.items())
+    assert lowered == {"west": 2.0 / (2.0**53 - 1)}
+    assert remark is not None
+    assert remark.endswith("the weight is lowered. Limits: 2 for west (as it was admitted)")
+    assert (unchanged, silent) == ({}, None)
+
+
+def test_a_limit_of_its_own_comes_before_the_common_one(tiny_folder: Path) -> None:
+    federation = prepare(tiny.config(tiny_folder)).federation
+    tiny.reweight(federation, {"east": 9.0, "north": 1.0, "south": 1.0, "west": 9.0})
+    clients = {**federation.clients, "east": replace(federation.clients["east"], max_weight=1.0)}
+    # the median of 1, 1, 1 and 9 is 1; with what east declares it would be 5
+    assert limit_weights(clients, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}

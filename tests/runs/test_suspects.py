@@ -21,4 +21,6 @@ def test_a_client_that_was_limited_twice_is_not_named() -> None:
 
 def test_a_client_whose_weight_was_lowered_is_named_at_once() -> None:
     (warning,) = find_limited([{"cohort": ["a", "b"], "lowered_weights": {"b": 0.1}}, {"cohort": ["a"]}])
-    assert warning.startswith("The weight of b was lowered in 1 of its 1 rounds (federation.max_weight_ratio)")
+    assert warning.startswith(
+        "The weight of b was lowered in 1 of its 1 rounds: it declares more examples than it was admitted with"
+    )

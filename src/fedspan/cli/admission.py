@@ -19,6 +19,7 @@ __all__ = ["admit", "renew", "revoke", "warn_of_ends"]
     "admit",
     "fedspan admit clinic-a.key.pub --as clinic-a",
     "fedspan admit clinic-a.new.pub --as clinic-a --replace",
+    "fedspan admit clinic-b.key.pub --as clinic-b --max-examples 5000",
     panel=MACHINES,
 )
 def admit(
@@ -30,6 +31,17 @@ def admit(
     replace: Annotated[
         bool, typer.Option("--replace", help="Revoke the keys that have this name: the node changes its key.")
     ] = False,
+    max_examples: Annotated[
+        int | None,
+        typer.Option(
+            "--max-examples",
+            metavar="N",
+            min=0,
+            max=2**53 - 1,
+            help="Training examples up to which the number that the node declares counts as its weight; 0: any. Left "
+            "out: as admitted before.",
+        ),
+    ] = None,
     folder: ServerFolder = SERVER,
 ) -> None:
     """Let a data owner's node take part (Flower's own command: flwr supernode register)."""
@@ -39,8 +51,9 @@ def admit(
     from fedspan.transports.flower.admissions import admit_node
     from fedspan.transports.flower.server import link_of
 
-    admit_node(link_of(folder), key, name, days=days, replace=replace)
-    typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else ""))
+    made = admit_node(link_of(folder), key, name, days=days, replace=replace, max_examples=max_examples)
+    most = "" if made.max_examples is None else f", with the weight of at most {made.max_examples} examples"
+    typer.echo(f"admitted {key}" + (f", which must call itself {name}" if name else "") + most)
 
 
 @command("revoke", 'fedspan revoke clinic-a --why "the machine was stolen"', panel=MACHINES)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["status"]
 
-_COLOURS = {"online": "green", "offline": "yellow"}
+_COLOURS = {"online": "green", "offline": "yellow", "revoked": "red"}
 
 
 @command("status", "fedspan status", "fedspan status --run runs/first", panel=MACHINES)
@@ -44,12 +44,16 @@ def status(
     from fedspan.cli.formatting import console
     from fedspan.deployment.status import load_named_run, read_status
     from fedspan.errors import FedspanError
-    from fedspan.transports.flower.admissions import admissions
+    from fedspan.transports.flower.admissions import admissions, revocations
     from fedspan.transports.flower.server import link_of, nodes_of
 
     named, link = load_named_run(folder), link_of(folder)
     place = run or (None if named is None else named.folder)
-    nodes = nodes_of(link, {id: one.name for id, one in admissions(link).items()})
+    admitted = admissions(link)
+    replaced = {one.name for one in admitted.values()}
+    names = {id: one.name for id, one in revocations(link).items() if one.name not in replaced}
+    nodes = nodes_of(link, names | {id: one.name for id, one in admitted.items()})
+    most = {str(id): one.max_examples for id, one in admitted.items() if one.max_examples is not None}
     known = {node: client for client, node in ({} if named is None else named.nodes).items()}
     found: RunStatus | None = None
     try:
@@ -58,18 +62,23 @@ def status(
         if run is not None:  # the server's own run may have been deleted
             raise
     if as_json:
-        rows = [{**dataclasses.asdict(node), "client": known.get(node.id)} for node in nodes]
+        rows = [
+            {**dataclasses.asdict(node), "client": known.get(node.id), "max_examples": most.get(node.id)}
+            for node in nodes
+        ]
         about = None if found is None else {"folder": str(place), **dataclasses.asdict(found)}
         typer.echo(json.dumps({"nodes": rows, "run": about}, indent=2))
         return
     out = console()
-    _show_nodes(out, nodes, known, found)
+    _show_nodes(out, nodes, known, most, found)
     warn_of_ends(link)
     if found is not None and place is not None:
         _show_run(out, place, found)
 
 
-def _show_nodes(out: Console, nodes: list[Node], known: dict[str, str], found: RunStatus | None) -> None:
+def _show_nodes(
+    out: Console, nodes: list[Node], known: dict[str, str], most: dict[str, int], found: RunStatus | None
+) -> None:
     from rich.text import Text
 
     from fedspan.cli.formatting import plain_table
@@ -79,7 +88,8 @@ def _show_nodes(out: Console, nodes: list[Node], known: dict[str, str], found: R
         return
     failures = {} if found is None else found.failures
     table = plain_table()
-    for title in ("node", "client", "status", "last seen", *(("failures",) if failures else ())):
+    limit, failed_columns = (("max examples",) if most else ()), (("failures",) if failures else ())
+    for title in ("node", "client", "status", "last seen", *limit, *failed_columns):
         table.add_column(title, no_wrap=True)
     if failures:
         table.add_column("the last one")
@@ -91,6 +101,7 @@ def _show_nodes(out: Console, nodes: list[Node], known: dict[str, str], found: R
             client,
             Text(node.status, _COLOURS.get(node.status, "dim")),
             _seen(node),
+            *((str(most.get(node.id, "")),) if most else ()),
             *((str(failed["count"]), f"round {failed['round']}: {failed['reason']}") if failed else ()),
         )
     out.print(table)

@@ -30,6 +30,7 @@ from fedspan.runs.setup import Prepared
 from fedspan.transports.flower import require
 
 if TYPE_CHECKING:
+    from fedspan.transports.flower.admissions import Admission
     from fedspan.transports.flower.server import ServerLink
     from fedspan.transports.flower.signing import Signer
     from fedspan.transports.flower.transport import Grid
@@ -99,7 +100,7 @@ def submit(
         FedspanError: If an error occurs that the user can correct.
     """
     require()
-    from fedspan.transports.flower.admissions import admissions, audit_log
+    from fedspan.transports.flower.admissions import admissions, audit_log, revocations
     from fedspan.transports.flower.signing import ServerSigner
     from fedspan.transports.flower.transport import attach
 
@@ -130,9 +131,16 @@ def submit(
 
             with disk_errors(link.folder):
                 store_named_run(link.folder, place.path, nodes)
-            members = server_clients(prepared.config, prepared.engine.adapted.spec, examples)
+            admitted = admissions(link)
+            most = {id: admitted[node].max_examples for id, node in nodes.items() if node in admitted}
+            members = server_clients(
+                *(prepared.config, prepared.engine.adapted.spec, examples),
+                {id: count for id, count in most.items() if count is not None},
+            )
             rules = prepared.config.federation.reply_rules()
-            carrier = GridTransport(grid, nodes, prepared.config.federation.patience, signer)
+            carrier = GridTransport(
+                *(grid, nodes, prepared.config.federation.patience, signer), lambda: revocations(link)
+            )
             transport = AuditedTransport(carrier, audit, run, nodes)
             return played(connect(prepared, transport, rules, clients=members, run=run, agreed=invitation.digest))
 
@@ -189,7 +197,7 @@ def _met(
     undecided: set[int] = set()
     for node, back in invite(grid, invitation.envelope(), wait, signer, undecided):
         admitted = admissions(link).get(node)  # a node may be admitted while others are waited for
-        told, why = _introduced(back, base, nodes, (admitted and admitted.name) or None)
+        told, why = _introduced(back, base, nodes, admitted, masked=config.federation.secure is not None)
         if told is not None and why is None:
             nodes[told.id], examples[told.id] = node, told.examples
             refused.pop(told.id, None)
@@ -208,9 +216,17 @@ def _met(
 
 
 def _introduced(
-    back: Envelope | str, base: str, known: Mapping[str, int], name: str | None
+    back: Envelope | str, base: str, known: Mapping[str, int], admitted: Admission | None, *, masked: bool
 ) -> tuple[Introduction | None, str | None]:
-    """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate."""
+    """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate.
+
+    Args:
+        back: The reply, or the reason for a missing one.
+        base: Digest of the frozen model and its tokenizer.
+        known: The nodes that participate, by client id.
+        admitted: What the operator decided about the node; None without keys.
+        masked: Whether the node weighs its replies itself, under masks, so that the server cannot lower the weight.
+    """
     if isinstance(back, str):
         return None, back
     try:
@@ -223,6 +239,9 @@ def _introduced(
         return told, f"it runs fedspan {told.version}; this is {__version__}"
     if told.base != base:
         return told, f"its base model or tokenizer is another (SHA-256 {told.base[:12]}, here {base[:12]})"
-    if name is not None and told.id != name:  # otherwise one data owner's node could replace another
-        return told, f"this node was admitted as {name}"
+    if admitted is not None and admitted.name and told.id != admitted.name:  # else one owner's node replaces another's
+        return told, f"this node was admitted as {admitted.name}"
+    most = None if admitted is None else admitted.max_examples
+    if masked and most is not None and told.examples > most:
+        return told, f"it declares {told.examples} examples and was admitted with at most {most} (--max-examples)"
     return told, "another node has this id" if told.id in known else None

@@ -295,11 +295,13 @@ class RemoteEvaluator(Evaluator):
     def _weights(self, part: ScoredPart, stated: Mapping[str, float]) -> dict[str, float]:
         """Return the clients' weights: their known numbers of examples, or stated ones up to what is plausible.
 
-        A stated number counts up to the client's training examples, and up to ``max_weight_ratio`` times the median.
+        A stated number counts up to the client's training examples, as far as they count, and up to
+        ``max_weight_ratio`` times the median.
         """
         members = {id: self.federation.clients[id] for id in stated}
         known = {id: len(getattr(member, part)) for id, member in members.items()}
-        counts = {id: known[id] or min(stated[id], max(1, members[id].client.examples)) for id in stated}
+        train = {id: min(one.client.examples, one.max_weight or math.inf) for id, one in members.items()}
+        counts = {id: known[id] or min(stated[id], max(1, train[id])) for id in stated}
         limit = weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
         return {
             id: float(count) if known[id] or limit is None else min(float(count), limit) for id, count in counts.items()

@@ -182,7 +182,8 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         finally:
             for event in (*round.tally.transfers, *round.tally.failures):
                 federation.note(replace(event, purpose="statistics"))
-    examples = sum(clients[id].client.examples for id in round.aggregation.answers)
+    aggregation = round.aggregation  # examples count as far as the weights do
+    examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.answers)
     statistics = HeadStatistics.of(reduced.mean).rescaled(head.bound)
     if not float(statistics.shares.sum()) > 0:
         raise TooFewReplies("model.head_init", head.kind, "random", problem="no client sent statistics of any class")

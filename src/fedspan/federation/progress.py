@@ -96,12 +96,14 @@ class ClientData:
         train: Indices of its training examples, int64.
         validation: Indices of its validation examples, int64.
         test: Indices of its test examples, int64.
+        max_weight: Largest weight of the client in means of replies and metrics, whatever it declares; None: any.
     """
 
     client: Client
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
+    max_weight: float | None = None
 
 
 @dataclass(frozen=True)

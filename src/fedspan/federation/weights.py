@@ -1,11 +1,13 @@
-"""The limit on the weights of clients, which declare their numbers of examples themselves."""
+"""Limits on the weights of clients, which declare their numbers of examples themselves."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-__all__ = ["weight_limit"]
+from fedspan.federation.progress import ClientData
+
+__all__ = ["limit_weights", "weight_limit"]
 
 
 def weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:
@@ -17,3 +19,18 @@ def weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:
     """
     middle = statistics.median(weights) if weights else 0.0
     return ratio * middle if ratio is not None and middle > 0 else None
+
+
+def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dict[str, float]:
+    """Return the clients' weights, none above the client's own limit or the common one.
+
+    Args:
+        clients: All clients that are combined.
+        ratio: Maximum weight, as a multiple of the median; None: no common limit.
+    """
+    weights = {
+        id: one.client.weight if one.max_weight is None else min(one.client.weight, one.max_weight)
+        for id, one in clients.items()
+    }
+    limit = weight_limit(list(weights.values()), ratio)
+    return weights if limit is None else {id: min(weight, limit) for id, weight in weights.items()}

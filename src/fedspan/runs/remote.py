@@ -107,13 +107,16 @@ def method_for(config: RunConfig, spec: Spec) -> RegisteredMethod:
     return config.build_method(replace(spec, clients=config.partition.clients))
 
 
-def server_clients(config: RunConfig, spec: Spec, examples: Mapping[str, int]) -> dict[str, ClientData]:
+def server_clients(
+    config: RunConfig, spec: Spec, examples: Mapping[str, int], max_examples: Mapping[str, int] | None = None
+) -> dict[str, ClientData]:
     """Build the client data of a server: ranks, scalings and weights, without data indices.
 
     Args:
         config: Config of the run.
         spec: Spec of the run's model.
-        examples: Number of training examples, by client id.
+        examples: Number of training examples that each client declared, by client id.
+        max_examples: Number of examples up to which a declared one counts, by client id; others count in full.
     """
     method, nobody = method_for(config, spec), np.zeros(0, np.int64)
     ids = sorted(examples)
@@ -122,7 +125,7 @@ def server_clients(config: RunConfig, spec: Spec, examples: Mapping[str, int]) -
     for id in ids:
         weight = 1.0 if config.federation.weights == "uniform" else float(examples[id])
         client = Client(id, ranks[id], client_scaling(config, method, ranks[id]), examples[id], weight)
-        members[id] = ClientData(client, nobody, nobody, nobody)
+        members[id] = ClientData(client, nobody, nobody, nobody, (max_examples or {}).get(id))
     return members
 
 

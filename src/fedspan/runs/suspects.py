@@ -35,8 +35,8 @@ def find_limited(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         if count >= _ROUNDS and count > _OFTEN * selected[id]
     )
     weights = tuple(
-        f"The weight of {id} was lowered in {count} of its {selected[id]} rounds (federation.max_weight_ratio): it "
-        "declares many more examples than the median client."
+        f"The weight of {id} was lowered in {count} of its {selected[id]} rounds: it declares more examples than it "
+        "was admitted with, or many more than the median client (federation.max_weight_ratio)."
         for id, count in sorted(lowered.items())
     )
     return changes + weights

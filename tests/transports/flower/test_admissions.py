@@ -41,7 +41,8 @@ class Flower:
                 if str(id) == arguments[2]:
                     self.nodes[key] = (id, False)
             return {}
-        return {"nodes": [{"node-id": str(id), "status": "online"} for id, active in self.nodes.values() if active]}
+        status = {True: "online", False: "unregistered"}
+        return {"nodes": [{"node-id": str(id), "status": status[active]} for id, active in self.nodes.values()]}
 
     def look_up(self, database: Path, key: bytes) -> tuple[int | None, bool]:
         return self.nodes.get(key.decode().strip(), (None, False))
@@ -160,6 +161,35 @@ def test_admissions_end(link: Any, flower: Flower, key: Callable[[str], Path]) -
     assert "the admission ended on" in str(admissions.audit_log(link).read()[-1]["why"])
 
 
+def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(
+    link: Any, flower: Flower, key: Callable[[str], Path]
+) -> None:
+    def most() -> int | None:
+        (one,) = (one for one in admissions.admissions(link).values() if one.name == "clinic-a")
+        return one.max_examples
+
+    admissions.admit_node(link, key("a"), "clinic-a", max_examples=500)
+    assert most() == 500
+    admissions.admit_node(link, key("b"), "clinic-a", replace=True)
+    assert most() == 500
+    (link.folder / "nodes.json").unlink()
+    assert most() == 500
+    assert {id: one.name for id, one in admissions.revocations(link).items()} == {1: "clinic-a"}
+    runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
+    assert "max examples" in runner.invoke(app, ["status", *server]).output
+    assert json.loads(runner.invoke(app, ["status", "--json", *server]).stdout)["nodes"][0]["max_examples"] == 500
+    done = runner.invoke(app, ["admit", str(key("b")), "--as", "clinic-a", "--max-examples", "20", *server])
+    assert "with the weight of at most 20 examples" in done.output
+    assert most() == 20
+    admissions.admit_node(link, key("b"), "clinic-a", max_examples=0)
+    assert most() is None
+    content = json.loads((link.folder / "nodes.json").read_text())
+    content["2"]["max_examples"] = -1
+    (link.folder / "nodes.json").write_text(json.dumps(content))
+    with pytest.raises(FedspanError, match=r"nodes\.json is damaged"):
+        admissions.admissions(link)
+
+
 def test_the_commands_warn_of_ends_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
     done = runner.invoke(app, ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])
@@ -168,6 +198,10 @@ def test_the_commands_warn_of_ends_and_say_what_they_did(link: Any, key: Callabl
     assert "the admission of clinic-a ends in 2 days" in shown.stderr
     gone = runner.invoke(app, ["revoke", "clinic-a", "--why", "over", *server])
     assert gone.output == "revoked the key of clinic-a (node 1)\n"
+    shown = runner.invoke(app, ["status", *server])
+    assert "revoked" in next(line for line in shown.stdout.splitlines() if "clinic-a" in line), shown.output
     audited = runner.invoke(app, ["audit", str(link.folder)])
     assert "revoked  node=1 name=clinic-a" in audited.output
     assert runner.invoke(app, ["revoke", "clinic-a", *server]).exit_code == 2
+    runner.invoke(app, ["admit", str(key("new")), "--as", "clinic-a", *server])
+    assert "revoked" not in runner.invoke(app, ["status", *server]).stdout  # the name has another key

@@ -104,6 +104,23 @@ def test_who_comes_back_in_time_is_asked() -> None:
     assert all(isinstance(one, Envelope) for one in back.values())
 
 
+def test_nobody_waits_for_a_node_whose_key_was_revoked() -> None:
+    gone: list[int] = []
+    grid = Grid([1, 2], {2: 10**6})  # 3 is offline, 2 has its order and does not answer
+    found = transport.GridTransport(grid, NODES, patience=60.0, revoked=lambda: gone)
+    back: dict[str, Any] = {}
+
+    def replied(id: str, envelope: Envelope | str) -> bool:
+        back[id] = envelope
+        gone[:] = [2, 3]
+        return False
+
+    began = time.monotonic()
+    found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, patient=True)
+    assert back == {"a": ENVELOPES["a"], "b": "its node's key was revoked", "c": "its node's key was revoked"}
+    assert time.monotonic() - began < 10
+
+
 def test_who_hangs_is_given_up_at_the_deadline() -> None:
     found = transport.GridTransport(Grid([1, 2, 3], {3: 10**6}), NODES)
     assert exchanged(found, ENVELOPES, 0.5)["c"] == "no reply within 0.5 s"

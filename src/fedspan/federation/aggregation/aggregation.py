@@ -27,7 +27,7 @@ from fedspan.federation.validation import (
     untrained_reply,
     validate_reply,
 )
-from fedspan.federation.weights import weight_limit
+from fedspan.federation.weights import limit_weights
 from fedspan.training.jobs import TrainingSettings
 
 __all__ = ["Aggregation", "AggregationFactory", "PlaintextAggregation", "RoundContext", "Tally"]
@@ -177,12 +177,12 @@ class PlaintextAggregation:
         self._expected: dict[str, Message] = {}
         rules, settings = context.rules, context.settings
         self._folds = not rules.validate and not rules.over_select and not settings.clips
-        clients = [replace(context.clients[id].client, held=None) for id in context.ids]
-        limit = weight_limit([client.weight for client in clients], settings.max_weight_ratio)
+        members = {id: context.clients[id] for id in context.ids}
+        weights = limit_weights(members, settings.max_weight_ratio)
         self.lowered: Mapping[str, float] = {
-            client.id: limit / client.weight for client in clients if limit is not None and client.weight > limit
+            id: weights[id] / one.client.weight for id, one in members.items() if weights[id] < one.client.weight
         }
-        clients = [client if limit is None else replace(client, weight=min(client.weight, limit)) for client in clients]
+        clients = [replace(one.client, held=None, weight=weights[id]) for id, one in members.items()]
         self._reducer: Reducer = reducer_for(settings, clients, len(context.clients), context.state.round, self._origin)
 
     def missing(self) -> tuple[str, ...]:
@@ -310,11 +310,13 @@ class PlaintextAggregation:
         """``Aggregation.remark``: the clients whose weights are lowered."""
         if not self.lowered:
             return None
-        ratio = self.context.settings.max_weight_ratio
-        return (
-            f"{', '.join(sorted(self.lowered))} declared so many examples that the weight is lowered to {ratio:g} "
-            "times the cohort's median (federation.max_weight_ratio)"
-        )
+        clients, ratio = self.context.clients, self.context.settings.max_weight_ratio
+        own = {id: most for id in sorted(self.lowered) if (most := clients[id].max_weight) is not None}
+        limits = [f"{most:g} for {id} (as it was admitted)" for id, most in own.items()]
+        if ratio is not None:
+            limits.append(f"{ratio:g} times the cohort's median (federation.max_weight_ratio)")
+        who = ", ".join(sorted(self.lowered))
+        return f"{who} declared so many examples that the weight is lowered. Limits: {', '.join(limits)}"
 
     def _origin(self) -> Tensors:
         context = self.context

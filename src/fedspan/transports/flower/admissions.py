@@ -1,18 +1,19 @@
-"""The admitted nodes of a server: who was let in, by whom it can be undone, and until when it holds.
+"""The admitted nodes of a server: who was let in, until when it holds, and with how many examples at most.
 
-``nodes.json`` names the admitted nodes. Commands change it under a lock, every change is an entry of the server's audit
-log first, and from that log a lost file is rebuilt. Flower's own database decides at the door; a revoked key is never
-admitted again there, so a node that comes back needs a new one.
+``nodes.json`` names the admitted and the revoked nodes. Commands change it under a lock, every change is an entry of
+the server's audit log first, and from that log a lost file is rebuilt. Flower's own database decides at the door; a
+revoked key is never admitted again there, so a node that comes back needs a new one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from fedspan.logs import AuditLog
 from fedspan.transports.flower.adapter import read_node_id
 from fedspan.transports.flower.server import DATABASE, ServerLink, call_flower
 
-__all__ = ["DAYS", "Admission", "admissions", "admit_node", "audit_log", "end_admissions", "revoke_node"]
+__all__ = ["DAYS", "Admission", "admissions", "admit_node", "audit_log", "end_admissions", "revocations", "revoke_node"]
 
 DAYS = 730
 """Days for which a key is admitted, unless the operator says otherwise."""
@@ -41,11 +42,15 @@ class Admission:
         name: Id that the node must use; empty: any.
         key: The node's public key in OpenSSH's format.
         until: Day on which the admission ends, as YYYY-MM-DD; empty: never.
+        max_examples: Number of training examples up to which the number that the node declares counts; None: any.
+        revoked: When the key was revoked, in ISO 8601; empty: it was not.
     """
 
     name: str
     key: str
     until: str = ""
+    max_examples: int | None = None
+    revoked: str = ""
 
     @property
     def days_left(self) -> float:
@@ -79,7 +84,15 @@ def _locked(link: ServerLink) -> Generator[None]:
         yield
 
 
-def admit_node(link: ServerLink, key: Path, name: str, *, days: int = DAYS, replace: bool = False) -> None:
+def admit_node(
+    link: ServerLink,
+    key: Path,
+    name: str,
+    *,
+    days: int = DAYS,
+    replace: bool = False,
+    max_examples: int | None = None,
+) -> Admission:
     """Admit the node that has a public key.
 
     Args:
@@ -88,6 +101,11 @@ def admit_node(link: ServerLink, key: Path, name: str, *, days: int = DAYS, repl
         name: Id that the node must use; empty: any.
         days: Days after which the admission ends; 0: never.
         replace: Whether the keys that were admitted under this name before are revoked.
+        max_examples: Number of training examples up to which the number that the node declares counts; 0: any; None:
+            as this name or key was admitted before, otherwise any.
+
+    Returns:
+        The admission.
 
     Raises:
         FedspanError: If the name has another key already, the key was revoked, or the SuperLink refuses or is
@@ -98,23 +116,28 @@ def admit_node(link: ServerLink, key: Path, name: str, *, days: int = DAYS, repl
     text = key.read_text(encoding="utf-8").strip()
     until = (datetime.now(UTC) + timedelta(days=days)).date().isoformat() if days else ""
     with _locked(link):
-        admitted = admissions(link)
-        key_fingerprint = fingerprint(text)
-        replaced = [
-            id
+        nodes = _nodes(link)
+        admitted, key_fingerprint = _admitted(nodes), fingerprint(text)
+        same = {
+            id: (name != "" and known.name == name, fingerprint(known.key) == key_fingerprint)
             for id, known in admitted.items()
-            if name and known.name == name and fingerprint(known.key) != key_fingerprint
-        ]
+        }
+        if max_examples is None:
+            earlier = [admitted[id] for id, (same_name, same_key) in same.items() if same_name or same_key]
+            max_examples = earlier[-1].max_examples if earlier else None
+        replaced = [id for id, (same_name, same_key) in same.items() if same_name and not same_key]
         if replaced and not replace:
             problem = f"{name!r} has another key. Use --replace for the new key in place of it"
             raise FedspanError("--as", name, problem=problem)
         node = _register(link, key, name or key.stem)
-        admission = Admission(name, text, until)
-        audit_log(link).write(_ADMITTED, node=str(node), name=name, key=text, key_sha256=key_fingerprint, until=until)
-        admitted[node] = admission
-        _store(link, admitted)
+        admission = Admission(name, text, until, max_examples or None)
+        facts = {"key_sha256": key_fingerprint, "until": until, "max_examples": admission.max_examples}
+        audit_log(link).write(_ADMITTED, node=str(node), name=name, key=text, **facts)
+        nodes[node] = admission
+        _store(link, nodes)
         for replaced_id in replaced:
-            _revoke(link, admitted, replaced_id, f"replaced by node {node}")
+            _revoke(link, nodes, replaced_id, f"replaced by node {node}")
+    return admission
 
 
 def _register(link: ServerLink, key: Path, name: str) -> int:
@@ -149,42 +172,44 @@ def revoke_node(link: ServerLink, node: str, reason: str = "") -> list[int]:
         FedspanError: If there is no such node, or the SuperLink is unreachable.
     """
     with _locked(link):
-        admitted = admissions(link)
+        nodes = _nodes(link)
+        admitted = _admitted(nodes)
         matches = [id for id, admission in admitted.items() if node in (admission.name, str(id))]
         if not node or not matches:
             names = [admission.name or str(id) for id, admission in admitted.items()]
             raise FedspanError("NODE", node, problem=f"no node {node!r} was admitted. {nearest(node, names)}")
         for id in matches:
-            _revoke(link, admitted, id, reason)
+            _revoke(link, nodes, id, reason)
     return matches
 
 
 def end_admissions(link: ServerLink) -> list[int]:
     """Revoke the nodes whose admission has ended, and return Flower's ids of them."""
     with _locked(link):
-        admitted = admissions(link)
-        expired = [id for id, admission in admitted.items() if admission.days_left <= 0]
+        nodes = _nodes(link)
+        expired = [id for id, admission in _admitted(nodes).items() if admission.days_left <= 0]
         for id in expired:
-            _revoke(link, admitted, id, f"the admission ended on {admitted[id].until}")
+            _revoke(link, nodes, id, f"the admission ended on {nodes[id].until}")
     return expired
 
 
-def _revoke(link: ServerLink, admitted: dict[int, Admission], id: int, reason: str) -> None:
+def _revoke(link: ServerLink, nodes: dict[int, Admission], id: int, reason: str) -> None:
     try:
         call_flower(link, "supernode", "unregister", str(id), "@")
     except FedspanError:
-        _, active = read_node_id(link.folder / DATABASE, admitted[id].key.encode())
+        _, active = read_node_id(link.folder / DATABASE, nodes[id].key.encode())
         if active:  # else an earlier command was killed after Flower had removed the node
             raise
-    admission = admitted.pop(id)
-    audit_log(link).write(
+    admission = nodes[id]
+    time = audit_log(link).write(
         _REVOKED, node=str(id), name=admission.name, key_sha256=fingerprint(admission.key), why=reason
     )
-    _store(link, admitted)
+    nodes[id] = dataclasses.replace(admission, revoked=time)
+    _store(link, nodes)
 
 
-def _store(link: ServerLink, admitted: Mapping[int, Admission]) -> None:
-    content = {str(id): asdict(admission) for id, admission in admitted.items()}
+def _store(link: ServerLink, nodes: Mapping[int, Admission]) -> None:
+    content = {str(id): dataclasses.asdict(admission) for id, admission in nodes.items()}
     with disk_errors(link.folder, "free some space", field="server"):
         write_atomic(link.folder / _NAMES, json.dumps(content, indent=1).encode(), 0o600)
 
@@ -195,13 +220,28 @@ def admissions(link: ServerLink) -> dict[int, Admission]:
     Raises:
         FedspanError: If the file is damaged: without it, one node could take another's place.
     """
+    return _admitted(_nodes(link))
+
+
+def revocations(link: ServerLink) -> dict[int, Admission]:
+    """Return the nodes whose keys were revoked, by Flower's node id.
+
+    Raises:
+        FedspanError: If the file is damaged.
+    """
+    return {id: one for id, one in _nodes(link).items() if one.revoked}
+
+
+def _admitted(nodes: Mapping[int, Admission]) -> dict[int, Admission]:
+    return {id: one for id, one in nodes.items() if not one.revoked}
+
+
+def _nodes(link: ServerLink) -> dict[int, Admission]:
+    """Return all nodes that were ever admitted, in the order of their admissions."""
     path = link.folder / _NAMES
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            int(id): Admission(str(record["name"]), str(record["key"]), str(record["until"]))
-            for id, record in records.items()
-        }
+        return {int(id): _admission(record) for id, record in records.items()}
     except FileNotFoundError:
         return _rebuild(link)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -209,11 +249,24 @@ def admissions(link: ServerLink) -> dict[int, Admission]:
         raise FedspanError("server", str(path), problem=problem) from error
 
 
+def _admission(row: Mapping[str, object]) -> Admission:
+    """Return an admission from its plain values.
+
+    Raises:
+        KeyError: If a field is missing.
+        ValueError: If the number of examples is none.
+    """
+    most = row.get("max_examples")
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError("a number of examples is at least 1")
+    return Admission(str(row["name"]), str(row["key"]), str(row["until"]), most, str(row.get("revoked", "")))
+
+
 def _rebuild(link: ServerLink) -> dict[int, Admission]:
-    admitted: dict[int, Admission] = {}
+    nodes: dict[int, Admission] = {}
     for row in audit_log(link).read():
         if row.get("event") == _ADMITTED:
-            admitted[int(str(row["node"]))] = Admission(str(row["name"]), str(row["key"]), str(row["until"]))
-        elif row.get("event") == _REVOKED:
-            admitted.pop(int(str(row["node"])), None)
-    return admitted
+            nodes[int(str(row["node"]))] = _admission(row)
+        elif row.get("event") == _REVOKED and (id := int(str(row["node"]))) in nodes:
+            nodes[id] = dataclasses.replace(nodes[id], revoked=str(row["time"]))
+    return nodes

@@ -150,7 +150,7 @@ class Node:
     Args:
         id: Flower's node id.
         name: The operator's name for the node; empty if it was never admitted by name.
-        status: Status of the node: ``online``, ``offline``, or ``registered`` if it never connected.
+        status: Status of the node: ``online``, ``offline``, ``registered`` if it never connected, or ``revoked``.
         online_seconds: Seconds since the node connected; 0 if it is not online.
         offline_since: Time when the node went offline, in seconds since 1970; None: it did not go offline.
     """
@@ -163,7 +163,7 @@ class Node:
 
 
 def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
-    """Return the nodes that a server knows, without those whose keys were revoked.
+    """Return the nodes that a server knows; a node whose key was revoked only if it has a name here.
 
     Args:
         link: Connection data of the server.
@@ -172,10 +172,12 @@ def nodes_of(link: ServerLink, names: Mapping[int, str]) -> list[Node]:
     nodes: list[Node] = []
     for record in call_flower(link, "supernode", "list", "@").get("nodes", []):
         id, status = str(record.get("node-id")), str(record.get("status"))
-        if status == "unregistered":  # its key was revoked
-            continue
-        online = float(record.get("online-elapsed") or 0.0) if status == "online" else 0.0
         name = names.get(int(id), "") if id.isdigit() else ""
+        if status == "unregistered":
+            if not name:
+                continue
+            status = "revoked"
+        online = float(record.get("online-elapsed") or 0.0) if status == "online" else 0.0
         nodes.append(Node(id, name, status, online, _timestamp(record.get("offline-at"))))
     return nodes
 

@@ -8,7 +8,7 @@ SuperLink's secret takes over the run, and the process with the run folder and t
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,6 +41,7 @@ A = TypeVar("A", str, int)
 
 _REINVITE_SECONDS = 5.0
 """Seconds after which a node that has not decided is invited again."""
+_REVOKED = "its node's key was revoked"
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
 
@@ -69,13 +70,19 @@ class GridTransport(Transport):
         nodes: Flower's node id of each client.
         patience: Seconds that a patient exchange waits for nodes that are not online.
         signer: Signs orders and verifies replies; None: neither.
+        revoked: Returns the nodes whose keys were revoked, which no exchange waits for.
     """
 
     def __init__(
-        self, grid: Grid, nodes: Mapping[str, int], patience: float = 300.0, signer: Signer | None = None
+        self,
+        grid: Grid,
+        nodes: Mapping[str, int],
+        patience: float = 300.0,
+        signer: Signer | None = None,
+        revoked: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.grid, self.nodes, self.patience = grid, nodes, patience
-        self.signer = signer or UnsignedSigner()
+        self.signer, self.revoked = signer or UnsignedSigner(), revoked
 
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""
@@ -88,6 +95,14 @@ class GridTransport(Transport):
         started, pause = time.monotonic(), _POLL[0]
         deadline, offline_until = started + seconds, started + (min(seconds, self.patience) if patient else 0.0)
         while True:
+            gone = self.revoked()
+            for id in [id for id in unsent if self.nodes[id] in gone]:
+                del unsent[id]
+                yield id, _REVOKED
+            for message, sent in list(pending.items()):
+                if sent.node in gone:
+                    del pending[message]
+                    yield sent.to, _REVOKED
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
             salt = new_salt()
             for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
