@@ -1,0 +1,92 @@
+"""Every method, wrapper, task and way of training on a device other than the CPU, with the CPU's results.
+
+The device is a pretend one in CPU memory (``helpers.pretend_device``), which refuses tensors on two devices in one
+operator. It finds tensors that were left on the CPU, results that were left on the device, and waits of the host. It
+does not cover real kernels, streams and memory: CUDA's own numbers, pinned copies, varlen attention, autocast, 4- and
+8-bit bases (bitsandbytes has kernels for real devices only), compiled blocks and MPS.
+
+Its registration lasts as long as the process, so the runs are compared in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedspan.methods.registry import METHODS
+from fedspan.wrappers.registry import WRAPPERS
+
+ENGINES = ("loop", "batched")
+WAYS = (
+    *("privacy central", "privacy local", "privacy dp-sgd", "secure sums", "median"),
+    *("task causal-lm", "task causal-lm packed", "task regression"),
+    *("task images", "task images, batch norm", "task images from scratch"),
+    *("conv1d", "roberta", "prefix cache", "head start", "dropout", "accumulation", "momentum", "moments kept"),
+    *("logit adjustment", "gradient checkpointing", "bfloat16", "whole modules", "embeddings", "pooling"),
+    *("fused attention", "threads"),
+)
+NAMES = [*(f"method {key}" for key in METHODS), *(f"wrapper {key}" for key in WRAPPERS), *WAYS]
+ALL = [f"{name}/{engine}" for name in NAMES for engine in ENGINES]
+OTHER_KERNELS = {"task causal-lm", "task causal-lm packed", "conv1d", "fused attention"}
+"""Runs in which PyTorch takes other CPU kernels where it does not see that a tensor is on the CPU."""
+QUICK = [
+    *(f"method {key}/batched" for key in METHODS),
+    *(f"wrapper {key}/loop" for key in ("fedadam", "fedprox", "scaffold")),
+    *("privacy central/batched", "privacy dp-sgd/loop", "secure sums/batched", "task causal-lm/batched"),
+    *("task regression/loop", "task images, batch norm/batched", "prefix cache/batched", "head start/loop"),
+    *("dropout/batched", "bfloat16/batched", "embeddings/batched", "threads/batched"),
+]
+SLOW = [name for name in ALL if name not in QUICK]
+
+
+def compare(folder: Path, names: list[str]) -> dict[str, Any]:
+    """What ``helpers.pretend_runs`` finds out about some runs."""
+    target, tests = folder / "compared.json", Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", "-m", "helpers.pretend_runs", str(target), *names]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(target.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return compare(tmp_path_factory.mktemp("quick"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return compare(tmp_path_factory.mktemp("slow"), SLOW)
+
+
+def require_same(found: dict[str, Any], name: str) -> None:
+    gap = found["runs"][name]["gap"]
+    assert not isinstance(gap, str), gap
+    assert gap <= (1e-5 if name.partition("/")[0] in OTHER_KERNELS else 0.0)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_run_ends_as_on_the_cpu(name: str, quick: dict[str, Any]) -> None:
+    require_same(quick, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_other_run_ends_as_on_the_cpu(name: str, slow: dict[str, Any]) -> None:
+    require_same(slow, name)
+
+
+def test_the_device_refuses_what_accelerators_refuse(quick: dict[str, Any]) -> None:
+    refusals = quick["refusals"]
+    assert refusals["sum"] == "aten::add: a CPU tensor of shape (2, 2) beside tensors on pretend:0"
+    assert all(refusals.values())
+
+
+def test_the_table_holds_every_run(quick: dict[str, Any]) -> None:
+    assert quick["names"] == NAMES
