@@ -43,8 +43,8 @@ def started(prepared: Prepared) -> tuple[str, str, int]:
 
     progress = begin(prepared.federation, prepared.head)
     assert prepared.test is not None
-    scores = prepared.evaluator.heldout(progress, prepared.test)["global"]
-    sent = max(one.bytes for one in prepared.federation.beside().transfers if one.direction == "up")
+    scores = prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"]
+    sent = max(one.bytes for one in prepared.federation.pop_events().transfers if one.direction == "up")
     return f"{100 * scores['accuracy']:.1f}", f"{scores['loss']:.3f}", sent
 
 

@@ -197,7 +197,7 @@ def federate(built: Built, config: RunConfig, count: int, factor: float) -> Fede
         if order.to not in hostile or factor == 1:
             return reply
         assert order.client is not None
-        start = untrained_reply(federation.method, sent, replace(order.client, held=None), order.round)
+        start = untrained_reply(federation.method, sent, replace(order.client, last_round=None), order.round)
         return corrupt(Faults(0.1, "scale", factor), reply, start, 0)
 
     assert isinstance(federation.transport, InProcess)
@@ -218,7 +218,7 @@ def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
         dropped.append(sum(failure.client in hostile for failure in result.failures))
     evaluator = Evaluator(federation, 128)
     assert built.prepared.test is not None
-    accuracy = evaluator.heldout(progress, built.prepared.test)["global"]["accuracy"]
+    accuracy = evaluator.evaluate_heldout(progress, built.prepared.test)["global"]["accuracy"]
     guesses = engine.predict(evaluator.job(progress, None), built.tested, np.arange(len(built.tested)), 128).argmax(1)
     success = float((guesses == TARGET).float().mean())
     return Cell(100 * accuracy, 100 * success, statistics.mean(clipped), statistics.mean(dropped))

@@ -194,7 +194,7 @@ def run_cell(built: Prepared, config: RunConfig) -> Cell:
         for failure in result.failures:
             dropped[failure.client not in hostile] += 1
     assert built.test is not None
-    scores = Evaluator(federation, config.evaluation.batch_size).heldout(progress, built.test)["global"]
+    scores = Evaluator(federation, config.evaluation.batch_size).evaluate_heldout(progress, built.test)["global"]
     if not math.isfinite(scores["loss"]):
         return Cell(None, config.federation.rounds, "diverged")
     return Cell(100 * scores["accuracy"], None, "", *dropped)

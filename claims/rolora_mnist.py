@@ -103,7 +103,7 @@ class Classification:
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         return model(batch["x"])
 
     def metrics(self, predictions: Tensor, examples: Images, indices: Sequence[int]) -> dict[str, float]:
@@ -188,7 +188,7 @@ def play(data: Data, method: str, clients: int, lr: float, seed: int, rounds: in
             chance = (100 / CLASSES,) * rounds
             return Curve(chance, chance)
         for part, found in scores.items():
-            found.append(100 * evaluator.heldout(progress, getattr(data, part))["global"]["accuracy"])
+            found.append(100 * evaluator.evaluate_heldout(progress, getattr(data, part))["global"]["accuracy"])
     return Curve(tuple(scores["validation"]), tuple(scores["test"]))
 
 

@@ -39,13 +39,13 @@ def played(progress: Progress, *cohort: str) -> Progress:
     for id in cohort:
         memories[id] = memory(round)
         optimizers[f"{id}/train"] = moments(round)
-    held = {**progress.held, **dict.fromkeys(cohort, round - 1)}
+    held = {**progress.last_rounds, **dict.fromkeys(cohort, round - 1)}
     return Progress(ServerState(round), memories, held, optimizers)
 
 
 def committed(run: RunFolder, progress: Progress, best: Best | None = None) -> Progress:
     after = store(run.clients, progress)
-    save(run, Checkpoint(after.state, after.memories, after.held, after.optimizers, best))
+    save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers, best))
     prune(run)
     return after
 

@@ -146,14 +146,14 @@ def test_metrics_tell_no_exact_counts(tiny_folder: Path, tmp_path: Path) -> None
     assert coarsen({"accuracy": 1.0, "examples": 9.0}, 10) == {}
     assert coarsen({"accuracy": 0.123, "examples": 9.0}, 1) == {"accuracy": 0.123, "examples": 9.0}
     run, _ = served(tiny_folder, NodeService(node(tiny_folder, tmp_path, limits={"evaluation_examples": 12})))
-    validation, test = run.evaluator.clients(run.federation.begin())
+    validation, test = run.evaluator.evaluate_clients(run.federation.begin())
     assert test is not None
     assert test.by_client[CLIENT]["accuracy"] * 2 == int(test.by_client[CLIENT]["accuracy"] * 2)
     assert test.by_client[CLIENT]["loss"] * 2 == int(test.by_client[CLIENT]["loss"] * 2)
     assert validation is not None
     service = NodeService(node(tiny_folder, tmp_path / "more", limits={"evaluation_examples": 13}))
     run, _ = served(tiny_folder, service)
-    assert run.evaluator.clients(run.federation.begin()) == (None, None)
+    assert run.evaluator.evaluate_clients(run.federation.begin()) == (None, None)
 
 
 def test_shares_of_a_node_leave_something_to_train(tiny_folder: Path, tmp_path: Path) -> None:

@@ -22,18 +22,18 @@ def test_a_node_trains_evaluates_and_goes_on_after_a_restart(tiny_folder: Path, 
     run, transport = served(tiny_folder, NodeService(node(tiny_folder, tmp_path)), method={"name": "fedsa-lora"})
     first = run.federation.run_round(run.federation.begin())
     assert not first.failures
-    validation, test = run.evaluator.clients(first.progress)
+    validation, test = run.evaluator.evaluate_clients(first.progress)
     assert validation is not None
     assert test is not None
     assert set(test.by_client) == {CLIENT}
-    (sent,) = run.federation.beside().transfers
+    (sent,) = run.federation.pop_events().transfers
     assert (sent.purpose, sent.client, sent.bytes) == ("evaluate", CLIENT, len(transport.sent[-1].body))
     transport.service = NodeService(node(tiny_folder, tmp_path))  # whose process was killed
     second = run.federation.run_round(first.progress)
     assert not second.failures
-    assert second.progress.held == {CLIENT: 1}
+    assert second.progress.last_rounds == {CLIENT: 1}
     assert run.federation.conclude(second.progress) == ()
-    assert [one.purpose for one in run.federation.beside().transfers] == ["export"]
+    assert [one.purpose for one in run.federation.pop_events().transfers] == ["export"]
     assert list(tmp_path.glob("*/adapter/adapter_model.safetensors"))
     assert str(tiny_folder) not in "".join(envelope.header for envelope in transport.sent)
 

@@ -87,12 +87,12 @@ def test_nodes_go_on_after_a_restart_between_any_two_phases(tiny_folder: Path, t
     assert not first.failures
     second = run.federation.run_round(first.progress)
     assert not second.failures
-    assert second.progress.held == dict.fromkeys(CLINICS, 1)
+    assert second.progress.last_rounds == dict.fromkeys(CLINICS, 1)
     assert len(transport.sent) == 2 * 4 * 3
     sessions = sorted(tmp_path.rglob("session.json"))
     assert len(sessions) == 3
     assert {path.stat().st_mode & 0o777 for path in sessions} == {0o600}
-    validation, test = run.evaluator.clients(second.progress)
+    validation, test = run.evaluator.evaluate_clients(second.progress)
     assert validation is not None
     assert test is not None
     assert set(test.by_client) == set(CLINICS)
@@ -141,7 +141,7 @@ def test_a_node_says_in_how_small_a_sum_it_is(least: int, stands: bool, tiny_fol
     begin = run.federation.begin()
     if stands:
         result = run.federation.run_round(begin)
-        assert set(result.progress.held) == set(CLINICS[:2])
+        assert set(result.progress.last_rounds) == set(CLINICS[:2])
         return
     too_small = r"`limits\.secure_clients`: a sum of 2 clients is too small\. Expected at least 3 of them"
     with pytest.raises(FedspanError, match=too_small):

@@ -53,9 +53,9 @@ def test_a_server_s_runs_and_evaluations_end(tiny_folder: Path, tmp_path: Path) 
     run, transport = served(tiny_folder, service)
     begin = run.federation.begin()
     for _ in range(2):
-        assert run.evaluator.clients(begin)[0] is not None
-    assert run.evaluator.clients(begin)[0] is None
-    (failure,) = run.federation.beside().failures
+        assert run.evaluator.evaluate_clients(begin)[0] is not None
+    assert run.evaluator.evaluate_clients(begin)[0] is None
+    (failure,) = run.federation.pop_events().failures
     assert "this server has used 2 evaluations of this node's data" in failure.reason
     export = replace(decode_order(transport.sent[-1]), task="export", serial=2**52)
     assert "limits.evaluations" in (decode_reply(service.answer(export.envelope())).failed or "")

@@ -47,7 +47,7 @@ def attacked(federation: Federation, factor: float) -> tuple[RoundResult, dict[s
         if order.to != VICTIM or factor == 1:
             return reply
         assert order.client is not None
-        start = untrained_reply(method, sent, replace(order.client, held=None), order.round)
+        start = untrained_reply(method, sent, replace(order.client, last_round=None), order.round)
         return boosted(reply, start, factor, method.declared().directions)
 
     host.tamper = tamper

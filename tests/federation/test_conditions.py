@@ -101,7 +101,7 @@ def test_a_client_that_drops_out_leaves_no_trace_but_its_failure(engine: str, ti
     (result,) = rounds(prepared, 1)
     assert [(failure.client, failure.attempt) for failure in result.failures] == [(gone, 0)]
     assert "dropped out" in result.failures[0].reason
-    assert set(result.progress.held) == set(left)
+    assert set(result.progress.last_rounds) == set(left)
     assert {one.client for one in result.transfers if one.direction == "up"} == set(left)
     assert {one.client for one in result.transfers if one.direction == "down"} == set(IDS)
     plain = built(tiny_folder, engine={"name": engine})
@@ -118,7 +118,7 @@ def test_too_few_clients_are_asked_again_and_then_the_run_stops(tiny_folder: Pat
     (result,) = rounds(prepared, 1)
     attempts = {failure.attempt for failure in result.failures}
     assert attempts == set(range(max(attempts) + 1))
-    assert set(result.progress.held) == set(IDS)
+    assert set(result.progress.last_rounds) == set(IDS)
 
 
 def test_a_deadline_leaves_slow_clients_out_on_the_simulated_clock(tiny_folder: Path) -> None:
@@ -143,13 +143,13 @@ def test_over_selection_goes_on_with_the_first_that_reply(tiny_folder: Path) -> 
     prepared = prepare(tiny.config(tiny_folder, simulation={"speed": speed}, federation=federation))
     (result,) = rounds(prepared, 1)
     assert len(result.cohort) == 4
-    assert len(result.progress.held) == 2
-    assert set(result.late) == set(result.cohort) - set(result.progress.held)
+    assert len(result.progress.last_rounds) == 2
+    assert set(result.late) == set(result.cohort) - set(result.progress.last_rounds)
     conditions, host = Conditions(prepared.config.seed, speed=Speed(**speed)), tiny.host_of(prepared.federation)
     times = {id: conditions.seconds(id, host.workload(id)) for id in result.cohort}
-    assert set(result.progress.held) == set(sorted(times, key=times.__getitem__)[:2])
+    assert set(result.progress.last_rounds) == set(sorted(times, key=times.__getitem__)[:2])
     assert result.simulated_seconds == sorted(times.values())[1]
-    assert set(result.progress.memories) <= set(result.progress.held)
+    assert set(result.progress.memories) <= set(result.progress.last_rounds)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_secure_sums_survive_dropouts_between_all_exchanges(tiny_folder: Path) -
     simulation, federation = {"dropout": 0.3}, {"secure": {}, "retries": 30, "rounds": 6}
     results = rounds(built(tiny_folder, simulation=simulation, federation=federation), 6)
     assert any(result.failures for result in results)
-    assert all(len(result.progress.held) >= 3 for result in results)
+    assert all(len(result.progress.last_rounds) >= 3 for result in results)
 
 
 def test_a_run_with_conditions_is_reported_and_resumed(tiny_folder: Path, tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def reported(prepared: Prepared, rows: Sequence[Mapping[str, float]]) -> tuple[C
     }
     transport = Reporting(dict(zip(clients, rows, strict=True)))
     federation = Federation(old.method, old.engine, clients, old.examples, old.settings, transport)
-    scores, _ = RemoteEvaluator(federation, 32).clients(federation.begin())
+    scores, _ = RemoteEvaluator(federation, 32).evaluate_clients(federation.begin())
     assert scores is not None
-    return scores, {failure.client: failure.reason for failure in federation.beside().failures}
+    return scores, {failure.client: failure.reason for failure in federation.pop_events().failures}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedspan.core.method import Memory
 from fedspan.core.values import Client, Job, Message, OptimizerSpec, ServerState, Trained
 from fedspan.federation import serialization
-from fedspan.federation.evaluation import ClientScores, summarised
+from fedspan.federation.evaluation import ClientScores, summarize
 from fedspan.federation.federation import Federation
 from fedspan.federation.progress import ClientData, Progress
 from fedspan.federation.settings import RoundSettings
@@ -77,7 +77,7 @@ def test_a_round_reports_what_travelled_and_how_it_went(prepared: Prepared) -> N
     losses = [loss for _, loss in told]
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-9)  # everybody took two batches of four
     assert len(set(losses)) == 4
-    assert result.progress.held == dict.fromkeys(ids, 0)
+    assert result.progress.last_rounds == dict.fromkeys(ids, 0)
     assert result.progress.state.round == 1
 
 
@@ -97,12 +97,12 @@ def test_what_a_client_holds_is_the_last_round_it_took_part_in(prepared: Prepare
     federation = with_rounds(prepared, 5, 2)
     progress, expected = federation.begin(), dict[str, int]()
     for round in range(5):
-        assert {id: federation.client(id, progress).held for id in federation.clients} == {
+        assert {id: federation.client(id, progress).last_round for id in federation.clients} == {
             id: expected.get(id) for id in federation.clients
         }
         progress = federation.run_round(progress).progress
         expected |= dict.fromkeys(federation.cohort(round), round)
-    assert progress.held == expected
+    assert progress.last_rounds == expected
     assert set(progress.memories) == set(expected)
 
 
@@ -224,7 +224,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
     federation = simulate(old.method, old.engine, bare, old.examples, old.settings)
     evaluator = type(prepared.evaluator)(federation, 3)
     progress = federation.run_round(federation.begin()).progress
-    validation, own = evaluator.clients(progress)
+    validation, own = evaluator.evaluate_clients(progress)
     assert validation is None
     assert own is not None
     sizes = {id: len(member.test) for id, member in federation.clients.items() if id != "east"}
@@ -239,7 +239,7 @@ def test_client_scores_pool_average_and_find_the_worst(prepared: Prepared) -> No
         assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert scores["accuracy"] == expected["accuracy"]
     assert prepared.test is not None
-    assert evaluator.heldout(progress, prepared.test).keys() == {"global"}
+    assert evaluator.evaluate_heldout(progress, prepared.test).keys() == {"global"}
     scores = ClientScores({}, {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.1}, "c": {"accuracy": 0.9}})
     assert scores.summary("accuracy") == {"accuracy": pytest.approx(0.5), "worst": {"client": "b", "accuracy": 0.1}}
 
@@ -248,9 +248,9 @@ def test_a_summary_knows_which_way_is_better_and_passes_over_what_has_no_value()
     """A client with one example has a loss, and no correlation."""
     by_client = {"a": {"loss": 0.5, "pearson": 0.2, "examples": 9.0}, "b": {"loss": 0.7, "examples": 1.0}}
     means = {"loss": pytest.approx(0.6), "pearson": pytest.approx(0.2)}
-    assert summarised(by_client, "loss") == {**means, "worst": {"client": "b", "loss": 0.7}}
-    assert summarised(by_client, "pearson") == {**means, "worst": {"client": "a", "pearson": 0.2}}
-    assert summarised({"b": by_client["b"]}, "pearson") == {"loss": 0.7}
+    assert summarize(by_client, "loss") == {**means, "worst": {"client": "b", "loss": 0.7}}
+    assert summarize(by_client, "pearson") == {**means, "worst": {"client": "a", "pearson": 0.2}}
+    assert summarize({"b": by_client["b"]}, "pearson") == {"loss": 0.7}
 
 
 def test_predictions_come_in_the_order_asked_for(prepared: Prepared) -> None:

@@ -130,7 +130,7 @@ def test_a_reply_that_does_not_count_is_named_and_leaves_no_trace(kind: str, bui
     assert (failure.client, failure.attempt) == (BAD, 0)
     assert reason in failure.reason
     assert "patient" not in failure.reason
-    assert BAD not in result.progress.held
+    assert BAD not in result.progress.last_rounds
     others = [one for id, one in built.federation.clients.items() if id != BAD]
     without = replace_clients(built, others, tmp_path / "without").run_round(begin)
     for name, value in without.progress.state.tensors.items():
@@ -187,23 +187,23 @@ def test_a_round_that_asks_more_than_it_wants_goes_on_with_those_who_reply_first
     begin = found.begin()
     result = found.run_round(begin)
     assert isinstance(found.transport, LocalTraining)
-    asked = sorted(found.drawn(0, 1))
+    asked = sorted(found.select_clients(0, 1))
     assert list(result.cohort) == asked
     assert [id for _, _, id in found.transport.asked] == asked[:2]  # nobody waits for the third
     assert result.late == (asked[2],)
     assert not result.failures
-    assert set(result.progress.held) == set(asked[:2])
+    assert set(result.progress.last_rounds) == set(asked[:2])
     counted = [one for id, one in built.federation.clients.items() if id in asked[:2]]
     alone = replace_clients(built, counted, tmp_path / "alone").run_round(begin)
     assert serialization.encode_state(alone.progress.state) == serialization.encode_state(result.progress.state)
-    assert set(found.drawn(0)) <= set(asked)  # who would be asked otherwise is among them
+    assert set(found.select_clients(0)) <= set(asked)  # who would be asked otherwise is among them
 
 
 def test_a_bad_reply_is_made_up_for_by_one_more(built: Prepared, tmp_path: Path) -> None:
     found = chosen(built, 3, tmp_path, 1, SPOILT["not finite"][0])
     result = found.run_round(found.begin())
     assert [failure.client for failure in result.failures] == [BAD]
-    assert set(result.progress.held) == set(built.federation.clients) - {BAD}
+    assert set(result.progress.last_rounds) == set(built.federation.clients) - {BAD}
     assert result.late == ()
 
 
@@ -211,7 +211,7 @@ def test_a_reply_that_is_too_far_from_the_others_does_not_count_as_enough(built:
     found = chosen(built, 3, tmp_path, 1, SPOILT["far away"][0])
     result = found.run_round(found.begin())
     assert [failure.client for failure in result.failures] == [BAD]
-    assert set(result.progress.held) == set(built.federation.clients) - {BAD}
+    assert set(result.progress.last_rounds) == set(built.federation.clients) - {BAD}
 
 
 def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_late_client_goes_on_from_what_counted_last(tiny_folder: Path, tmp_pat
         without.clients = {id: one for id, one in built.federation.clients.items() if id not in result.late}
         other = without.run_round(other).progress
         assert serialization.encode_state(other.state) == serialization.encode_state(progress.state)
-        assert other.held == progress.held
+        assert other.last_rounds == progress.last_rounds
 
 
 def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, tmp_path: Path) -> None:
@@ -245,10 +245,10 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(tiny_folder: Path, t
     result = found.run_round(progress)
     (failure,) = result.failures
     assert "client memory" in failure.reason
-    assert failure.client not in result.progress.held
+    assert failure.client not in result.progress.last_rounds
     after = found.run_round(result.progress)
     assert not after.failures
-    assert set(after.progress.held.values()) == {2}
+    assert set(after.progress.last_rounds.values()) == {2}
 
 
 def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_an_order_that_is_not_for_this_client_is_refused(built: Prepared, tmp_pa
 
 
 def test_headers_survive_the_way(built: Prepared, tmp_path: Path) -> None:
-    client = built.federation.client("south", Progress(built.federation.begin().state, held={"south": 3}))
+    client = built.federation.client("south", Progress(built.federation.begin().state, last_rounds={"south": 3}))
     order = Order("train", 4, 1, 0.125, "south", client, b"\x00body", 2, "run", 17)
     assert decode_order(order.envelope()) == order
     answer = Reply("train", 4, 1, "south", failed="why", lost=True, body=b"x")

@@ -69,7 +69,7 @@ def test_features_are_those_that_enter_the_head(prepared: Prepared) -> None:
 def test_transfers_have_a_purpose_of_their_own(prepared: Prepared) -> None:
     run = tiny.variant(prepared, prepared.config)
     start_of(replace(run, head=prepared.head))
-    transfers = run.federation.beside().transfers
+    transfers = run.federation.pop_events().transfers
     assert {transfer.purpose for transfer in transfers} == {"statistics"}
     up = [transfer.payload for transfer in transfers if transfer.direction == "up"]
     shapes = statistics_shapes("lda", 4, 16)
@@ -82,7 +82,7 @@ def test_clients_of_every_method_start_from_the_head(prepared: Prepared, tiny_fo
     config = tiny.config(tiny_folder, model={"head_init": "lda"}, method={"name": name})
     run = replace(tiny.variant(prepared, config), head=prepared.head)
     progress = begin(run.federation, run.head)
-    down = [one.payload for one in run.federation.beside().transfers if one.direction == "down"]
+    down = [one.payload for one in run.federation.pop_events().transfers if one.direction == "down"]
     assert (min(down) > 0) == (name == "florg")  # whose factors of A^T A are not 0 at first
     for id in (None, "east"):
         if id is None and run.federation.method.declared().personal:
@@ -118,7 +118,7 @@ def test_the_local_baseline_starts_from_each_clients_own_examples(prepared: Prep
         torch.testing.assert_close(heads[id], start_of(replace(alone, head=prepared.head))[HEAD[0]])
     assert not torch.equal(heads["east"], heads["west"])
     trained = run.federation.run_round(progress).progress
-    assert trained.held == dict.fromkeys(run.federation.clients, 0)
+    assert trained.last_rounds == dict.fromkeys(run.federation.clients, 0)
 
 
 @pytest.mark.parametrize("kind", ["class-means", "lda"])
@@ -132,14 +132,14 @@ def test_a_secure_sum_gives_the_head_of_plaintext(prepared: Prepared, tiny_folde
     plain = start_of(replace(prepared, head=replace(prepared.head, kind=run.head.kind, bound=8.0)))
     for name in HEAD:
         torch.testing.assert_close(secure[name], plain[name], rtol=2e-3, atol=2e-3)
-    assert {one.purpose for one in run.federation.beside().transfers} == {"statistics"}
+    assert {one.purpose for one in run.federation.pop_events().transfers} == {"statistics"}
 
 
 def test_a_client_that_refuses_is_left_out(prepared: Prepared, tiny_folder: Path) -> None:
     config = tiny.config(tiny_folder, model={"head_init": "lda"}, simulation={"dropout": {"east": 1.0}})
     run = prepare(config)
     got = start_of(run)
-    beside = run.federation.beside()
+    beside = run.federation.pop_events()
     assert {(failure.client, failure.purpose) for failure in beside.failures} == {("east", "statistics")}
     others = tiny.variant(prepared, prepared.config)
     members = {id: member for id, member in prepared.federation.clients.items() if id != "east"}

@@ -172,7 +172,9 @@ def require_close(one: Mapping[str, Tensor], other: Mapping[str, Tensor], limit:
 def require_same_round(secure: RoundResult, plain: RoundResult) -> None:
     """Check that two rounds have the same clients and losses."""
     assert secure.loss == plain.loss or abs(secure.loss - plain.loss) < 1e-9 * abs(plain.loss)
-    assert set(plain.cohort) == {id for id, round in secure.progress.held.items() if round == last(secure.progress)}
+    assert set(plain.cohort) == {
+        id for id, round in secure.progress.last_rounds.items() if round == last(secure.progress)
+    }
 
 
 def last(progress: Progress) -> int:

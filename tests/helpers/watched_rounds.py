@@ -283,7 +283,7 @@ def play(prepared: Prepared, config: RunConfig) -> Played:
         written += [f"play{path}" for path in differences(before, flat(progress))]
         progress = result.progress
     after = snapshot(progress)
-    made.evaluator.clients(progress)
+    made.evaluator.evaluate_clients(progress)
     written += [f"evaluate{path}" for path in differences(after, flat(progress))]
     return Played(made, tuple(rounds), (*written, *method.written, *engine.written))
 

@@ -154,7 +154,7 @@ def test_whoever_was_away_is_sent_no_more_than_it_misses(tau: int, absent: int, 
     for number in range(10):
         state, _ = _update(method, state, number)
     missed = 10 // tau - absent // tau
-    patch = method.sync(state, Client("late", 2, SCALING, 1, 1.0, held=absent)).base
+    patch = method.sync(state, Client("late", 2, SCALING, 1, 1.0, last_round=absent)).base
     if not missed:
         assert patch is None
         return

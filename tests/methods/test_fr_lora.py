@@ -55,7 +55,7 @@ def test_every_round_starts_from_the_same_factors_which_travel_once(train: str, 
             for slot in "AB":
                 assert torch.equal(local.job.tensors[f"{name}/{slot}"], first[f"{name}/{slot}"])
         for call in round.of("sync"):
-            assert (f"{name}/A" in call.result.tensors) == (call.args[1].held is None)
+            assert (f"{name}/A" in call.result.tensors) == (call.args[1].last_round is None)
         delta = round.after.state.base.recent[-1].deltas[name]
         assert isinstance(delta, LowRank)
         assert delta.rank == rank

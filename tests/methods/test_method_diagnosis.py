@@ -108,7 +108,7 @@ def test_a_barrier_ends_at_the_losses_of_the_clients_models(key: str, played: Pl
 def test_a_round_without_clients_is_said_to_be_one(played: Play) -> None:
     run = played("fedit")
     made = replace(run.prepared, federation=copy.copy(run.prepared.federation))
-    made.federation.drawn = lambda round, more=0: []
+    made.federation.select_clients = lambda round, extra=0: []
     with pytest.raises(FedspanError, match="no client participates"):
         diagnosed(made, run.rounds[-1].before, pairs=0)
 

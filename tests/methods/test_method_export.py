@@ -109,5 +109,5 @@ def test_peft_gives_the_engine_s_logits(
         assert (notes["method"], notes["round"], notes["client"]) == (key, 2, client)
     assert gained > 0.01, "training changed nothing"
     if personal:  # whoever was trained has a model of its own
-        models = {id: logits_by_engine(prepared, progress, id) for id in progress.held}
+        models = {id: logits_by_engine(prepared, progress, id) for id in progress.last_rounds}
         assert len({tuple(model.flatten().tolist()) for model in models.values()}) == len(models) > 1

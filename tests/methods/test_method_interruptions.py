@@ -62,10 +62,10 @@ def one_round_in_a_new_process(folder: Path) -> None:
     federation = prepare(parse_config(yaml.safe_load(run.config.read_text())), given).federation
     progress = federation.begin()
     if kept is not None:
-        held = {id: round for id, round in kept.held.items() if round is not None}
+        held = {id: round for id, round in kept.last_rounds.items() if round is not None}
         progress = Progress(kept.state, kept.memories, held, kept.optimizer_states)
     after = federation.run_round(progress).progress
-    checkpoint.save(run, Checkpoint(after.state, after.memories, after.held, after.optimizers))
+    checkpoint.save(run, Checkpoint(after.state, after.memories, after.last_rounds, after.optimizers))
 
 
 @pytest.mark.parametrize("key", METHODS)
@@ -84,7 +84,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
         one_round_in_a_new_process(tmp_path)
         kept = checkpoint.latest(run)
         assert kept is not None
-        resumed = Progress(kept.state, kept.memories, kept.held, kept.optimizer_states)  # type: ignore[arg-type]
+        resumed = Progress(kept.state, kept.memories, kept.last_rounds, kept.optimizer_states)  # type: ignore[arg-type]
         assert differences(resumed, expected) == []
 
 

@@ -81,7 +81,7 @@ def test_extras_follow_their_policy(key: str, policy: str, played: Play) -> None
                 assert torch.equal(begun[name], trained[id][name]) == rests
         own.update(trained)
         for transfer, message in zip(round.result.transfers, sent, strict=True):
-            first = transfer.direction == "down" and transfer.client not in round.before.held
+            first = transfer.direction == "down" and transfer.client not in round.before.last_rounds
             assert bool(extras_of(message.tensors)) == (policy == "average" or first)
         after, shares = extras_of(round.after.state.tensors), run.weights(cohort)
         for name, value in after.items():
@@ -97,7 +97,7 @@ def test_a_local_head_makes_every_client_s_model_its_own(key: str, played: Play)
     progress = run.rounds[-1].after
     models = {ids: job for ids, job in run.prepared.evaluator.models(progress)}
     assert set(models) == {(id,) for id in run.federation.clients}
-    heads = {id: extras_of(progress.memories[id]) for id in progress.held}
+    heads = {id: extras_of(progress.memories[id]) for id in progress.last_rounds}
     assert len(heads) > 1
     for id, head in heads.items():
         assert equal(extras_of(models[id,].tensors), head)
@@ -115,14 +115,14 @@ def test_a_client_that_was_away_catches_up_exactly(key: str, played: Play) -> No
         everything = run.prepared.evaluator.job(round.before, None)
         for id in run.federation.clients:
             client = run.federation.client(id, round.before)
-            away += client.held is not None and client.held < number - 1
+            away += client.last_round is not None and client.last_round < number - 1
             message = decode(encode(run.federation.method.sync(state, client)))
             base = apply_patch(bases[id], message.base)
             memory: Memory = round.before.memories.get(id, {})
             job = run.federation.method.start(message, client, memory, number)
             reference = everything
             if shapes(job) != shapes(everything):  # cut to the client's rank: then as a newcomer's
-                newcomer = replace(client, held=None)
+                newcomer = replace(client, last_round=None)
                 reference = run.federation.method.start(
                     run.federation.method.sync(state, newcomer), newcomer, {}, state.round
                 )

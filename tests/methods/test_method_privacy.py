@@ -110,7 +110,7 @@ def test_a_mechanism_fits_or_is_refused_with_the_reason(
             assert sorted(one.charges, key=str) == sorted(another.charges, key=str)
             assert one.transfers == another.transfers
             assert not another.failures
-        assert progress.held == other.held
+        assert progress.last_rounds == other.last_rounds
     for values in (progress.state.tensors, progress.state.memory):
         assert all(bool(torch.isfinite(value).all()) for value in values.values() if value.is_floating_point())
     require_accounted(here, mine, mechanism, here.engine)

@@ -70,11 +70,11 @@ def test_rounds_between_machines_have_the_bits_of_those_on_one(
         progress, other = result.progress, got.progress
         assert not got.failures
         assert encode_state(progress.state) == encode_state(other.state)
-        assert progress.held == other.held
+        assert progress.last_rounds == other.last_rounds
         assert result.transfers == got.transfers
         assert result.loss == pytest.approx(got.loss, rel=1e-12)
-    validation, test = here.evaluator.clients(progress)
-    theirs = RemoteEvaluator(there, 32).clients(other)
+    validation, test = here.evaluator.evaluate_clients(progress)
+    theirs = RemoteEvaluator(there, 32).evaluate_clients(other)
     for mine, found in zip((validation, test), theirs, strict=True):
         assert (mine is None) == (found is None)
         if mine is not None and found is not None:
@@ -97,7 +97,7 @@ def test_one_node_cannot_hide_or_outweigh_a_metric(tiny_folder: Path, prepared: 
     scores = evaluator._pooled("validation", rows)
     assert scores is not None
     assert silent not in scores.by_client
-    assert [failure.client for failure in federation.beside().failures] == [silent]
+    assert [failure.client for failure in federation.pop_events().failures] == [silent]
     weight = min(float(federation.clients[liar].client.examples), 4 * 4.0)  # federation.max_weight_ratio
     assert scores.by_client[liar]["examples"] == weight
     assert scores.pooled["accuracy"] == pytest.approx((weight + 0.5 * 8) / (weight + 8))

@@ -74,7 +74,7 @@ def test_nothing_is_written_to_a_quantised_base(kind: str, method: str, decoders
         result = made.federation.run_round(progress)
         progress = result.progress
         losses.append(result.loss)
-        made.evaluator.clients(progress)
+        made.evaluator.evaluate_clients(progress)
     assert losses[-1] < losses[0]
     after = stored(made)
     assert all(torch.equal(after[path], value) for path, value in before.items())

@@ -146,7 +146,7 @@ def test_flora_on_a_narrow_base_keeps_its_update_in_float32(tiny_folder: Path, p
         result = narrow.federation.run_round(progress)
         progress = result.progress
         losses.append(result.loss)
-        narrow.evaluator.clients(progress)
+        narrow.evaluator.evaluate_clients(progress)
     for name, layer in adapted.layers.items():
         assert layer.stored_weight.dtype == torch.bfloat16
         assert torch.equal(layer.stored_weight, stored[name])

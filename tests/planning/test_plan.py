@@ -57,7 +57,7 @@ def test_the_heads_statistics_are_planned(kind: str, tiny_folder: Path) -> None:
     config = tiny.config(tiny_folder, model={"head_init": kind})
     prepared = prepare(config)
     begin(prepared.federation, prepared.head)
-    up = {one.payload for one in prepared.federation.beside().transfers if one.direction == "up"}
+    up = {one.payload for one in prepared.federation.pop_events().transfers if one.direction == "up"}
     planned = plan_run(config, prepare_model(config, len(tiny.LABELS)), clients=len(tiny.SITES))
     assert (up or {0}) == {planned.head_up}
 

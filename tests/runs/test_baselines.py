@@ -95,7 +95,7 @@ def test_baselines_share_hidden_states_with_the_run_and_have_the_same_bits_witho
 ) -> None:
     values = tiny.settings(tiny_folder, model={"layers_to_transform": [1]}, engine={"name": engine})
     after, alone = prepare(parse_config(values)), prepare(parse_config(values))
-    after.evaluator.clients(play(after))
+    after.evaluator.evaluate_clients(play(after))
     told = {number: Losses() for number in range(2)}
     for number, run in enumerate((after, alone)):
         for name in ("local", "centralised"):

@@ -159,13 +159,13 @@ def test_a_node_takes_part_in_the_start(extras: str, tiny_folder: Path, tmp_path
     run, transport = node_service.served(tiny_folder, service, model=model)
     assert run.head is not None
     progress = begin(run.federation, run.head)
-    assert not run.federation.beside().failures
+    assert not run.federation.pop_events().failures
     assert len(transport.sent) == 1
     head = "extras/classifier.weight"
     assert not torch.equal(progress.state.tensors[head], run.federation.begin().state.tensors[head])
     after = run.federation.run_round(progress)
     assert not after.failures
-    validation, _ = run.evaluator.clients(after.progress)
+    validation, _ = run.evaluator.evaluate_clients(after.progress)
     assert validation is not None
     assert torch.equal(after.progress.state.tensors[head], progress.state.tensors[head]) == (extras == "frozen")
 

@@ -58,7 +58,7 @@ def assert_sound(path: Path) -> int:
         return 0
     round = checkpoint.state.round
     assert torch.equal(checkpoint.state.tensors["l/A"], state_of(round).tensors["l/A"])
-    assert checkpoint.held == {"a": round, "b": None}
+    assert checkpoint.last_rounds == {"a": round, "b": None}
     assert checkpoint.optimizer_states["b"][0].steps == {"l/A": round}
     assert run.metrics.stat().st_size >= checkpoint.positions["metrics.jsonl"].length
     assert run.ledger.stat().st_size >= checkpoint.positions["ledger.jsonl"].length

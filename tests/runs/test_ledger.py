@@ -89,7 +89,7 @@ def test_what_is_not_for_training_is_counted_apart(tmp_path: Path) -> None:
     for totals in (ledger.totals, read_totals(path)):
         assert totals.run("down") == totals.purpose("down", "train") == Tally(1, 10, 8)
         assert totals.clients == ("a",)
-        assert totals.beside == {"evaluate": {"down": 30, "up": 0}, "export": {"down": 5, "up": 0}}
+        assert totals.out_of_round == {"evaluate": {"down": 30, "up": 0}, "export": {"down": 5, "up": 0}}
 
 
 def test_a_ledger_of_before_there_were_purposes_is_one_of_training(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_ledger_of_before_there_were_purposes_is_one_of_training(tmp_path: Pat
         chain_line(EMPTY.head, {"round": 1, "client": "a", "direction": "up", "bytes": 3, "payload": 2})[1]
     )
     assert read_totals(path).run("up") == Tally(1, 3, 2)
-    assert read_totals(path).beside == {}
+    assert read_totals(path).out_of_round == {}
 
 
 def test_lines_reach_the_file_at_the_commit_only(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_rounds_and_checkpoints_touch_the_cohort_alone(prepared: Prepared, tiny_
         result = federation.run_round(progress)
         assert set(asked) == set(result.cohort)
         progress = store(run.clients, result.progress)
-        save(run, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers))
+        save(run, Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers))
         written = [path for path in run.clients.glob(f"round-{number + 1:05}/*")]
         assert len(written) == 2 * COHORT  # a memory and moments
         prune(run)
@@ -84,12 +84,12 @@ def test_a_sample_of_the_clients_is_measured(prepared: Prepared, tiny_folder: Pa
     assert len(set(evaluator.ids)) == 7
     assert list(evaluator.ids) == sorted(evaluator.ids)
     assert Evaluator(federation, 8, 7).ids == evaluator.ids
-    validation, own = evaluator.clients(federation.begin())
+    validation, own = evaluator.evaluate_clients(federation.begin())
     assert validation is not None
     assert own is not None
     assert tuple(validation.by_client) == tuple(own.by_client) == evaluator.ids
     assert set(asked) == set(evaluator.ids)
-    assert tuple(evaluator.heldout(federation.begin(), prepared.test)) == evaluator.ids  # type: ignore[arg-type]
+    assert tuple(evaluator.evaluate_heldout(federation.begin(), prepared.test)) == evaluator.ids  # type: ignore[arg-type]
 
 
 def test_a_sample_of_all_is_all(prepared: Prepared) -> None:

@@ -109,7 +109,7 @@ def test_packing_changes_no_loss_and_no_gradient(family: str, decoders: Path) ->
     for left, right in zip(results[0][1], results[1][1], strict=True):
         assert torch.allclose(left, right, rtol=1e-3, atol=1e-5)
     with torch.no_grad():
-        rows = [task.predict(model, task.batch(examples, [3, 1, 0], CPU), thorough=True) for task in (padded, packed)]
+        rows = [task.predict(model, task.batch(examples, [3, 1, 0], CPU), generate=True) for task in (padded, packed)]
     assert torch.allclose(rows[0][:, :3], rows[1][:, :3], rtol=1e-4)
     assert torch.equal(rows[0][:, 3:], rows[1][:, 3:])
 
@@ -126,7 +126,7 @@ def test_generation_in_batches_is_greedy_decoding_of_each_prompt_alone(family: s
     task, model = made(generation=Generation(max_new_tokens=5)), model_of(family, decoders)
     examples = encoded(task)
     with torch.no_grad():
-        rows = task.predict(model, task.batch(examples, [0, 1, 2, 3], CPU), thorough=True)
+        rows = task.predict(model, task.batch(examples, [0, 1, 2, 3], CPU), generate=True)
         for index, row in enumerate(rows[:, 3:].long().tolist()):
             ids = examples.ids[index][: int(examples.starts[index])]
             expected: list[int] = []

@@ -48,7 +48,7 @@ class ToyTask:
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         return model(batch["x"])
 
     def metrics(self, predictions: Tensor, examples: ToyExamples, indices: Sequence[int]) -> dict[str, float]:

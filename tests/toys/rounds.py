@@ -140,7 +140,7 @@ class Federation:
             reducer.add(client.id, self.method.contribute(reply, client))
             self.elements[client.id] = _elements(message), _elements(reply)
             self.replies[client.id] = reply
-            self.parties[client.id] = Party(replace(client, held=self.state.round), memory, base)
+            self.parties[client.id] = Party(replace(client, last_round=self.state.round), memory, base)
         self.reduced = reducer.result()
         after = self.method.update(self.state, self.reduced)
         assert encode_state(self.state) == before, "update wrote to the state that it was given"

@@ -84,7 +84,7 @@ def _product(toy: Federation) -> product.Federation:
     """The same clients, model and engine under the product's rounds."""
     nothing = np.array([], dtype=np.int64)
     members = [
-        ClientData(replace(party.client, held=None), toy.problem.indices[id], nothing, nothing)
+        ClientData(replace(party.client, last_round=None), toy.problem.indices[id], nothing, nothing)
         for id, party in toy.parties.items()
     ]
     engine = LoopEngine(toy.problem.adapted(), toy.problem.task, toy.training, seed=7)

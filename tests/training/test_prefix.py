@@ -269,8 +269,8 @@ def test_generation_does_not_use_it(kind: str, folders: Mapping[str, Path]) -> N
     job, indices = job_of(prepared, id, torch.float32), np.arange(9)
     engine = engine_of(prepared, MEMORY)
     engine.predict(job, prepared.train, indices, 4)
-    wanted = engine_of(prepared, None).predict(job, prepared.train, indices, 4, thorough=True)
-    assert torch.equal(engine.predict(job, prepared.train, indices, 4, thorough=True), wanted)
+    wanted = engine_of(prepared, None).predict(job, prepared.train, indices, 4, generate=True)
+    assert torch.equal(engine.predict(job, prepared.train, indices, 4, generate=True), wanted)
 
 
 def _dropping(prepared: Prepared) -> None:

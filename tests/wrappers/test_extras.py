@@ -185,8 +185,8 @@ def test_evaluation_never_moves_them(resnet: Prepared) -> None:
     assert resnet.test is not None
     expected = resnet.engine.predict(job, resnet.test, np.arange(len(resnet.test)), 32)
     state = {name: value.clone() for name, value in progress.state.tensors.items()}
-    evaluator.clients(progress)
-    evaluator.heldout(progress, resnet.test)
+    evaluator.evaluate_clients(progress)
+    evaluator.evaluate_heldout(progress, resnet.test)
     assert not differing(state, progress.state.tensors)
     installed = {name: progress.state.tensors[name] for name in map(extra_name, federation.method.spec.buffers)}
     assert not differing(installed, statistics(resnet))
@@ -227,7 +227,8 @@ def test_a_checkpoint_keeps_them(resnet: Prepared, tmp_path: Path) -> None:
         progress = federation.run_round(federation.begin()).progress
         with RunFolder.create(tmp_path / policy, "x: 1\n") as place:
             checkpoints.save(
-                place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best=None)
+                place,
+                Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, best=None),
             )
             back = checkpoints.resume(place)
         assert back is not None

@@ -98,7 +98,7 @@ def test_a_head_that_does_not_travel_stays_out_of_it(
         )
         assert not any("extras/" in name for name in round.after.state.memory)
         for transfer, message in zip(round.result.transfers, round.messages(), strict=True):
-            first = transfer.direction == "down" and transfer.client not in round.before.held
+            first = transfer.direction == "down" and transfer.client not in round.before.last_rounds
             assert any("extras/" in name for name in message.tensors) == first
         for local in round.trained:
             moved = {
@@ -133,7 +133,7 @@ def resumed(config_text: str, partition: str, stopped: Progress) -> Progress:
     """One more round by another process: method, model and data anew, the state through its bytes."""
     federation = prepare(parse_config(yaml.safe_load(config_text)), Partition.from_json(partition)).federation
     state = decode_state(encode_state(stopped.state))
-    return federation.run_round(Progress(state, stopped.memories, stopped.held, stopped.optimizers)).progress
+    return federation.run_round(Progress(state, stopped.memories, stopped.last_rounds, stopped.optimizers)).progress
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The client half of a round, on the data owner's side: carries out a server's orders.
 
 A client's stored state (memory, moments, its base) is versioned by round. An order names the round whose reply was
-accepted last (``Client.held``). Training continues from that version and writes a new one, so a retried round or a lost
-reply never advances the state twice.
+accepted last (``Client.last_round``). Training continues from that version and writes a new one, so a retried round or
+a lost reply never advances the state twice.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Host:
 
     def _start(self, order: Order, message: Message) -> tuple[Job, ClientState]:
         """Return the job of an order, and the client's state with the model's current base."""
-        kept = self._kept(order.to, None if order.client is None else order.client.held)
+        kept = self._kept(order.to, None if order.client is None else order.client.last_round)
         if self._shared is None:
             # The message of a secure sum is the same for all clients, so its patch is one of the pretrained base.
             base = apply_patch(kept.base if order.secure is None else BaseUpdate(), message.base)
@@ -254,7 +254,7 @@ class Host:
             one.parts.clear()  # a loss is computed from the raw data
         if self.tamper is not None:
             reply = self.tamper(order, self._message(order), reply)
-        needed = frozenset(round for round in (one.client.held, order.best) if round is not None)
+        needed = frozenset(round for round in (one.client.last_round, order.best) if round is not None)
         self.store.store(order.to, order.round, ClientState(one.memory, one.moments, one.kept.base), needed)
         try:
             body = self._body(order, reply, one.job)
@@ -300,7 +300,7 @@ class Host:
         if settings.privacy is None:
             return ()
         client = _known(order.client, self._member(order))
-        memory = self._kept(client.id, client.held).memory
+        memory = self._kept(client.id, client.last_round).memory
         return order_charges(settings.privacy, settings, self.method, self._message(order), client, order.round, memory)
 
     def _exported(self, order: Order) -> Reply:

@@ -47,7 +47,7 @@ class Client:
         scaling: The client's factor on B A (alpha / rank, or alpha / sqrt(rank)).
         examples: Number of training examples.
         weight: The client's weight in the average before normalisation (examples, or 1 for a plain mean).
-        held: Round of the last server state that reached the client and whose reply was accepted; None: never.
+        last_round: Round of the last server state that reached the client and whose reply was accepted; None: never.
     """
 
     id: str
@@ -55,7 +55,7 @@ class Client:
     scaling: float
     examples: int
     weight: float
-    held: int | None = None
+    last_round: int | None = None
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,8 @@ def norm_limits(sizes: Mapping[str, ChangeSize], ratio: float) -> dict[str, floa
     """
     if len(sizes) < ENOUGH_REPLIES:
         return {}
-    middle = statistics.median(size.norm / size.scale for size in sizes.values())
-    return {id: ratio * middle * size.scale for id, size in sizes.items()} if middle > 0 else {}
+    median = statistics.median(size.norm / size.scale for size in sizes.values())
+    return {id: ratio * median * size.scale for id, size in sizes.items()} if median > 0 else {}
 
 
 def shrink_reply(
@@ -104,16 +104,16 @@ def shrink_reply(
         factor: Factor on the change, from 0 to 1.
     """
     if _stacks(contribution):
-        kept = method.declared().directions
+        directions = method.declared().directions
         tensors = {
-            name: value if _slot(name) in kept else _scaled(value, expected.tensors[name], factor)
+            name: value if _slot(name) in directions else _scale(value, expected.tensors[name], factor)
             for name, value in message.tensors.items()
         }
         return method.contribute(replace(message, tensors=tensors), client)
     untrained = method.contribute(expected, client).sum
     return replace(
         contribution,
-        sum={name: _scaled(value, untrained[name], factor) for name, value in contribution.sum.items()},
+        sum={name: _scale(value, untrained[name], factor) for name, value in contribution.sum.items()},
     )
 
 
@@ -133,7 +133,7 @@ def _start(value: Tensor, untrained: Tensor) -> Tensor | float:
     return untrained[tuple(slice(0, length) for length in value.shape)].double().nan_to_num(0.0, 0.0, 0.0)
 
 
-def _scaled(value: Tensor, untrained: Tensor, factor: float) -> Tensor:
+def _scale(value: Tensor, untrained: Tensor, factor: float) -> Tensor:
     if not value.is_floating_point():
         return value
     start = _start(value, untrained)

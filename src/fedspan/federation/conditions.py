@@ -115,7 +115,7 @@ class Conditions:
             return frozenset()
         count = round(self.faults.share * len(ids))
         order: list[int] = torch.randperm(len(ids), generator=generator(self.seed, "faults")).tolist()
-        return frozenset(ids[at] for at in order[:count])
+        return frozenset(ids[index] for index in order[:count])
 
 
 def corrupt(faults: Faults, reply: Message, honest_start: Message, *key: int | str) -> Message:

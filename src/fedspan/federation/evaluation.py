@@ -24,7 +24,7 @@ from fedspan.federation.weights import weight_limit
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
-__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "possible_metrics", "summarised"]
+__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "possible_metrics", "summarize"]
 
 Metrics = Mapping[str, float]
 
@@ -58,10 +58,10 @@ class ClientScores:
 
     def summary(self, metric: str) -> dict[str, Any]:
         """Return unweighted client means of every metric, and under ``worst`` the client with the worst ``metric``."""
-        return summarised(self.by_client, metric)
+        return summarize(self.by_client, metric)
 
 
-def summarised(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
+def summarize(by_client: Mapping[str, Metrics], metric: str) -> dict[str, Any]:
     """Return unweighted means of every metric over the clients that have a value, and the worst client by ``metric``.
 
     Returns:
@@ -97,16 +97,16 @@ def coarsen(scores: Metrics, examples: int) -> dict[str, float]:
     return {name: value if name == "examples" else step * round(value / step) for name, value in scores.items()}
 
 
-def _drawn(federation: Federation, count: int | None) -> tuple[str, ...]:
+def _draw_clients(federation: Federation, count: int | None) -> tuple[str, ...]:
     ids = tuple(federation.clients)
     if count is None or count >= len(ids):
         return ids
     rng = generator(federation.settings.seed, "evaluation")
-    return tuple(sorted(ids[at] for at in torch.randperm(len(ids), generator=rng)[:count].tolist()))
+    return tuple(sorted(ids[index] for index in torch.randperm(len(ids), generator=rng)[:count].tolist()))
 
 
-def _judged(member: ClientData) -> tuple[np.ndarray, np.ndarray]:
-    return member.validation, member.test
+def _evaluated_parts(data: ClientData) -> tuple[np.ndarray, np.ndarray]:
+    return data.validation, data.test
 
 
 class Evaluator:
@@ -122,7 +122,7 @@ class Evaluator:
     def __init__(self, federation: Federation, batch_size: int, clients: int | None = None) -> None:
         self.federation = federation
         self.batch_size = batch_size
-        self.ids = _drawn(federation, clients)
+        self.ids = _draw_clients(federation, clients)
         """Ids of the evaluated clients, sorted."""
 
     def job(self, progress: Progress, client_id: str | None) -> Job:
@@ -147,24 +147,29 @@ class Evaluator:
         for id in ids:  # lazily: a model is built only when it is requested
             yield (id,), self.job(progress, id)
 
-    def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
+    def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
         """Evaluate the clients' models on their own validation and test parts (None where no client has the part)."""
-        members, examples, engine = self.federation.clients, self.federation.examples, self.federation.engine
+        clients, examples, engine = self.federation.clients, self.federation.examples, self.federation.engine
         scored: tuple[dict[str, tuple[Tensor, np.ndarray]], ...] = ({}, {})
-        total = sum(len(own) for id in self.ids for own in _judged(members[id]))
+        total = sum(len(rows) for id in self.ids for rows in _evaluated_parts(clients[id]))
         with engine.stages.stage("evaluation", total):
             for ids, job in self.models(progress, self.ids):
-                wanted = [(id, part, own) for id in ids for part, own in enumerate(_judged(members[id])) if len(own)]
-                if not wanted:
+                parts = [
+                    (id, part, rows)
+                    for id in ids
+                    for part, rows in enumerate(_evaluated_parts(clients[id]))
+                    if len(rows)
+                ]
+                if not parts:
                     continue
                 # The same batches, independent of the models that are evaluated.
-                engine.ready(examples, [own for _, _, own in wanted])
-                indices = np.concatenate([own for _, _, own in wanted])
+                engine.ready(examples, [rows for _, _, rows in parts])
+                indices = np.concatenate([rows for _, _, rows in parts])
                 predictions = engine.predict(job, examples, indices, self.batch_size)
-                at = 0
-                for id, part, own in wanted:
-                    scored[part][id] = (predictions[at : at + len(own)], own)
-                    at += len(own)
+                start = 0
+                for id, part, rows in parts:
+                    scored[part][id] = (predictions[start : start + len(rows)], rows)
+                    start += len(rows)
         return self._scores(scored[0]), self._scores(scored[1])
 
     def _scores(self, scored: Mapping[str, tuple[Tensor, np.ndarray]]) -> ClientScores | None:
@@ -172,15 +177,18 @@ class Evaluator:
             return None
         task, examples = self.federation.engine.task, self.federation.examples
         by_client = {
-            id: {**task.metrics(predictions, examples, own.tolist()), "examples": float(len(own))}
-            for id, (predictions, own) in scored.items()
+            id: {
+                **task.metrics(predictions, examples, rows.tolist()),
+                "examples": float(len(rows)),
+            }
+            for id, (predictions, rows) in scored.items()
         }
         predictions = torch.cat([predictions for predictions, _ in scored.values()])
-        indices = np.concatenate([own for _, own in scored.values()])
+        indices = np.concatenate([rows for _, rows in scored.values()])
         pooled = task.metrics(predictions, examples, indices.tolist())
         return ClientScores(pooled, by_client)
 
-    def heldout(self, progress: Progress, examples: Examples, *, thorough: bool = False) -> dict[str, Metrics]:
+    def evaluate_heldout(self, progress: Progress, examples: Examples, *, generate: bool = False) -> dict[str, Metrics]:
         """Evaluate the models on a held-out set that belongs to no client; keys are client ids, or ``global``."""
         task, engine = self.federation.engine.task, self.federation.engine
         indices = np.arange(len(examples))
@@ -188,7 +196,7 @@ class Evaluator:
         personal = self.federation.method.declared().personal
         with engine.stages.stage("evaluation", len(examples) * (len(self.ids) if personal else 1)):
             for ids, job in self.models(progress, self.ids):
-                predictions = engine.predict(job, examples, indices, self.batch_size, thorough=thorough)
+                predictions = engine.predict(job, examples, indices, self.batch_size, generate=generate)
                 key = ids[0] if personal else "global"
                 scores[key] = task.metrics(predictions, examples, indices.tolist())
         return scores
@@ -218,11 +226,11 @@ class RemoteEvaluator(Evaluator):
 
     def job(self, progress: Progress, client_id: str | None) -> Job:
         """``Evaluator.job``, where the server can access the client's memory."""
-        held = None if client_id is None else progress.held.get(client_id)
-        if client_id is None or held is None:
+        last_round = None if client_id is None else progress.last_rounds.get(client_id)
+        if client_id is None or last_round is None:
             return super().job(progress, client_id)
         assert self._memories is not None, "models() names no client otherwise"
-        memory = self._memories(client_id, held)
+        memory = self._memories(client_id, last_round)
         return super().job(replace(progress, memories={client_id: memory}), client_id)
 
     def models(self, progress: Progress, clients: Iterable[str] | None = None) -> Iterator[tuple[tuple[str, ...], Job]]:
@@ -231,41 +239,41 @@ class RemoteEvaluator(Evaluator):
             return iter(())
         return super().models(progress, clients)
 
-    def clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
-        """``Evaluator.clients``; clients that do not reply are excluded and recorded (``Federation.beside``)."""
+    def evaluate_clients(self, progress: Progress) -> tuple[ClientScores | None, ClientScores | None]:
+        """``Evaluator.evaluate_clients``; clients that do not reply are left out and recorded as events."""
         federation = self.federation
-        method, state, asking = federation.method, progress.state, OrderEncoder(federation.run)
+        method, state, encoder = federation.method, progress.state, OrderEncoder(federation.run)
         personal = method.declared().personal
-        found: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
+        reported: dict[str, dict[str, Scores]] = {"validation": {}, "test": {}}
 
         def order(id: str) -> Envelope:
             client = federation.client(id, progress) if personal else None
             message = method.sync(state, client)
-            made = asking.order("evaluate", state.round, id, client, message)
-            federation.note(Transfer(id, "down", len(made.body), serialization.payload_size(message), "evaluate"))
-            return made.envelope()
+            encoded = encoder.order("evaluate", state.round, id, client, message)
+            federation.record(Transfer(id, "down", len(encoded.body), serialization.payload_size(message), "evaluate"))
+            return encoded.envelope()
 
         stages = federation.engine.stages
 
-        def replied(id: str, back: Envelope | str) -> bool:
+        def replied(id: str, reply: Envelope | str) -> bool:
             stages.advance("evaluation")
             try:
-                answer = open_reply(back)
-                if (answer.task, answer.id, answer.round) != ("evaluate", id, state.round):
-                    raise ValueError(f"an answer of {answer.id!r} ({answer.task}) to round {answer.round + 1}")
+                decoded = open_reply(reply)
+                if (decoded.task, decoded.id, decoded.round) != ("evaluate", id, state.round):
+                    raise ValueError(f"an answer of {decoded.id!r} ({decoded.task}) to round {decoded.round + 1}")
             except ValueError as error:
-                federation.note(Failure(id, 0, f"not measured: {error}", "evaluate"))
+                federation.record(Failure(id, 0, f"not measured: {error}", "evaluate"))
                 return False
-            for part, scores in (answer.scores or {}).items():
-                found[part][id] = scores
+            for part, scores in (decoded.scores or {}).items():
+                reported[part][id] = scores
             return False
 
         assert federation.transport is not None, "clients in this process are evaluated here"
         with stages.stage("evaluation", len(self.ids), "clients"):
             federation.transport.exchange(Orders("evaluate", self.ids, order), replied, federation.rules.deadline)
-        return self._pooled("validation", found["validation"]), self._pooled("test", found["test"])
+        return self._pool("validation", reported["validation"]), self._pool("test", reported["test"])
 
-    def _pooled(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:
+    def _pool(self, part: ScoredPart, by_client: Mapping[str, Scores]) -> ClientScores | None:
         """Pool the clients' metrics.
 
         Impossible values do not count. A client without the loss or the accuracy, where at least half of the
@@ -274,34 +282,36 @@ class RemoteEvaluator(Evaluator):
         """
         reported = {id: by_client[id] for id in sorted(by_client) if by_client[id].get("examples", 0) > 0}
         rows, impossible = possible_metrics(reported)
-        for id, why in impossible:
-            self.federation.note(Failure(id, 0, f"of its {part} part, {why}", "evaluate"))
+        for id, reason in impossible:
+            self.federation.record(Failure(id, 0, f"of its {part} part, {reason}", "evaluate"))
         counts = Counter(name for row in rows.values() for name in row)
         names = [name for name, count in counts.items() if 2 * count >= len(rows)]
         metric = getattr(self.federation.engine.task, "metric", "loss")  # a task without one is compared by the loss
         required = [name for name in _REQUIRED if name in names and name in ("loss", metric)]
         for id in list(rows):
             if missing := [name for name in required if name not in rows[id]]:
-                self.federation.note(Failure(id, 0, f"not measured: no {missing[0]} of its {part} part", "evaluate"))
+                self.federation.record(Failure(id, 0, f"not measured: no {missing[0]} of its {part} part", "evaluate"))
                 del rows[id]
         if not rows:
             return None
         weights = self._weights(part, {id: reported[id]["examples"] for id in rows})
-        pooled = {name: _weighted(rows, weights, name) for name in names if any(name in row for row in rows.values())}
-        trimmed = {name: _weighted(_trimmed(rows, name), weights, name) for name in pooled}
+        pooled = {
+            name: _weighted_mean(rows, weights, name) for name in names if any(name in row for row in rows.values())
+        }
+        trimmed = {name: _weighted_mean(_trim(rows, name), weights, name) for name in pooled}
         by_client = {id: {**row, "examples": weights[id]} for id, row in rows.items()}
         return ClientScores({**pooled, "examples": sum(weights.values())}, by_client, trimmed)
 
-    def _weights(self, part: ScoredPart, stated: Mapping[str, float]) -> dict[str, float]:
-        """Return the clients' weights: their known numbers of examples, or stated ones up to what is plausible.
+    def _weights(self, part: ScoredPart, reported: Mapping[str, float]) -> dict[str, float]:
+        """Return the clients' weights: their known numbers of examples, or reported ones up to what is plausible.
 
-        A stated number counts up to the client's training examples, as far as they count, and up to
+        A reported number counts up to the client's training examples, as far as they count, and up to
         ``max_weight_ratio`` times the median.
         """
-        members = {id: self.federation.clients[id] for id in stated}
-        known = {id: len(getattr(member, part)) for id, member in members.items()}
-        train = {id: min(one.client.examples, one.max_weight or math.inf) for id, one in members.items()}
-        counts = {id: known[id] or min(stated[id], max(1, train[id])) for id in stated}
+        clients = {id: self.federation.clients[id] for id in reported}
+        known = {id: len(getattr(data, part)) for id, data in clients.items()}
+        train = {id: min(data.client.examples, data.max_weight or math.inf) for id, data in clients.items()}
+        counts = {id: known[id] or min(reported[id], max(1, train[id])) for id in reported}
         limit = weight_limit(list(counts.values()), self.federation.settings.max_weight_ratio)
         return {
             id: float(count) if known[id] or limit is None else min(float(count), limit) for id, count in counts.items()
@@ -324,23 +334,23 @@ def possible_metrics(reported: Mapping[str, Scores]) -> tuple[dict[str, dict[str
     impossible: list[tuple[str, str]] = []
     for name, metric in METRICS.items():
         values = {id: row[name] for id, row in reported.items() if name in row}
-        middle = float(np.median(list(values.values()))) if len(values) >= ENOUGH_REPLIES else math.inf
-        far = math.inf if metric.bounded else _FAR * max(1.0, middle)
+        median = float(np.median(list(values.values()))) if len(values) >= ENOUGH_REPLIES else math.inf
+        limit = math.inf if metric.bounded else _FAR * max(1.0, median)
         for id, value in values.items():
-            if metric.accepts(value) and value <= far:
+            if metric.accepts(value) and value <= limit:
                 rows[id][name] = value
             else:
-                most = min(metric.most, far)
-                impossible.append((id, f"{metric.title} {value:.3g} is not from {metric.least:g} to {most:.3g}"))
+                upper = min(metric.most, limit)
+                impossible.append((id, f"{metric.title} {value:.3g} is not from {metric.least:g} to {upper:.3g}"))
     return rows, impossible
 
 
-def _weighted(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:
-    having = [id for id, row in rows.items() if name in row]
-    return float(np.average([rows[id][name] for id in having], weights=[weights[id] for id in having]))
+def _weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:
+    ids = [id for id, row in rows.items() if name in row]
+    return float(np.average([rows[id][name] for id in ids], weights=[weights[id] for id in ids]))
 
 
-def _trimmed(rows: Mapping[str, Metrics], name: str) -> dict[str, Metrics]:
+def _trim(rows: Mapping[str, Metrics], name: str) -> dict[str, Metrics]:
     """Return the clients that have a metric, without a tenth of them at each end, rounded up; all, if they are few."""
     order = sorted((id for id, row in rows.items() if name in row), key=lambda id: rows[id][name])
     dropped = math.ceil(len(order) / 10) if len(order) >= _TRIMMED_FROM else 0

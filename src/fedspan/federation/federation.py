@@ -49,19 +49,19 @@ from fedspan.training.stages import StageName, Stages
 __all__ = ["Federation", "OnCharge", "OnClient", "Round", "clients_by_id", "clients_stage", "cohort_of"]
 
 
-def cohort_of(seed: int, round: int, clients: int, size: int | None, more: int = 0) -> list[int]:
-    """Draw the positions of a round's clients and of ``more`` extra ones, in order of drawing; all, sorted, if all.
+def cohort_of(seed: int, round: int, clients: int, size: int | None, extra: int = 0) -> list[int]:
+    """Draw the positions of a round's clients and of ``extra`` more, in order of drawing; all, sorted, if all.
 
     Args:
         seed: Seed of the run.
         round: Number of the round, from 0.
         clients: Number of clients in the federation.
         size: Size of the cohort; None: all clients.
-        more: Number of additional clients to select.
+        extra: Number of additional clients to select.
     """
     if size is None or size >= clients:
         return list(range(clients))
-    return torch.randperm(clients, generator=generator(seed, "cohort", round))[: size + more].tolist()
+    return torch.randperm(clients, generator=generator(seed, "cohort", round))[: size + extra].tolist()
 
 
 OnClient = Callable[[str, float], None]
@@ -77,7 +77,7 @@ class Round:
     Args:
         context: Definition of the round.
         aggregating: Creates the round's aggregation.
-        held: Round of the last accepted reply of each client.
+        last_rounds: Round of the last accepted reply of each client.
         best: The same for the best progress so far: clients must not delete the state that belongs to it.
         on_client: Called with a client's id and training loss when its reply is accepted.
         on_charge: Called with the privacy cost of each attempt before its orders are sent.
@@ -87,14 +87,14 @@ class Round:
         self,
         context: RoundContext,
         aggregating: AggregationFactory,
-        held: Mapping[str, int],
+        last_rounds: Mapping[str, int],
         best: Mapping[str, int],
         on_client: OnClient | None = None,
         on_charge: OnCharge | None = None,
     ) -> None:
         self.context, self.on_client, self.on_charge, self._best = context, on_client, on_charge, best
         self.lr = context.training.lr(context.state.round, context.settings.rounds)
-        self._held = dict(held)
+        self._last_rounds = dict(last_rounds)
         self._tally = Tally()
         self._charges = list[Charge]()
         self.aggregation = aggregating(context, self._tally)
@@ -128,42 +128,42 @@ class Round:
                 continue
             finally:
                 for id in tally.lost:
-                    self._held.pop(id, None)
+                    self._last_rounds.pop(id, None)
             return reduced, attempt
-        raise _too_few(context, aggregation.good(), tally.failures, aggregation.quorum)
+        raise _too_few(context, aggregation.succeeded(), tally.failures, aggregation.quorum)
 
     def _client(self, id: str) -> Client:
-        return replace(self.context.clients[id].client, held=self._held.get(id))
+        return replace(self.context.clients[id].client, last_round=self._last_rounds.get(id))
 
     def _train(self, clients: Mapping[str, Client], masks: Mapping[str, Masking | None], attempt: int) -> None:
         """Order clients to train and aggregate their replies."""
         context, state, tally = self.context, self.context.state, self._tally
-        asking, sent, costs = OrderEncoder(context.run), set[str](), self._announce(masks, clients, attempt)
+        encoder, sent, costs = OrderEncoder(context.run), set[str](), self._announce(masks, clients, attempt)
 
         def order(id: str) -> Envelope:
             # Clients of a secure sum agreed on one message, so none may be shorter for what its client stores.
-            known = clients[id] if masks[id] is None else replace(clients[id], held=None)
-            message = context.method.sync(state, known)
-            made = asking.order(context.task, state.round, id, clients[id], message)
+            client = clients[id] if masks[id] is None else replace(clients[id], last_round=None)
+            message = context.method.sync(state, client)
+            encoded = encoder.order(context.task, state.round, id, clients[id], message)
             first = id not in sent  # a transport may make an order again that was refused on its way
             sent.add(id)
             if first:
-                tally.transfers.append(order_transfer(id, made.body, message, context.task))
+                tally.transfers.append(order_transfer(id, encoded.body, message, context.task))
                 self._charges += costs.get(id, ())
-            return replace(made, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
+            return replace(encoded, attempt=attempt, lr=self.lr, best=self._best.get(id), secure=masks[id]).envelope()
 
-        def on_reply(id: str, back: Envelope | str) -> bool:
+        def on_reply(id: str, reply: Envelope | str) -> bool:
             try:
-                answer = open_reply(back)
-                enough = self.aggregation.take(clients[id], answer, attempt)
+                decoded = open_reply(reply)
+                is_enough = self.aggregation.add(clients[id], decoded, attempt)
             except ValueError as error:
                 tally.failures.append(Failure(id, attempt, str(error), context.task))
                 if isinstance(error, ClientLostState):
                     tally.lost.add(id)
                 return False
             if self.on_client is not None:
-                self.on_client(id, answer.parts[-1].loss if answer.parts else math.nan)
-            return enough
+                self.on_client(id, decoded.parts[-1].loss if decoded.parts else math.nan)
+            return is_enough
 
         orders = Orders(context.task, masks, order)
         context.transport.exchange(orders, on_reply, context.rules.deadline, patient=attempt > 0)
@@ -179,30 +179,30 @@ class Round:
         self._charges += shared
         costs = {} if privacy.mechanism == "central" else client_charges(context, {id: clients[id] for id in ids})
         if self.on_charge is not None:
-            self.on_charge((*shared, *(one for own in costs.values() for one in own)))
+            self.on_charge((*shared, *(charge for client_costs in costs.values() for charge in client_costs)))
         return costs
 
     def _result(self, reduced: Reduced, attempt: int) -> RoundResult:
         """Return the result of a successful round."""
         context, state, tally = self.context, self.context.state, self._tally
-        answers = {id: self.aggregation.answers[id] for id in context.ids if id in self.aggregation.answers}
+        replies = {id: self.aggregation.replies[id] for id in context.ids if id in self.aggregation.replies}
         failed = {failure.client for failure in tally.failures if failure.attempt == attempt}
-        memories, optimizers = context.transport.stored(answers)
+        memories, optimizers = context.transport.stored(replies)
         return RoundResult(
             progress=Progress(
                 state=context.method.update(state, reduced),
                 memories=memories,
-                held={**self._held, **dict.fromkeys(answers, state.round)},
+                last_rounds={**self._last_rounds, **dict.fromkeys(replies, state.round)},
                 optimizers=optimizers,
             ),
             transfers=tuple(sorted(tally.transfers, key=lambda transfer: (transfer.client, transfer.direction))),
             cohort=context.ids,
             lr=self.lr,
-            loss=_mean_loss(answers.values(), context.settings.max_weight_ratio),
+            loss=_mean_loss(replies.values(), context.settings.max_weight_ratio),
             failures=tuple(tally.failures),
             charges=tuple(self._charges),
             simulated_seconds=context.transport.simulated_seconds(),
-            late=tuple(id for id in context.ids if id not in self.aggregation.answers and id not in failed),
+            late=tuple(id for id in context.ids if id not in self.aggregation.replies and id not in failed),
             clipped=dict(sorted(self.aggregation.clipped.items())),
             lowered=dict(sorted(self.aggregation.lowered.items())),
         )
@@ -210,26 +210,26 @@ class Round:
 
 def client_charges(context: RoundContext, clients: Mapping[str, Client]) -> dict[str, tuple[Charge, ...]]:
     """Return the privacy cost of a training order for each client; it depends on rank and examples alone."""
-    known: dict[tuple[int, int], tuple[Charge, ...]] = {}
-    found: dict[str, tuple[Charge, ...]] = {}
+    by_kind: dict[tuple[int, int], tuple[Charge, ...]] = {}
+    charges: dict[str, tuple[Charge, ...]] = {}
     for id, client in clients.items():
         kind = (client.rank, client.examples)
-        if kind not in known:
+        if kind not in by_kind:
             privacy, state = context.settings.privacy, context.state
-            known[kind] = expected_charges(privacy, context.training, context.method, state, client)
-        found[id] = tuple(replace(one, payer=id) for one in known[kind])
-    return found
+            by_kind[kind] = expected_charges(privacy, context.training, context.method, state, client)
+        charges[id] = tuple(replace(charge, payer=id) for charge in by_kind[kind])
+    return charges
 
 
-def _mean_loss(answers: Iterable[Reply], ratio: float | None) -> float:
+def _mean_loss(replies: Iterable[Reply], ratio: float | None) -> float:
     """Return the mean training loss over the examples that clients trained on; NaN if no client reported one.
 
     Args:
-        answers: The accepted replies.
+        replies: The accepted replies.
         ratio: Maximum number of examples that counts for a phase of one client, as a multiple of the median; None: no
             limit.
     """
-    parts = [part for answer in answers for part in answer.parts]
+    parts = [part for reply in replies for part in reply.parts]
     counts = [part.examples for part in parts]
     if ratio is not None and counts:
         limit = ratio * statistics.median(counts)
@@ -250,22 +250,28 @@ def order_transfer(id: str, body: bytes, message: Message, purpose: Purpose = "t
     return Transfer(id, "down", len(body), serialization.payload_size(message), purpose)
 
 
-def _too_few(context: RoundContext, good: Collection[str], failures: Sequence[Failure], quorum: int) -> TooFewReplies:
+def _too_few(
+    context: RoundContext, succeeded: Collection[str], failures: Sequence[Failure], quorum: int
+) -> TooFewReplies:
     """Create the error of a round with too few accepted replies.
 
     Args:
         context: Definition of the round.
-        good: Clients whose replies would be accepted.
+        succeeded: Clients whose replies would be accepted.
         failures: Failures of the other clients.
         quorum: Number of replies that the round needs.
     """
     last, ids = {failure.client: failure.reason for failure in failures}, context.ids
-    reasons = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in good)
-    what, cure = f"round {context.state.round + 1}", ". The state before the round is stored: fix the cause and resume"
+    reasons = "; ".join(f"{id}: {last.get(id, 'no reply')}" for id in ids if id not in succeeded)
     if context.task == "statistics":
-        what, cure = "the exchange of statistics", ""
-    problem = f"{what} needs good replies of at least {quorum} of {len(ids)} clients, and has {len(good)} ({reasons})"
-    return TooFewReplies("good replies", len(good), problem=problem + cure)
+        subject, remedy = "the exchange of statistics", ""
+    else:
+        subject = f"round {context.state.round + 1}"
+        remedy = ". The state before the round is stored: fix the cause and resume"
+    problem = (
+        f"{subject} needs good replies of at least {quorum} of {len(ids)} clients, and has {len(succeeded)} ({reasons})"
+    )
+    return TooFewReplies("good replies", len(succeeded), problem=problem + remedy)
 
 
 STRICT = ReplyRules(retries=0, norm_factor=None, validate=False)
@@ -332,9 +338,9 @@ class Federation:
             training,
         )
 
-    def remember(self, best: Progress) -> None:
+    def retain(self, best: Progress) -> None:
         """Record the best progress so far: clients must not delete the state that belongs to it."""
-        self._best = best.held
+        self._best = best.last_rounds
 
     def remark(self) -> str | None:
         """Return a remark on the rounds for the user, available after the first round; None: no remark."""
@@ -346,7 +352,7 @@ class Federation:
 
     def client(self, id: str, progress: Progress) -> Client:
         """Return a client with the round of the state that it stores."""
-        return replace(self.clients[id].client, held=progress.held.get(id))
+        return replace(self.clients[id].client, last_round=progress.last_rounds.get(id))
 
     def next_charges(self, progress: Progress) -> tuple[Charge, ...]:
         """Return the privacy cost of the next round if every client is selected once."""
@@ -354,20 +360,20 @@ class Federation:
         if self.settings.privacy is None or charges:
             return charges
         context = self._context(progress)
-        own = client_charges(context, {id: self.clients[id].client for id in context.ids})
-        return tuple(one for costs in own.values() for one in costs)
+        by_client = client_charges(context, {id: self.clients[id].client for id in context.ids})
+        return tuple(charge for costs in by_client.values() for charge in costs)
 
     def cohort(self, round: int) -> tuple[str, ...]:
         """Return a round's selected clients, sorted; drawn from (seed, round) alone or the key of central privacy."""
-        return tuple(sorted(self.drawn(round, self.rules.over_select)))
+        return tuple(sorted(self.select_clients(round, self.rules.over_select)))
 
-    def drawn(self, round: int, more: int = 0) -> list[str]:
-        """Return a round's clients and ``more`` additional ones in the order of drawing; by id if all are selected."""
+    def select_clients(self, round: int, extra: int = 0) -> list[str]:
+        """Return a round's clients and ``extra`` additional ones in the order of drawing; by id if all are selected."""
         ids = list(self.clients)
         size, privacy = self.settings.cohort, self.settings.privacy
         if privacy is not None and privacy.mechanism == "central":
-            return [ids[at] for at in poisson_cohort(privacy, self.settings, len(ids), round)]
-        return [ids[at] for at in cohort_of(self.settings.seed, round, len(ids), size, more)]
+            return [ids[index] for index in poisson_cohort(privacy, self.settings, len(ids), round)]
+        return [ids[index] for index in cohort_of(self.settings.seed, round, len(ids), size, extra)]
 
     def run_round(
         self,
@@ -396,7 +402,7 @@ class Federation:
                 if on_client is not None:
                     on_client(id, loss)
 
-            round = Round(context, self.aggregating, progress.held, self._best, replied, on_charge)
+            round = Round(context, self.aggregating, progress.last_rounds, self._best, replied, on_charge)
             self.transport.begin(progress, on_trained)
             result = round.run()
         self._remark = round.aggregation.remark()
@@ -412,8 +418,8 @@ class Federation:
             clients=self.clients,
             state=state,
             ids=self.cohort(state.round),
-            drawn=tuple(self.drawn(state.round, self.rules.over_select)),
-            wanted=len(self.drawn(state.round)),
+            draw_order=tuple(self.select_clients(state.round, self.rules.over_select)),
+            target=len(self.select_clients(state.round)),
             rules=self.rules,
             transport=self.transport,
             run=self.run,
@@ -430,19 +436,19 @@ class Federation:
         """
         if not self.exporting or not self.method.declared().personal:
             return ()
-        state, asking = progress.state, OrderEncoder(self.run)
+        state, encoder = progress.state, OrderEncoder(self.run)
         failures: list[Failure] = []
 
         def order(id: str) -> Envelope:
             client = self.client(id, progress)
             message = self.method.sync(state, client)
-            made = asking.order("export", state.round, id, client, message)
-            self.note(order_transfer(id, made.body, message, "export"))
-            return made.envelope()
+            encoded = encoder.order("export", state.round, id, client, message)
+            self.record(order_transfer(id, encoded.body, message, "export"))
+            return encoded.envelope()
 
-        def replied(id: str, back: Envelope | str) -> bool:
+        def replied(id: str, reply: Envelope | str) -> bool:
             try:
-                open_reply(back)
+                open_reply(reply)
             except ValueError as error:
                 failures.append(Failure(id, 0, str(error), "export"))
             return False
@@ -450,19 +456,19 @@ class Federation:
         self.transport.exchange(Orders("export", self.clients, order), replied, self.rules.deadline)
         return tuple(failures)
 
-    def note(self, happened: Transfer | Failure) -> None:
+    def record(self, event: Transfer | Failure) -> None:
         """Record an event outside the rounds."""
-        if isinstance(happened, Transfer):
-            self._transfers.append(happened)
+        if isinstance(event, Transfer):
+            self._transfers.append(event)
         else:
-            self._failures.append(happened)
+            self._failures.append(event)
 
-    def beside(self) -> OutOfRoundEvents:
+    def pop_events(self) -> OutOfRoundEvents:
         """Return the events outside the rounds since the last call."""
-        taken = OutOfRoundEvents(tuple(self._transfers), tuple(self._failures))
+        events = OutOfRoundEvents(tuple(self._transfers), tuple(self._failures))
         self._transfers.clear()
         self._failures.clear()
-        return taken
+        return events
 
 
 @contextmanager
@@ -486,8 +492,8 @@ def clients_stage(stages: Stages, name: StageName, work: Mapping[str, int]) -> G
         yield finished
 
 
-def clients_by_id(members: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:
+def clients_by_id(clients: Sequence[ClientData] | Mapping[str, ClientData]) -> Mapping[str, ClientData]:
     """Return the clients by sorted id; a mapping is already in that order."""
-    if isinstance(members, Mapping):
-        return members
-    return {member.client.id: member for member in sorted(members, key=lambda member: member.client.id)}
+    if isinstance(clients, Mapping):
+        return clients
+    return {data.client.id: data for data in sorted(clients, key=lambda data: data.client.id)}

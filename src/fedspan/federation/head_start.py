@@ -125,8 +125,8 @@ class _ByExamples(Mapping[str, ClientData]):
         self._clients = clients
 
     def __getitem__(self, id: str) -> ClientData:
-        member = self._clients[id]
-        return replace(member, client=replace(member.client, weight=float(member.client.examples), held=None))
+        data = self._clients[id]
+        return replace(data, client=replace(data.client, weight=float(data.client.examples), last_round=None))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._clients)
@@ -165,8 +165,8 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         clients=clients,
         state=state,
         ids=ids,
-        drawn=ids,
-        wanted=len(ids),
+        draw_order=ids,
+        target=len(ids),
         rules=replace(federation.rules, over_select=0),
         transport=federation.transport,
         run=federation.run,
@@ -181,9 +181,9 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
             reduced, _ = round.reduce()
         finally:
             for event in (*round.tally.transfers, *round.tally.failures):
-                federation.note(replace(event, purpose="statistics"))
+                federation.record(replace(event, purpose="statistics"))
     aggregation = round.aggregation  # examples count as far as the weights do
-    examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.answers)
+    examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.replies)
     statistics = HeadStatistics.of(reduced.mean).rescaled(head.bound)
     if not float(statistics.shares.sum()) > 0:
         raise TooFewReplies("model.head_init", head.kind, "random", problem="no client sent statistics of any class")
@@ -201,8 +201,8 @@ def head_tensors(head: HeadStart, statistics: HeadStatistics, examples: int) -> 
         examples: Number of examples in them.
     """
     weights = solve_head(head.kind, statistics, examples, bias=head.layer.bias)
-    made = {extra_name(f"{head.layer.path}.weight"): weights.weight}
-    return made | ({extra_name(f"{head.layer.path}.bias"): weights.bias} if head.layer.bias else {})
+    tensors = {extra_name(f"{head.layer.path}.weight"): weights.weight}
+    return tensors | ({extra_name(f"{head.layer.path}.bias"): weights.bias} if head.layer.bias else {})
 
 
 def starts_pretrained(method: Method, state: ServerState, adapted: AdaptedModel) -> bool:
@@ -211,14 +211,14 @@ def starts_pretrained(method: Method, state: ServerState, adapted: AdaptedModel)
     slots = by_layer(job.tensors)
     for layer, parametrization in job.parametrization.items():
         effective = parametrization.effective(slots[layer])
-        pair, moved = effective.pair, state.base.total.get(layer)
-        none = isinstance(pair, LowRank) and not (pair.B.any() and pair.A.any())
-        if effective.base and moved is None and (none or pair is None):
+        pair, update = effective.pair, state.base.total.get(layer)
+        is_zero = isinstance(pair, LowRank) and not (pair.B.any() and pair.A.any())
+        if effective.base and update is None and (is_zero or pair is None):
             continue
         W = adapted.weight(layer).double()
         change = dense_change(effective, W.float()).double()
-        if moved is not None:
-            change = change + as_dense(moved).double()
+        if update is not None:
+            change = change + as_dense(update).double()
         if float(change.norm()) > _SAME * float(W.norm()):
             return False
     return state.base.rho == 1.0
@@ -237,26 +237,29 @@ def check_statistics(message: Message, client: Client, head: HeadStart) -> None:
             raise ValueError(f"{name} holds numbers that are not finite")
     if {name: tuple(value.shape) for name, value in message.tensors.items()} != head.shapes:
         raise ValueError("its tensors are not those of the statistics")
-    found = HeadStatistics.of(message.tensors)
-    counts = found.shares * client.examples
-    if bool((counts < -_SLACK).any()) or float(found.shares.sum()) > 1 + _SLACK:
+    statistics = HeadStatistics.of(message.tensors)
+    counts = statistics.shares * client.examples
+    if bool((counts < -_SLACK).any()) or float(statistics.shares.sum()) > 1 + _SLACK:
         raise ValueError("its counts of classes are negative, or more than its examples")
     if float((counts - counts.round()).abs().max()) > max(_SLACK, 1e-6 * client.examples):
         raise ValueError("its counts of classes are not whole numbers")
-    square = float(found.square)
-    means = found.sums.square().sum(1) / found.shares.clamp(min=1e-300)
-    if float(means.sum()) > square * (1 + _SLACK) + 1e-9:
+    squared_norm = float(statistics.square)
+    means = statistics.sums.square().sum(1) / statistics.shares.clamp(min=1e-300)
+    if float(means.sum()) > squared_norm * (1 + _SLACK) + 1e-9:
         raise ValueError("its class means are longer than its features")
-    if head.bound and square > 1 + _SLACK:
+    if head.bound and squared_norm > 1 + _SLACK:
         raise ValueError("its features are longer than the order allows")
-    if found.products is not None:
-        diagonal = found.products.diagonal()
+    if statistics.products is not None:
+        diagonal = statistics.products.diagonal()
         widest = torch.outer(diagonal.clamp(min=0).sqrt(), diagonal.clamp(min=0).sqrt())
-        if float(diagonal.min()) < -1e-6 or bool((found.products.abs() > widest * (1 + _SLACK) + 1e-6).any()):
+        if float(diagonal.min()) < -1e-6 or bool((statistics.products.abs() > widest * (1 + _SLACK) + 1e-6).any()):
             raise ValueError("its products are not those of any features")
-        if abs(float(diagonal.sum()) - square) > _SLACK * square + 1e-9:
+        if abs(float(diagonal.sum()) - squared_norm) > _SLACK * squared_norm + 1e-9:
             raise ValueError("its products do not belong to its features' norms")
-    if found.targets is not None:
-        cross, mean, second = found.targets[:-2], float(found.targets[-2]), float(found.targets[-1])
-        if mean**2 > second * (1 + _SLACK) + 1e-9 or float(cross.norm()) ** 2 > square * second * (1 + _SLACK) + 1e-9:
+    if statistics.targets is not None:
+        cross, mean, second = statistics.targets[:-2], float(statistics.targets[-2]), float(statistics.targets[-1])
+        if (
+            mean**2 > second * (1 + _SLACK) + 1e-9
+            or float(cross.norm()) ** 2 > squared_norm * second * (1 + _SLACK) + 1e-9
+        ):
             raise ValueError("its products with the targets are larger than features and targets allow")

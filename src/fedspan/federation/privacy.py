@@ -132,8 +132,8 @@ def expected_charges(
         state: The server's state.
         client: The client.
     """
-    fresh = replace(client, held=None)
-    return order_charges(privacy, training, method, method.sync(state, fresh), fresh, state.round)
+    new_client = replace(client, last_round=None)
+    return order_charges(privacy, training, method, method.sync(state, new_client), new_client, state.round)
 
 
 def training_noise(
@@ -162,10 +162,10 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
     Raises:
         FedspanError: If the reply holds anything that noise cannot hide.
     """
-    strange = [name for name, value in reply.tensors.items() if not value.is_floating_point() or name not in started]
-    if strange or reply.scalars:
+    unexpected = [name for name, value in reply.tensors.items() if not value.is_floating_point() or name not in started]
+    if unexpected or reply.scalars:
         problem = (
-            f"noise cannot protect {[*strange, *reply.scalars][0]}, which is no tensor that all clients start from"
+            f"noise cannot protect {[*unexpected, *reply.scalars][0]}, which is no tensor that all clients start from"
         )
         raise FedspanError("privacy.mechanism", "local", problem=problem)
     origin = {name: started[name].to("cpu", value.dtype) for name, value in reply.tensors.items()}
@@ -173,7 +173,7 @@ def privatize(privacy: Privacy, started: Tensors, client: Client, reply: Message
         change = clip_change(change_of(Contribution(sum=reply.tensors), origin), privacy.clip)
     except ValueError as error:
         raise FedspanError("reply", client.id, problem=f"noise cannot protect this reply: {error}") from error
-    noisy = _noisy(change, privacy, client_noise(privacy, 1.0), "local", round, client.id)
+    noisy = _add_noise(change, privacy, client_noise(privacy, 1.0), "local", round, client.id)
     return replace(reply, tensors=apply_change(noisy, origin))
 
 
@@ -190,11 +190,11 @@ def private_mean(
         expected: Mean number of clients in a cohort.
         round: Number of the round, from 0.
     """
-    noisy = _noisy(total, privacy, client_noise(privacy, rate), "central", round)
+    noisy = _add_noise(total, privacy, client_noise(privacy, rate), "central", round)
     return apply_change({name: value / expected for name, value in noisy.items()}, origin)
 
 
-def _noisy(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:
+def _add_noise(change: Mapping[str, Tensor], privacy: Privacy, noise: float, *label: int | str) -> dict[str, Tensor]:
     """Add noise to every entry of a change."""
     std = noise * privacy.clip
     if privacy.secret:  # a repeated order yields either the same reply or one with different noise

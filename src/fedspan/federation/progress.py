@@ -92,7 +92,7 @@ class ClientData:
     """A client: its fixed facts and the indices of its examples.
 
     Args:
-        client: Fixed facts about the client (``Progress`` has ``held``).
+        client: Fixed facts about the client (``Progress`` has the varying ones).
         train: Indices of its training examples, int64.
         validation: Indices of its validation examples, int64.
         test: Indices of its test examples, int64.
@@ -113,13 +113,13 @@ class Progress:
     Args:
         state: The server's state.
         memories: The clients' memories as of their last accepted replies, if this process stores them.
-        held: Round of the last state that each client received and whose reply was accepted.
+        last_rounds: Round of the last state that each client received and whose reply was accepted.
         optimizers: Stored moments by client and phase, with the generation that they belong to.
     """
 
     state: ServerState
     memories: Mapping[str, Memory] = field(default_factory=dict)
-    held: Mapping[str, int] = field(default_factory=dict)
+    last_rounds: Mapping[str, int] = field(default_factory=dict)
     optimizers: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
 
 

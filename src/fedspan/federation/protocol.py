@@ -94,7 +94,7 @@ class ClientFacts(HeaderPart):
     scaling: float
     examples: Count
     weight: Annotated[float, Field(ge=0)]
-    held: Count | None
+    last_round: Count | None
 
     @classmethod
     def of(cls, client: Client) -> ClientFacts:
@@ -369,10 +369,14 @@ def serial() -> int:
     return time.time_ns() // 1000
 
 
-def share_tensors(one: Message, other: Message) -> bool:
+def share_tensors(message: Message, other: Message) -> bool:
     """Check whether two messages hold the same tensor objects, so that one encoding serves both."""
-    same = one.base is other.base and one.scalars == other.scalars and one.tensors.keys() == other.tensors.keys()
-    return same and all(value is other.tensors[name] for name, value in one.tensors.items())
+    is_same = (
+        message.base is other.base
+        and message.scalars == other.scalars
+        and message.tensors.keys() == other.tensors.keys()
+    )
+    return is_same and all(value is other.tensors[name] for name, value in message.tensors.items())
 
 
 class OrderEncoder:
@@ -397,18 +401,18 @@ class ClientLostState(ValueError):
     """Raised for a client that lost its stored state."""
 
 
-def open_reply(back: Envelope | str) -> Reply:
+def open_reply(envelope: Envelope | str) -> Reply:
     """Decode the reply in an envelope.
 
     Raises:
         ValueError: If the reply cannot be decoded or reports a failure; ``ClientLostState`` if the client lost its
             stored state.
     """
-    if isinstance(back, str):
-        raise ValueError(back)
-    answer = decode_reply(back)
-    if answer.lost:
-        raise ClientLostState(answer.failed or "its stored state is lost")
-    if answer.failed is not None:
-        raise ValueError(answer.failed)
-    return answer
+    if isinstance(envelope, str):
+        raise ValueError(envelope)
+    reply = decode_reply(envelope)
+    if reply.lost:
+        raise ClientLostState(reply.failed or "its stored state is lost")
+    if reply.failed is not None:
+        raise ValueError(reply.failed)
+    return reply

@@ -66,8 +66,8 @@ class Writer:
         if not self._canonical and id(tensor) in self._seen:
             return self._seen[id(tensor)][0]
         if tensor.dtype not in _STORED or tensor.layout != torch.strided or tensor.is_meta:
-            what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-            raise ValueError(f"tensor {name!r} ({what}) cannot be stored")
+            description = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise ValueError(f"tensor {name!r} ({description}) cannot be stored")
         value = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         storage = value.untyped_storage().data_ptr()
         if storage in self._storages:
@@ -227,13 +227,13 @@ def encode(message: Message) -> bytes:
         "scalars": writer.scalars(message.scalars),
         "base": None,
     }
-    if (patch := message.base) is not None:
+    if (base := message.base) is not None:
         structure["base"] = {
-            "round": patch.round,
-            "whole": patch.whole,
-            "rho": patch.rho,
-            "total": writer.deltas(patch.total),
-            "increments": writer.increments(patch.increments),
+            "round": base.round,
+            "whole": base.whole,
+            "rho": base.rho,
+            "total": writer.deltas(base.total),
+            "increments": writer.increments(base.increments),
         }
     return writer.payload("message", structure)
 
@@ -245,18 +245,18 @@ def decode(data: bytes) -> Message:
         ValueError: If the bytes are not such a payload. No input raises any other error or runs code.
     """
     reader = Reader(data, "message")
-    patch = expect(reader.structure, "base", dict, NoneType)
+    base = expect(reader.structure, "base", dict, NoneType)
     return Message(
         tensors=reader.tensors(expect(reader.structure, "tensors", dict)),
         scalars=reader.scalars(expect(reader.structure, "scalars", dict)),
         base=None
-        if patch is None
+        if base is None
         else BasePatch(
-            round=expect(patch, "round", int),
-            increments=reader.increments(expect(patch, "increments", list)),
-            whole=expect(patch, "whole", bool),
-            rho=expect(patch, "rho", float, int),
-            total=reader.deltas(expect(patch, "total", dict)),
+            round=expect(base, "round", int),
+            increments=reader.increments(expect(base, "increments", list)),
+            whole=expect(base, "whole", bool),
+            rho=expect(base, "rho", float, int),
+            total=reader.deltas(expect(base, "total", dict)),
         ),
     )
 

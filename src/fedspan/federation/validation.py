@@ -62,8 +62,8 @@ class ReplyRules:
 
     def quorum(self, cohort: int) -> int:
         """Return the number of accepted replies that a round needs."""
-        wanted = cohort // 2 + 1 if self.min_replies is None else self.min_replies
-        return min(cohort, wanted)
+        required = cohort // 2 + 1 if self.min_replies is None else self.min_replies
+        return min(cohort, required)
 
 
 def untrained_reply(method: Method, sent: Message, client: Client, round: int) -> Message:
@@ -143,16 +143,16 @@ def validate_reply(method: Method, message: Message, client: Client, expected: M
         contribution = method.contribute(message, client)
     except (ArithmeticError, FedspanError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"no client of the method sends such contents ({type(error).__name__}: {error})") from error
-    made = {**contribution.sum, **contribution.stack}
-    _require_moderate({name: value for name, value in made.items() if value is not message.tensors.get(name)})
+    combined = {**contribution.sum, **contribution.stack}
+    _require_moderate({name: value for name, value in combined.items() if value is not message.tensors.get(name)})
     return ValidatedReply(contribution, measure_change(message, contribution, expected, method, client))
 
 
-def require_requested(answer: Reply, id: str, round: int, attempt: int, task: str = "train") -> None:
+def require_requested(reply: Reply, id: str, round: int, attempt: int, task: str = "train") -> None:
     """Check that a reply matches its order.
 
     Args:
-        answer: The reply.
+        reply: The reply.
         id: Id of the client.
         round: Number of the round, from 0.
         attempt: Number of the attempt, from 0.
@@ -161,10 +161,10 @@ def require_requested(answer: Reply, id: str, round: int, attempt: int, task: st
     Raises:
         ValueError: If it does not match.
     """
-    if (answer.task, answer.id, answer.round, answer.attempt) != (task, id, round, attempt):
+    if (reply.task, reply.id, reply.round, reply.attempt) != (task, id, round, attempt):
         raise ValueError(
-            f"a reply of {answer.id!r} to round {answer.round + 1}, attempt {answer.attempt + 1} "
-            f"({answer.task}); asked was {id!r} for round {round + 1}, attempt {attempt + 1} ({task})"
+            f"a reply of {reply.id!r} to round {reply.round + 1}, attempt {reply.attempt + 1} "
+            f"({reply.task}); asked was {id!r} for round {round + 1}, attempt {attempt + 1} ({task})"
         )
 
 
@@ -185,27 +185,27 @@ def _require_moderate(tensors: Tensors) -> None:
 
 
 def _require_structure(message: Message, expected: Message, shrinks: bool) -> None:
-    missing, more = expected.tensors.keys() - message.tensors.keys(), message.tensors.keys() - expected.tensors.keys()
-    if more or missing:
-        what = f"without {sorted(missing)[:3]}" if missing else f"with {sorted(more)[:3]} too"
+    missing, extra = expected.tensors.keys() - message.tensors.keys(), message.tensors.keys() - expected.tensors.keys()
+    if extra or missing:
+        what = f"without {sorted(missing)[:3]}" if missing else f"with {sorted(extra)[:3]} too"
         raise ValueError(f"tensors are not those of the method: {what}")
     if message.scalars.keys() != expected.scalars.keys():
         raise ValueError(f"scalars {sorted(message.scalars)}, not {sorted(expected.scalars)}")
     for name, value in expected.scalars.items():
-        stated = message.scalars[name]
-        if type(stated) is not type(value):
-            raise ValueError(f"{name} is a {type(stated).__name__}, not a {type(value).__name__}")
-        if isinstance(stated, str) and stated != value:
-            raise ValueError(f"{name} is {stated[:40]!r}, not {value!r}")
-        if isinstance(stated, int | float) and not abs(stated) < 2**53:  # NaN is not below it either
+        received = message.scalars[name]
+        if type(received) is not type(value):
+            raise ValueError(f"{name} is a {type(received).__name__}, not a {type(value).__name__}")
+        if isinstance(received, str) and received != value:
+            raise ValueError(f"{name} is {received[:40]!r}, not {value!r}")
+        if isinstance(received, int | float) and not abs(received) < 2**53:  # NaN is not below it either
             raise ValueError(f"{name} is not a number below 2^53")
     for name, value in message.tensors.items():
-        wanted = expected.tensors[name]
-        fits = value.ndim == wanted.ndim and all(map(int.__le__, value.shape, wanted.shape))
-        smaller = shrinks and fits and not is_extra(name)
-        if value.dtype != wanted.dtype or (value.shape != wanted.shape and not smaller):
-            found, right = (f"{list(one.shape)} of {one.dtype}" for one in (value, wanted))
-            raise ValueError(f"{name} is {found}, not {right}")
+        reference = expected.tensors[name]
+        fits = value.ndim == reference.ndim and all(map(int.__le__, value.shape, reference.shape))
+        may_be_smaller = shrinks and fits and not is_extra(name)
+        if value.dtype != reference.dtype or (value.shape != reference.shape and not may_be_smaller):
+            actual, required = (f"{list(tensor.shape)} of {tensor.dtype}" for tensor in (value, reference))
+            raise ValueError(f"{name} is {actual}, not {required}")
 
 
 def find_outliers(changes: Mapping[str, ChangeSize], factor: float | None) -> dict[str, str]:
@@ -250,17 +250,17 @@ def change_of(contribution: Contribution, origin: Mapping[str, Tensor]) -> dict[
     """
     if contribution.stack:
         raise ValueError("replies that are stacked have no sum")
-    if more := contribution.sum.keys() - origin.keys():
-        raise ValueError(f"tensors that an untrained client does not contribute: {sorted(more)[:3]}")
-    made: dict[str, Tensor] = {}
+    if unknown := contribution.sum.keys() - origin.keys():
+        raise ValueError(f"tensors that an untrained client does not contribute: {sorted(unknown)[:3]}")
+    change: dict[str, Tensor] = {}
     for name, start in origin.items():
         value = contribution.sum.get(name)
         if value is not None and value.shape != start.shape:
             raise ValueError(f"{name} is {list(value.shape)}, not {list(start.shape)}")
-        made[name] = (torch.zeros_like(start) if value is None else value).double() - start.double()
-        if not bool(torch.isfinite(made[name]).all()):
+        change[name] = (torch.zeros_like(start) if value is None else value).double() - start.double()
+        if not bool(torch.isfinite(change[name]).all()):
             raise ValueError(f"{name} holds numbers that are not finite")
-    return made
+    return change
 
 
 def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -270,5 +270,5 @@ def apply_change(change: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> 
 
 def clip_change(change: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """Scale a change as a whole so that its norm is at most ``limit``."""
-    found = norm(change)
-    return {name: value * (limit / found) if found > limit else value for name, value in change.items()}
+    change_norm = norm(change)
+    return {name: value * (limit / change_norm) if change_norm > limit else value for name, value in change.items()}

@@ -17,8 +17,8 @@ def weight_limit(weights: Sequence[float], ratio: float | None) -> float | None:
         weights: The weights of all clients that are combined.
         ratio: Maximum weight, as a multiple of the median; None: no limit.
     """
-    middle = statistics.median(weights) if weights else 0.0
-    return ratio * middle if ratio is not None and middle > 0 else None
+    median = statistics.median(weights) if weights else 0.0
+    return ratio * median if ratio is not None and median > 0 else None
 
 
 def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dict[str, float]:
@@ -29,8 +29,8 @@ def limit_weights(clients: Mapping[str, ClientData], ratio: float | None) -> dic
         ratio: Maximum weight, as a multiple of the median; None: no common limit.
     """
     weights = {
-        id: one.client.weight if one.max_weight is None else min(one.client.weight, one.max_weight)
-        for id, one in clients.items()
+        id: data.client.weight if data.max_weight is None else min(data.client.weight, data.max_weight)
+        for id, data in clients.items()
     }
     limit = weight_limit(list(weights.values()), ratio)
     return weights if limit is None else {id: min(weight, limit) for id, weight in weights.items()}

@@ -70,7 +70,7 @@ class FedSB(RegisteredMethod):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         if not state.round:
             return Message()
-        has_factors = client is not None and client.held is not None and client.held > 0
+        has_factors = client is not None and client.last_round is not None and client.last_round > 0
         slots = ("R",) if has_factors else ("A", "B", "R")
         return Message(select(state.tensors, names(self.spec, *slots)))
 

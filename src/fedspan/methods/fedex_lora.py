@@ -53,7 +53,7 @@ class FedExLoRA(RegisteredMethod):
         return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        return Message(state.tensors, base=state.base.since(None if client is None else client.held))
+        return Message(state.tensors, base=state.base.since(None if client is None else client.last_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:
         return lora_job(self, message.tensors, client, train=("A", "B"))

@@ -156,7 +156,7 @@ class FedGaLore(RegisteredMethod):
         return ServerState(scalars={"steps": 0})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        known_round = None if client is None else client.held
+        known_round = None if client is None else client.last_round
         return Message(state.memory, state.scalars, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

@@ -83,7 +83,7 @@ class FedLoRU(RegisteredMethod):
         return {**a_factors(self, self.r), **random_B}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        known_round = None if client is None else client.held
+        known_round = None if client is None else client.last_round
         scalars = {"generation": state.generation}
         if state.round == max(0, state.base.round):  # just re-initialized (or never trained): the seed suffices
             return Message(scalars=scalars, base=state.base.since(known_round))

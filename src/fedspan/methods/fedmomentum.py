@@ -53,7 +53,7 @@ class FedMomentum(RegisteredMethod):
         return ServerState(tensors={**a_factors(self, self.r), **b_factors(self.spec, self.r)})
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        known_round = None if client is None else client.held
+        known_round = None if client is None else client.last_round
         return Message(state.tensors, {"generation": state.generation}, state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

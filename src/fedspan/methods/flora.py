@@ -55,7 +55,7 @@ class FLoRA(RegisteredMethod):
         return ServerState()
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        known_round = None if client is None else client.held
+        known_round = None if client is None else client.last_round
         return Message(base=state.base.since(known_round))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

@@ -61,7 +61,7 @@ class FRLoRA(RegisteredMethod):
         return ServerState(tensors=tensors, base=BaseUpdate().add(increment))
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        known_round = None if client is None else client.held
+        known_round = None if client is None else client.last_round
         tensors = state.tensors if known_round is None else {}  # A0 and B0 never change
         return Message(tensors, {"generation": state.generation}, state.base.since(known_round))
 

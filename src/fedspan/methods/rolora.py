@@ -64,7 +64,7 @@ class RoLoRA(RegisteredMethod):
         return {**a_factors(self, self.r), **b_factors(self.spec, self.r)}
 
     def sync(self, state: ServerState, client: Client | None) -> Message:
-        slots = alternating_since(state.round, None if client is None else client.held)
+        slots = alternating_since(state.round, None if client is None else client.last_round)
         return Message(select(state.tensors, names(self.spec, *slots)))
 
     def start(self, message: Message, client: Client | None, memory: Memory, round: int) -> Job:

@@ -158,7 +158,7 @@ def _ledger(groups: Sequence[Group]) -> str:
                 mean = tally.bytes / tally.messages if tally.messages else 0.0
                 sizes = (size(tally.bytes), size(tally.payload), size(mean))
                 rows.append((f"{group.label}, seed {run.config.seed}", direction, str(tally.messages), *sizes))
-            for purpose, count in run.totals.beside.items():
+            for purpose, count in run.totals.out_of_round.items():
                 rows.append(
                     (f"{group.label}, seed {run.config.seed}", purpose, "-", size(sum(count.values())), "-", "-")
                 )

@@ -129,10 +129,12 @@ def train_baseline(prepared: Prepared, name: str, listener: Listener, folder: Pa
 
     def rate_and_save(progress: Progress, best: Best | None) -> Best:
         """Rate the model after an epoch, or before the first one, and save it."""
-        validation, _ = evaluator.clients(progress)
+        validation, _ = evaluator.evaluate_clients(progress)
         rated = rate_round(metric, progress.state.round, None if validation is None else validation.pooled)
         best = rated if best is None else max(best, rated)
-        checkpoints.save(place, Checkpoint(progress.state, progress.memories, progress.held, progress.optimizers, best))
+        checkpoints.save(
+            place, Checkpoint(progress.state, progress.memories, progress.last_rounds, progress.optimizers, best)
+        )
         checkpoints.prune(place)
         return best
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedspan.config import RunConfig
-from fedspan.federation.evaluation import summarised
+from fedspan.federation.evaluation import summarize
 from fedspan.federation.progress import Progress
 from fedspan.runs.checkpoint import Best
 from fedspan.runs.setup import Prepared
@@ -127,14 +127,16 @@ def _finite(rank: float) -> float:
 def final_scores(prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """Compute the final scores: on the held-out set and on the clients' own test parts."""
     metric, scores = prepared.task.metric, dict[str, Any]()
-    validation, own = prepared.evaluator.clients(progress)
+    validation, own = prepared.evaluator.evaluate_clients(progress)
     if validation is not None:
         scores["validation"] = dict(validation.pooled)
     if own is not None:
         scores["clients"] = own.summary(metric)
     if prepared.test is not None:
-        heldout = prepared.evaluator.heldout(progress, prepared.test, thorough=prepared.config.evaluation.generate)
-        scores["test"] = summarised(heldout, metric)
+        heldout = prepared.evaluator.evaluate_heldout(
+            progress, prepared.test, generate=prepared.config.evaluation.generate
+        )
+        scores["test"] = summarize(heldout, metric)
         if len(heldout) == 1:
             del scores["test"]["worst"]
     return scores, {} if own is None else {id: dict(row) for id, row in own.by_client.items()}
@@ -150,7 +152,7 @@ def sample_predictions(prepared: Prepared, progress: Progress, count: int = 3) -
         return ()
     batch_size = prepared.config.evaluation.batch_size
     with prepared.engine.stages.stage("evaluation", len(indices)):
-        predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, thorough=True)
+        predictions = prepared.engine.predict(job, prepared.test, indices, batch_size, generate=True)
     answers = prepared.task.answers(predictions)
     truths = prepared.task.truths(prepared.test, indices.tolist())
     return tuple(

@@ -82,7 +82,7 @@ class Checkpoint:
     Args:
         state: The server state; ``state.round`` names the checkpoint.
         memories: The clients' memories, by client id.
-        held: Round of the last server state that reached a client and was accepted, by client id.
+        last_rounds: Round of the last server state that reached a client and was accepted, by client id.
         optimizer_states: The clients' optimizer moments, with the state generation that they belong to, by client id.
         best: The best round so far; that round has a checkpoint, this one or an earlier one (so a round
             that becomes the best must be saved).
@@ -94,7 +94,7 @@ class Checkpoint:
 
     state: ServerState
     memories: Mapping[str, Tensors] = field(default_factory=dict)
-    held: Mapping[str, int | None] = field(default_factory=dict)
+    last_rounds: Mapping[str, int | None] = field(default_factory=dict)
     optimizer_states: Mapping[str, tuple[OptimizerState, int]] = field(default_factory=dict)
     best: Best | None = None
     positions: Mapping[str, Position] = field(default_factory=dict)
@@ -104,12 +104,12 @@ class Checkpoint:
     @property
     def progress(self) -> Progress:
         """The progress that the round loop resumes from."""
-        held = {client: round for client, round in self.held.items() if round is not None}
-        return Progress(self.state, self.memories, held, self.optimizer_states)
+        last_rounds = {client: round for client, round in self.last_rounds.items() if round is not None}
+        return Progress(self.state, self.memories, last_rounds, self.optimizer_states)
 
 
 def _encode_clients(checkpoint: Checkpoint) -> bytes:
-    table: dict[str, Mapping[str, int | None]] = {"held": checkpoint.held}
+    table: dict[str, Mapping[str, int | None]] = {"last_rounds": checkpoint.last_rounds}
     for kind, values in ((MEMORY, checkpoint.memories), (MOMENTS, checkpoint.optimizer_states)):
         assert isinstance(values, Stored)
         table[kind.name] = values.rounds
@@ -121,7 +121,7 @@ def _decode_clients(data: bytes, clients: Path) -> tuple[dict[str, int | None], 
     memories, moments = (
         Stored(kind, clients, expect(table, kind.name, dict)) for kind in cast(tuple[Kind[Any], ...], (MEMORY, MOMENTS))
     )
-    return expect(table, "held", dict), memories, moments
+    return expect(table, "last_rounds", dict), memories, moments
 
 
 def _digest(data: bytes) -> str:
@@ -195,7 +195,7 @@ def load(folder: Path) -> Checkpoint:
     clients = RunFolder(folder.parent if folder.name == "best" else folder.parent.parent).clients
     try:
         state = decode_state(data[_STATE])
-        held, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
+        last_rounds, memories, optimizer_states = _decode_clients(data[_CLIENTS], clients)
         for name, key, round in memories.versions() | optimizer_states.versions():
             if round == state.round:
                 (MEMORY if name == MEMORY.name else MOMENTS).load(clients, key, round)
@@ -207,7 +207,7 @@ def load(folder: Path) -> Checkpoint:
     return Checkpoint(
         state=state,
         memories=memories,
-        held=held,
+        last_rounds=last_rounds,
         optimizer_states=optimizer_states,
         best=None if best is None else Best(*best),
         positions=read_positions(index),

@@ -78,7 +78,7 @@ def evaluate(
         rows = _held_out(folder, served_from, run_data)
     served = load_served(folder, client, objects=ModelObjects(model, tokenizer))
     examples = served.task.encode(rows)
-    metrics = served.task.metrics(served.predictions(examples, thorough=generate), examples, range(len(examples)))
+    metrics = served.task.metrics(served.predictions(examples, generate=generate), examples, range(len(examples)))
     return {**{name: metrics[name] for name in order_metrics(metrics)}, "examples": float(len(examples))}
 
 

@@ -135,4 +135,4 @@ def begin_locally(federation: Federation, head: HeadStart | None) -> Progress:
                 continue
             found = client_statistics(engine, None, federation.examples, member.train, head.kind, 0.0, 1)
             memories[id] = {**loaded, **head_tensors(head, HeadStatistics.of(found), len(member.train))}
-    return replace(progress, memories=memories, held=dict.fromkeys(memories, 0))
+    return replace(progress, memories=memories, last_rounds=dict.fromkeys(memories, 0))

@@ -160,7 +160,7 @@ def _at(settings: TrainingSettings, lr: float) -> TrainingSettings:
 
 
 def _validation_loss(prepared: Prepared, progress: Progress) -> float:
-    validation, _ = prepared.evaluator.clients(progress)
+    validation, _ = prepared.evaluator.evaluate_clients(progress)
     if validation is None:
         problem = "no client has a validation part to test rates on"
         raise FedspanError("training.lr", "auto", "a number", problem=problem)

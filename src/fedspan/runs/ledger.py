@@ -63,7 +63,7 @@ class Totals:
         return self._purposes.get((direction, purpose), Tally())
 
     @property
-    def beside(self) -> dict[str, dict[str, int]]:
+    def out_of_round(self) -> dict[str, dict[str, int]]:
         """Bytes of messages that are not for training, by purpose and direction; only purposes with messages."""
         others: dict[Purpose, None] = dict.fromkeys(purpose for _, purpose in self._purposes if purpose != "train")
         return {

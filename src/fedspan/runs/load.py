@@ -58,12 +58,12 @@ class Served:
     revision: str | None
 
     @torch.inference_mode()
-    def predictions(self, examples: Examples, *, thorough: bool = True) -> Tensor:
-        """Compute the predictions, one row per example, float32 on the CPU; if ``thorough``, with generated text."""
+    def predictions(self, examples: Examples, *, generate: bool = True) -> Tensor:
+        """Compute the predictions, one row per example, float32 on the CPU; if ``generate``, with generated text."""
         rows: dict[int, Tensor] = {}
         for indices in evaluation_batches(np.arange(len(examples)), examples.lengths, _BATCH):
             batch = self.task.batch(examples, indices.tolist(), self.device)
-            made = self.task.predict(self.model, batch, thorough=thorough).float().cpu()
+            made = self.task.predict(self.model, batch, generate=generate).float().cpu()
             rows.update(zip(indices.tolist(), made, strict=True))
         return torch.stack([rows[index] for index in range(len(examples))])
 

@@ -190,7 +190,7 @@ class _Session:
             spent, finished = str(kept.extra.get("privacy", "{}")), progress.state.round
             self.budget = Budget(self.prepared.config, spent, self.place.privacy, finished)
             if self.best is not None:
-                federation.remember(checkpoints.load(self.place.best).progress)
+                federation.retain(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
         load_stacking_plan(self.place, engine)
         self.listener.started(self.prepared, 0 if progress is None else progress.state.round, resumed)
@@ -279,7 +279,7 @@ class _Session:
     def _scores(self, progress: Progress) -> dict[str, Any]:
         """Measure a progress, and update the best round."""
         prepared, number, scores = self.prepared, progress.state.round, dict[str, Any]()
-        validation, own = prepared.evaluator.clients(progress)
+        validation, own = prepared.evaluator.evaluate_clients(progress)
         if validation is not None:
             scores["validation"] = dict(validation.pooled)
             if validation.trimmed is not None and validation.trimmed != validation.pooled:
@@ -287,12 +287,12 @@ class _Session:
         if own is not None:
             scores["clients"] = own.summary(prepared.task.metric)
         if prepared.test is not None and not prepared.federation.method.declared().personal:
-            scores["test"] = dict(prepared.evaluator.heldout(progress, prepared.test)["global"])
+            scores["test"] = dict(prepared.evaluator.evaluate_heldout(progress, prepared.test)["global"])
         metric = prepared.config.evaluation.deciding(prepared.task.metric)
         rated = rate_round(metric, number, None if validation is None else validation.deciding)
         if self.best is None or rated > self.best:
             self.best = rated
-            prepared.federation.remember(progress)
+            prepared.federation.retain(progress)
         return scores
 
     def _commit(self, result: RoundResult, row: dict[str, Any]) -> Progress:
@@ -302,7 +302,7 @@ class _Session:
             The progress, with the clients' state on the disk.
         """
         progress = store(self.place.clients, result.progress)
-        number, beside = progress.state.round, self.prepared.federation.beside()
+        number, beside = progress.state.round, self.prepared.federation.pop_events()
         self._record(number, (*result.transfers, *beside.transfers))
         if failures := (*result.failures, *beside.failures):
             row["failures"] = [asdict(failure) for failure in failures]
@@ -323,7 +323,7 @@ class _Session:
             Checkpoint(
                 state=progress.state,
                 memories=progress.memories,
-                held=progress.held,
+                last_rounds=progress.last_rounds,
                 optimizer_states=progress.optimizers,
                 best=self.best,
                 positions=positions,
@@ -359,7 +359,7 @@ class _Session:
         failures = prepared.federation.conclude(progress)
         for failure in failures:
             self.listener.noted(f"{failure.client} did not export its own adapter: {failure.reason}")
-        beside = prepared.federation.beside()
+        beside = prepared.federation.pop_events()
         self._record(best_round, beside.transfers)
         logs = {place.metrics.name: self.metrics.commit(), place.ledger.name: self.ledger.commit()}
         examples = sample_predictions(prepared, progress)
@@ -384,7 +384,7 @@ class _Session:
             adapters={id: str(path.relative_to(place.path)) for id, path in adapters.items()},
             examples=examples,
             privacy=self.budget.report(),
-            other_bytes=totals.beside,
+            other_bytes=totals.out_of_round,
             failures=failures_by_client(read_lines(place.metrics), best_round, (*beside.failures, *failures)),
             learning_rate=read_range_test(place.learning_rate),
             warnings=(

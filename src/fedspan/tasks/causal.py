@@ -82,7 +82,7 @@ class CausalLM:
         refuse_long: Whether an answer that does not fit is refused instead of cut at its end.
         packing: Whether a batch's examples are put end to end into one row, with their own positions and attention: no
             padding, the same loss.
-        generation: Options for generating the answers of thorough predictions.
+        generation: Options for generating the answers of predictions with generated text.
         metric: Metric by which rounds are compared.
     """
 
@@ -209,7 +209,7 @@ class CausalLM:
             numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
         return widen(logits_BTV[:, :-1][targets_BT]), labels_BT[targets_BT], numbers_BT[targets_BT]
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each example's sum of negative log-likelihood over its answer, answer tokens, and correct tokens.
 
         Thorough: N further columns with the generated ids, -1 after their end.
@@ -221,7 +221,7 @@ class CausalLM:
         right_S = (logits_SV.argmax(1) == targets_S).float()
         rows = torch.zeros(count, _SUMS, device=logits_SV.device)
         rows.index_add_(0, numbers_S, torch.stack([losses_S, torch.ones_like(losses_S), right_S], 1))
-        if not thorough:
+        if not generate:
             return rows
         return torch.cat([rows, self._generate(model, batch, self.generation.max_new_tokens)], 1)
 

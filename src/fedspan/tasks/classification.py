@@ -42,7 +42,7 @@ class SequenceClassification(Labelling):
         """Collate examples, padded to the longest of them, with ``attention_mask`` and ``labels``."""
         return collate(self.tokenizer, examples, indices, device)
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
         return model(**{key: value for key, value in batch.items() if key not in ("labels", OFFSETS)}).logits
 

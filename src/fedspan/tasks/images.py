@@ -105,7 +105,7 @@ class ImageClassification(Labelling):
         scaled = self._scale_pixels(torch.from_numpy(examples.pixels[rows]).to(device))
         return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[rows]).to(device)}
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (images, labels).
 
         Raises:

@@ -52,7 +52,7 @@ class Labelling(ABC):
         self.metric = metric
 
     @abstractmethod
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (examples, labels)."""
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

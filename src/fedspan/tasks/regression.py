@@ -56,7 +56,7 @@ class Regression:
         values_B = widen(self.predict(model, batch))[:, 0]
         return means((values_B - batch["labels"].to(values_B)).square(), mask_CB)
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Predict the numbers, (examples, 1)."""
         return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 

@@ -46,8 +46,8 @@ class Task(Protocol):
         """
         ...
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, thorough: bool = False) -> Tensor:
-        """Predict one row per example (logits, values); ``thorough`` adds expensive parts (generated text)."""
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
+        """Predict one row per example (logits, values); with ``generate``, causal models also generate an answer."""
         ...
 
     def metrics(self, predictions: Tensor, examples: Any, indices: Sequence[int]) -> dict[str, float]:
@@ -72,7 +72,7 @@ class RunTask(Task, Protocol):
         ...
 
     def answers(self, predictions: Tensor) -> list[str]:
-        """Convert thorough predictions to readable answers: a label, a number, a text."""
+        """Convert predictions (with generated text) to readable answers: a label, a number, a text."""
         ...
 
     def truths(self, examples: Any, indices: Sequence[int]) -> list[str]:

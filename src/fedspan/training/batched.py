@@ -333,7 +333,7 @@ class BatchedEngine:
         self._workers[0].loop.ready(examples, parts)
 
     def predict(
-        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """``Engine.predict``."""
         batches = evaluation_batches(indices, examples.lengths, batch_size)
@@ -342,7 +342,7 @@ class BatchedEngine:
 
         def predicted(number: int) -> None:
             own = batches[number :: len(workers)]
-            rows.update(workers[number].loop.rows(job, examples, own, thorough=thorough))
+            rows.update(workers[number].loop.rows(job, examples, own, generate=generate))
 
         run_parallel([lambda number=number: predicted(number) for number in range(len(workers))])
         return torch.stack([rows[index] for index in indices.tolist()])

@@ -92,7 +92,7 @@ class Engine(Protocol):
         ...
 
     def predict(
-        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
         ...
@@ -221,10 +221,10 @@ class Trainer:
         optimizer.step(gradients)
 
     def predict(
-        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, thorough: bool = False
+        self, job: Job, examples: Examples, indices: np.ndarray, batch_size: int, *, generate: bool = False
     ) -> Tensor:
         """Predict some examples: one row each, in the order of ``indices``, float32 on the CPU."""
-        rows = self.rows(job, examples, evaluation_batches(indices, examples.lengths, batch_size), thorough=thorough)
+        rows = self.rows(job, examples, evaluation_batches(indices, examples.lengths, batch_size), generate=generate)
         return torch.stack([rows[index] for index in indices.tolist()])
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ class Trainer:
         examples: Examples,
         batches: Sequence[np.ndarray],
         *,
-        thorough: bool = False,
+        generate: bool = False,
         tap: FeatureTap | None = None,
     ) -> dict[int, Tensor]:
         """Compute predictions, or features, of some batches by example, float32 on the CPU.
@@ -243,11 +243,11 @@ class Trainer:
             job: The model; None: the pretrained one.
             examples: The data set that the batches' indices point into.
             batches: Indices of each batch.
-            thorough: Whether predictions have expensive parts (``Task.predict``).
+            generate: Whether predictions include generated text (``Task.predict``).
             tap: Reads the features of each pass, which are returned; None: predictions are returned.
         """
         adapted = self.adapted
-        if batches and not thorough:  # generated answers have other lengths
+        if batches and not generate:  # generated answers have other lengths
             self.prefixes.ensure(examples, [np.concatenate(batches)])
         adapted.model.eval()
         if job is None:
@@ -258,8 +258,8 @@ class Trainer:
         with nullcontext() if tap is None else tap.record():
             for indices in batches:
                 batch = self.task.batch(examples, indices.tolist(), adapted.device)
-                with nullcontext() if thorough else self.prefixes.feed(examples, indices.tolist()):
-                    made = self.task.predict(adapted.model, batch, thorough=thorough)
+                with nullcontext() if generate else self.prefixes.feed(examples, indices.tolist()):
+                    made = self.task.predict(adapted.model, batch, generate=generate)
                 made = (made if tap is None else tap.take(made)).float().cpu()
                 rows.update(zip(indices.tolist(), made, strict=True))
                 self.stages.advance("evaluation" if tap is None else "statistics", len(indices))

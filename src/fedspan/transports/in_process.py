@@ -217,7 +217,9 @@ class InProcess(Transport):
             return reply
         assert order.client is not None
         assert self.conditions is not None
-        memory = {} if order.client.held is None else self.host.store.load(order.to, order.client.held).memory
+        memory = (
+            {} if order.client.last_round is None else self.host.store.load(order.to, order.client.last_round).memory
+        )
         start = untrained_jobs(self.host.method, order_message, order.client, order.round, memory)[1]
         return corrupt(self._faults, reply, start, self.conditions.seed, order.round, order.to)
 

@@ -52,7 +52,7 @@ class WithExtras(Wrapper):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         inner, extras = split_extras(state.tensors)
         message = self.inner.sync(replace(state, tensors=inner), client)
-        first = client is None or client.held is None
+        first = client is None or client.last_round is None
         if self.policy != "average" and not first:
             return message
         return replace(message, tensors={**message.tensors, **extras})

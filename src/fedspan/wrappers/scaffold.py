@@ -100,7 +100,7 @@ class Scaffold(RegisteredWrapper):
     def sync(self, state: ServerState, client: Client | None) -> Message:
         state, variates, changed = _split(state)
         message = self.inner.sync(state, client)
-        known_round = -1 if client is None or client.held is None else client.held
+        known_round = -1 if client is None or client.last_round is None else client.last_round
         missed = {name: value for name, value in variates.items() if changed[name] > known_round}
         return replace(
             message,

@@ -105,7 +105,7 @@ def test_too_few_end_the_attempt_and_the_state_stays(phase: str, built: Prepared
     assert len(sessions) == 2
     stage.lose = secure_rounds.nobody
     again = federation.run_round(begin)
-    assert set(again.progress.held) == set(ALL)
+    assert set(again.progress.last_rounds) == set(ALL)
     plain = secure_rounds.among(built.federation, *ALL).run_round(begin)
     assert again.loss == pytest.approx(plain.loss, rel=1e-12)
 
@@ -230,7 +230,7 @@ def test_shares_that_do_not_fit_end_the_attempt(built: Prepared, tmp_path: Path)
     federation, _ = secure_rounds.secured(built, tmp_path, lose=lose, spoil=spoil)
     result = federation.run_round(federation.begin())
     assert any("not of its key" in one.reason or "a norm of" in one.reason for one in result.failures)
-    assert set(result.progress.held) == set(ALL)
+    assert set(result.progress.last_rounds) == set(ALL)
 
 
 def test_the_clip_holds_where_the_reply_is_made(built: Prepared, tmp_path: Path) -> None:
@@ -332,10 +332,10 @@ def test_a_client_that_lost_what_it_kept_is_sent_everything(
     result = federation.run_round(progress)
     (failure,) = result.failures
     assert "client memory" in failure.reason
-    assert failure.client not in result.progress.held
+    assert failure.client not in result.progress.last_rounds
     after = federation.run_round(result.progress)
     assert not after.failures
-    assert set(after.progress.held.values()) == {2}
+    assert set(after.progress.last_rounds.values()) == {2}
 
 
 def test_plain_orders_are_refused_in_a_run_that_is_secure_and_secure_ones_elsewhere(

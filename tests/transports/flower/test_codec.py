@@ -179,7 +179,7 @@ def test_nor_do_those_of_secure_aggregation() -> None:
 
 def seeds() -> list[str]:
     order = '{"format":1,"task":"train","run":"r","serial":1,"round":2,"attempt":0,"lr":0.1,"to":"a","client":'
-    order += '{"id":"a","rank":2,"scaling":2.0,"examples":5,"weight":5.0,"held":null},"best":null}'
+    order += '{"id":"a","rank":2,"scaling":2.0,"examples":5,"weight":5.0,"last_round":null},"best":null}'
     answer = '{"format":1,"task":"train","round":2,"attempt":0,"id":"a","parts":[{"loss":1.5,"examples":5.0}],'
     answer += '"scores":{"test":{"accuracy":0.5,"examples":2.0}},"failed":null,"lost":false}'
     assert decode_order(Envelope(order)).client is not None

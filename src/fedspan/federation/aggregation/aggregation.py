@@ -12,9 +12,9 @@ from fedspan.core.tensors import Tensors
 from fedspan.core.values import Client, Contribution, Message, Reduced, ServerState
 from fedspan.errors import FedspanError
 from fedspan.federation import serialization
-from fedspan.federation.aggregation.held import HeldBodies
 from fedspan.federation.aggregation.reducers import reducer_for
 from fedspan.federation.aggregation.reduction import Reducer
+from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.changes import ChangeSize, measure_change, norm_limits, shrink_reply
 from fedspan.federation.progress import ClientData, Failure, TooFew, Transfer
 from fedspan.federation.protocol import Masking, Reply, Transport
@@ -44,8 +44,8 @@ class RoundContext:
         clients: All clients of the federation.
         state: The server's state before the round.
         ids: Ids of the selected clients, sorted.
-        drawn: The same ids in the order in which they were drawn.
-        wanted: Number of replies that the round aims for.
+        draw_order: The same ids in the order in which they were drawn.
+        target: Number of replies that the round aims for.
         rules: Rules for accepting replies and the round.
         transport: Transport to the clients.
         run: Name of the run.
@@ -59,8 +59,8 @@ class RoundContext:
     clients: Mapping[str, ClientData]
     state: ServerState
     ids: tuple[str, ...]
-    drawn: tuple[str, ...]
-    wanted: int
+    draw_order: tuple[str, ...]
+    target: int
     rules: ReplyRules
     transport: Transport
     run: str
@@ -68,10 +68,10 @@ class RoundContext:
     check: Callable[[Message, Client], None] | None = None
 
     @property
-    def fresh(self) -> Client:
+    def new_client(self) -> Client:
         """Return a client of the cohort as if it stored nothing."""
         ids = self.ids or tuple(self.clients)[:1]
-        return replace(self.clients[ids[0]].client, held=None)
+        return replace(self.clients[ids[0]].client, last_round=None)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Aggregation(Protocol):
 
     quorum: int
     """Number of replies that the round needs."""
-    answers: dict[str, Reply]
+    replies: dict[str, Reply]
     """The accepted replies without their bodies, by client."""
     clipped: Mapping[str, float]
     """The factors by which changes were scaled down, by client."""
@@ -120,7 +120,7 @@ class Aggregation(Protocol):
         """
         ...
 
-    def take(self, client: Client, answer: Reply, attempt: int) -> bool:
+    def add(self, client: Client, reply: Reply, attempt: int) -> bool:
         """Process a reply.
 
         Returns:
@@ -142,7 +142,7 @@ class Aggregation(Protocol):
         """
         ...
 
-    def good(self) -> Collection[str]:
+    def succeeded(self) -> Collection[str]:
         """Return the clients that did not cause the failure of a round."""
         ...
 
@@ -169,50 +169,50 @@ class PlaintextAggregation:
 
     def __init__(self, context: RoundContext, tally: Tally) -> None:
         self.context, self.tally = context, tally
-        self.quorum = context.rules.quorum(context.wanted)
-        self.answers: dict[str, Reply] = {}
+        self.quorum = context.rules.quorum(context.target)
+        self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}
-        self._held: dict[str, ChangeSize] = {}
-        self._bodies = HeldBodies()
+        self._changes: dict[str, ChangeSize] = {}
+        self._buffer = ReplyBuffer()
         self._expected: dict[str, Message] = {}
         rules, settings = context.rules, context.settings
         self._folds = not rules.validate and not rules.over_select and not settings.clips
-        members = {id: context.clients[id] for id in context.ids}
-        weights = limit_weights(members, settings.max_weight_ratio)
+        selected = {id: context.clients[id] for id in context.ids}
+        weights = limit_weights(selected, settings.max_weight_ratio)
         self.lowered: Mapping[str, float] = {
-            id: weights[id] / one.client.weight for id, one in members.items() if weights[id] < one.client.weight
+            id: weights[id] / data.client.weight for id, data in selected.items() if weights[id] < data.client.weight
         }
-        clients = [replace(one.client, held=None, weight=weights[id]) for id, one in members.items()]
+        clients = [replace(data.client, last_round=None, weight=weights[id]) for id, data in selected.items()]
         self._reducer: Reducer = reducer_for(settings, clients, len(context.clients), context.state.round, self._origin)
 
     def missing(self) -> tuple[str, ...]:
         """``Aggregation.missing``."""
-        return tuple(id for id in self.context.ids if id not in self.answers)
+        return tuple(id for id in self.context.ids if id not in self.replies)
 
     def open(self, clients: Mapping[str, Client], attempt: int) -> Mapping[str, Masking | None]:
         """``Aggregation.open``."""
         return dict.fromkeys(clients)
 
-    def take(self, client: Client, answer: Reply, attempt: int) -> bool:
-        """``Aggregation.take``."""
+    def add(self, client: Client, reply: Reply, attempt: int) -> bool:
+        """``Aggregation.add``."""
         context = self.context
-        require_requested(answer, client.id, context.state.round, attempt, context.task)
-        message = serialization.decode(answer.body)
+        require_requested(reply, client.id, context.state.round, attempt, context.task)
+        message = serialization.decode(reply.body)
         if context.check is not None:
             context.check(message, client)
         if self._folds:
             self._reducer.add(client.id, context.method.contribute(message, client))
         else:
-            self._held[client.id] = self._measured(message, client)
-            self._bodies.store(client.id, answer.body)
-        self.answers[client.id] = replace(answer, body=b"")
-        size, payload = len(answer.body), serialization.payload_size(message)
+            self._changes[client.id] = self._measure_change(message, client)
+            self._buffer.store(client.id, reply.body)
+        self.replies[client.id] = replace(reply, body=b"")
+        size, payload = len(reply.body), serialization.payload_size(message)
         self.tally.transfers.append(Transfer(client.id, "up", size, payload, context.task))
-        return not self._folds and len(self._held) - len(self._outliers()) >= context.wanted
+        return not self._folds and len(self._changes) - len(self._outliers()) >= context.target
 
-    def _measured(self, message: Message, client: Client) -> ChangeSize:
+    def _measure_change(self, message: Message, client: Client) -> ChangeSize:
         """Validate a reply, if the rules ask for it, and return the size of its change."""
-        method, expected = self.context.method, self._untrained(client)
+        method, expected = self.context.method, self._untrained_reply(client)
         if self.context.rules.validate:
             return validate_reply(method, message, client, expected).change
         change = measure_change(message, method.contribute(message, client), expected, method, client)
@@ -220,77 +220,77 @@ class PlaintextAggregation:
             raise ValueError("the norm of its change is not finite, so the change cannot be scaled down")
         return change
 
-    def _untrained(self, client: Client) -> Message:
+    def _untrained_reply(self, client: Client) -> Message:
         """Return the reply of the client if its training changed nothing; one for all where ranks do not differ."""
         context = self.context
         key = client.id if context.method.declared().heterogeneous_ranks else ""
         if key not in self._expected:
             self._expected.clear()  # replies come one by one
-            fresh = replace(client, held=None)
-            sent = context.method.sync(context.state, fresh)
-            self._expected[key] = untrained_reply(context.method, sent, fresh, context.state.round)
+            new_client = replace(client, last_round=None)
+            order = context.method.sync(context.state, new_client)
+            self._expected[key] = untrained_reply(context.method, order, new_client, context.state.round)
         return self._expected[key]
 
     def _outliers(self) -> dict[str, str]:
         rules, privacy = self.context.rules, self.context.settings.privacy
         if not rules.validate or (privacy is not None and privacy.mechanism == "central"):
             return {}  # under central privacy one client must not decide whether others count; replies are clipped
-        return find_outliers(self._held, rules.norm_factor)
+        return find_outliers(self._changes, rules.norm_factor)
 
     def close(self, attempt: int) -> Reduced:
         """``Aggregation.close``."""
-        context, held = self.context, self._held
+        context, changes = self.context, self._changes
         if self._folds:
-            if len(self.answers) < self.quorum:
+            if len(self.replies) < self.quorum:
                 raise TooFew
-            return self._reduced({})
-        for id, why in self._outliers().items():
+            return self._reduce({})
+        for id, reason in self._outliers().items():
             self._drop(id)
-            self.tally.failures.append(Failure(id, attempt, why, context.task))
-        if len(held) < self.quorum:
+            self.tally.failures.append(Failure(id, attempt, reason, context.task))
+        if len(changes) < self.quorum:
             raise TooFew
-        for id in [id for id in context.drawn if id in held][context.wanted :]:
+        for id in [id for id in context.draw_order if id in changes][context.target :]:
             self._drop(id)
-        self.clipped = self._factors()
-        reduced = self._reduced(held)
-        self._bodies.close()
+        self.clipped = self._clip_factors()
+        reduced = self._reduce(changes)
+        self._buffer.close()
         return reduced
 
-    def _factors(self) -> dict[str, float]:
+    def _clip_factors(self) -> dict[str, float]:
         """Return the factors by which changes have to be scaled down, by client."""
         settings = self.context.settings
         if not settings.clips:
             return {}
         if settings.max_norm is not None:
-            limits = dict.fromkeys(self._held, settings.max_norm)
+            limits = dict.fromkeys(self._changes, settings.max_norm)
         else:
             assert settings.clip_ratio is not None
-            limits = norm_limits(self._held, settings.clip_ratio)
+            limits = norm_limits(self._changes, settings.clip_ratio)
         return {
-            id: limits[id] / change.norm for id, change in self._held.items() if limits and limits[id] < change.norm
+            id: limits[id] / change.norm for id, change in self._changes.items() if limits and limits[id] < change.norm
         }
 
     def _contribution(self, id: str) -> Contribution:
-        """Return a held reply's contribution, scaled down if its change is too large."""
+        """Return a buffered reply's contribution, scaled down if its change is too large."""
         context = self.context
-        client = replace(context.clients[id].client, held=None)
-        message = serialization.decode(self._bodies.load(id))
+        client = replace(context.clients[id].client, last_round=None)
+        message = serialization.decode(self._buffer.load(id))
         contribution = context.method.contribute(message, client)
         if id not in self.clipped:
             return contribution
-        expected = self._untrained(client)
+        expected = self._untrained_reply(client)
         return shrink_reply(context.method, message, contribution, expected, client, self.clipped[id])
 
-    def _reduced(self, held: Collection[str]) -> Reduced:
-        """Add the held replies of clients, skip the clients without a reply, and return the reduction.
+    def _reduce(self, ids: Collection[str]) -> Reduced:
+        """Add the buffered replies of clients, skip the clients without a reply, and return the reduction.
 
         Raises:
             FedspanError: If the reduction cannot take a reply that was not validated, such as one with NaN.
         """
         try:
             for id in self.context.ids:
-                if id in held or id not in self.answers:
-                    self._reducer.add(id, self._contribution(id) if id in held else None)
+                if id in ids or id not in self.replies:
+                    self._reducer.add(id, self._contribution(id) if id in ids else None)
             return self._reducer.result()
         except ValueError as error:
             reduction = self.context.settings.reduction
@@ -299,12 +299,12 @@ class PlaintextAggregation:
             ) from error
 
     def _drop(self, id: str) -> None:
-        del self._held[id]
-        del self.answers[id]
+        del self._changes[id]
+        del self.replies[id]
 
-    def good(self) -> Collection[str]:
-        """``Aggregation.good``."""
-        return self.answers
+    def succeeded(self) -> Collection[str]:
+        """``Aggregation.succeeded``."""
+        return self.replies
 
     def remark(self) -> str | None:
         """``Aggregation.remark``: the clients whose weights are lowered."""
@@ -320,5 +320,7 @@ class PlaintextAggregation:
 
     def _origin(self) -> Tensors:
         context = self.context
-        fresh = replace(context.clients[next(iter(context.clients))].client, held=None)
-        return origin_of(context.method, context.method.sync(context.state, fresh), fresh, context.state.round)
+        new_client = replace(context.clients[next(iter(context.clients))].client, last_round=None)
+        return origin_of(
+            context.method, context.method.sync(context.state, new_client), new_client, context.state.round
+        )

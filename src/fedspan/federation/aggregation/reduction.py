@@ -44,16 +44,16 @@ class Reducer:
             ValueError: If the client is not in the cohort, was added before, or its contribution cannot be reduced; it
                 is then as if it had not been added.
         """
-        known = client_id in self._clients
-        if not known or client_id in self._waiting or client_id in self._order[: self._position]:
+        is_known = client_id in self._clients
+        if not is_known or client_id in self._waiting or client_id in self._order[: self._position]:
             raise ValueError(f"unexpected contribution of client {client_id!r}")
-        self._waiting[client_id] = None if contribution is None else self._checked(contribution)
+        self._waiting[client_id] = None if contribution is None else self._check(contribution)
         while self._position < len(self._order) and self._order[self._position] in self._waiting:
-            turn = self._order[self._position]
-            self._fold(self._clients[turn], self._waiting.pop(turn))
+            current = self._order[self._position]
+            self._fold(self._clients[current], self._waiting.pop(current))
             self._position += 1
 
-    def _checked(self, contribution: Contribution) -> Contribution:
+    def _check(self, contribution: Contribution) -> Contribution:
         """Return a contribution in the form in which it waits for its turn.
 
         Raises:
@@ -124,7 +124,7 @@ class PrivateReducer(Reducer):
         self._rate, self._all, self._round = sampling_rate(settings, clients), clients, round
         self._total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in origin.items()}
 
-    def _checked(self, contribution: Contribution) -> Contribution:
+    def _check(self, contribution: Contribution) -> Contribution:
         return Contribution(sum=clip_change(change_of(contribution, self._origin), self._privacy.clip))
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:

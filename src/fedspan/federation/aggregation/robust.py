@@ -66,43 +66,47 @@ class RobustReducer(Reducer, ABC):
 
     def __init__(self, cohort: Sequence[Client]) -> None:
         super().__init__(cohort)
-        self._held: list[Contribution] = []
+        self._contributions: list[Contribution] = []
         self._shares: list[float] = []
 
-    def _checked(self, contribution: Contribution) -> Contribution:
+    def _check(self, contribution: Contribution) -> Contribution:
         if contribution.stack:
             raise ValueError("replies that are stacked are not summed")
         return contribution
 
     def _fold(self, client: Client, contribution: Contribution | None) -> None:
         if contribution is not None:
-            self._held.append(contribution)
+            self._contributions.append(contribution)
             self._shares.append(client.weight if contribution.weight is None else contribution.weight)
 
     def result(self) -> Reduced:
         self._require_all()
-        if not self._held:
+        if not self._contributions:
             raise ValueError("no reply in this round")
-        return Reduced(mean=self._combined(), count=len(self._held))
+        return Reduced(mean=self._combine(), count=len(self._contributions))
 
     @abstractmethod
-    def _combined(self) -> dict[str, Tensor]:
-        """Return the result of the held replies."""
+    def _combine(self) -> dict[str, Tensor]:
+        """Return the reduction of the contributions."""
 
     def _names(self) -> dict[str, Tensor]:
         """Return the name of every summed tensor with one reply's tensor of that name."""
-        return {name: value for one in reversed(self._held) for name, value in one.sum.items()}
+        return {
+            name: value for contribution in reversed(self._contributions) for name, value in contribution.sum.items()
+        }
 
-    def _flat(self) -> Tensor:
+    def _flatten(self) -> Tensor:
         """Return all replies as rows in float64; tensors that a client omits are zero."""
         names = self._names()
         rows = [
-            torch.cat([one.sum.get(name, torch.zeros_like(like)).double().flatten() for name, like in names.items()])
-            for one in self._held
+            torch.cat(
+                [contribution.sum.get(name, torch.zeros_like(like)).double().flatten() for name, like in names.items()]
+            )
+            for contribution in self._contributions
         ]
         return torch.stack(rows)
 
-    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+    def _unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return a flat result by name, in the replies' formats; means of integers are float64."""
         names = self._names()
         parts = flat.split([like.numel() for like in names.values()])
@@ -125,14 +129,19 @@ class CoordinateReducer(RobustReducer):
         super().__init__(cohort)
         self._rule, self._trim = rule, trim
 
-    def _combined(self) -> dict[str, Tensor]:
-        return {name: self._reduced(name, like) for name, like in self._names().items()}
+    def _combine(self) -> dict[str, Tensor]:
+        return {name: self._reduce(name, like) for name, like in self._names().items()}
 
-    def _reduced(self, name: str, like: Tensor) -> Tensor:
-        nothing = torch.zeros_like(like)
-        values = torch.stack([one.sum.get(name, nothing) for one in self._held]).to(torch.float64).sort(dim=0).values
-        count, most = len(values), (len(values) - 1) // 2  # the median drops all but the middle one or two
-        dropped = most if self._rule == "median" else min(math.ceil(self._trim * count), most)
+    def _reduce(self, name: str, like: Tensor) -> Tensor:
+        zeros = torch.zeros_like(like)
+        values = (
+            torch.stack([contribution.sum.get(name, zeros) for contribution in self._contributions])
+            .to(torch.float64)
+            .sort(dim=0)
+            .values
+        )
+        count, droppable = len(values), (len(values) - 1) // 2  # the median drops all but the middle one or two
+        dropped = droppable if self._rule == "median" else min(math.ceil(self._trim * count), droppable)
         kept = values[dropped : count - dropped].mean(0)
         return kept.to(like.dtype) if like.is_floating_point() else kept
 
@@ -149,19 +158,19 @@ class MultiKrumReducer(RobustReducer):
         super().__init__(cohort)
         self._trim = trim
 
-    def _combined(self) -> dict[str, Tensor]:
-        flat = self._flat()
-        return self._named(flat[multi_krum(flat, math.ceil(self._trim * len(flat)))].mean(0))
+    def _combine(self) -> dict[str, Tensor]:
+        flat = self._flatten()
+        return self._unflatten(flat[multi_krum(flat, math.ceil(self._trim * len(flat)))].mean(0))
 
 
 class GeometricMedianReducer(RobustReducer):
     """Weighted geometric median of the replies."""
 
-    def _combined(self) -> dict[str, Tensor]:
-        flat, weights = self._flat(), torch.tensor(self._shares, dtype=torch.float64)
+    def _combine(self) -> dict[str, Tensor]:
+        flat, weights = self._flatten(), torch.tensor(self._shares, dtype=torch.float64)
         if not float(weights.sum()) > 0:
             raise ValueError("no reply of positive weight in this round")
-        return self._named(geometric_median(flat, weights / weights.sum()))
+        return self._unflatten(geometric_median(flat, weights / weights.sum()))
 
 
 class FlameReducer(RobustReducer):
@@ -178,18 +187,18 @@ class FlameReducer(RobustReducer):
         super().__init__(cohort)
         self._origin, self._seed, self._round = origin, seed, round
 
-    def _checked(self, contribution: Contribution) -> Contribution:
-        return Contribution(sum=change_of(super()._checked(contribution), self._origin))
+    def _check(self, contribution: Contribution) -> Contribution:
+        return Contribution(sum=change_of(super()._check(contribution), self._origin))
 
-    def _combined(self) -> dict[str, Tensor]:
-        flat = self._flat()
+    def _combine(self) -> dict[str, Tensor]:
+        flat = self._flatten()
         norms = flat.norm(dim=1)
         limit = statistics.median(norms.tolist())
-        kept = largest_cluster(flat)
-        clipped = flat[kept] * (limit / norms[kept].clamp_min(1e-300)).clamp_max(1.0)[:, None]
+        cluster = largest_cluster(flat)
+        clipped = flat[cluster] * (limit / norms[cluster].clamp_min(1e-300)).clamp_max(1.0)[:, None]
         rng = generator(self._seed, "flame", self._round)
         noise = torch.randn(flat.shape[1], generator=rng, dtype=torch.float64)
-        return apply_change(self._named(clipped.mean(0) + _NOISE * limit * noise), self._origin)
+        return apply_change(self._unflatten(clipped.mean(0) + _NOISE * limit * noise), self._origin)
 
 
 def multi_krum(replies: Tensor, hostile: int) -> list[int]:
@@ -219,17 +228,17 @@ def geometric_median(replies: Tensor, weights: Tensor) -> Tensor:
     Returns:
         The geometric median v, (d,).
     """
-    middle = weights @ replies
+    median = weights @ replies
     for _ in range(_ITERATIONS):
-        distances = (replies - middle).norm(dim=1)
+        distances = (replies - median).norm(dim=1)
         spread = float(distances.median()) or float(distances.mean())  # few replies cannot move the median
         if not spread > 0:
             break
         shares = weights / distances.clamp_min(_SMOOTHING * spread)
-        last, middle = middle, (shares / shares.sum()) @ replies
-        if float((middle - last).norm()) <= _AT_REST * spread:
+        last, median = median, (shares / shares.sum()) @ replies
+        if float((median - last).norm()) <= _AT_REST * spread:
             break
-    return middle
+    return median
 
 
 def largest_cluster(changes: Tensor) -> list[int]:
@@ -249,12 +258,12 @@ def largest_cluster(changes: Tensor) -> list[int]:
     directions = torch.nn.functional.normalize(changes, dim=1)
     distances = (1 - directions @ directions.T).clamp_min(0.0).fill_diagonal_(0.0)
     distances = (distances + distances.T) / 2
-    found = HDBSCAN(
+    labels = HDBSCAN(
         min_cluster_size=count // 2 + 1,
         min_samples=1,
         allow_single_cluster=True,
         metric="precomputed",
         copy=True,  # pyright: ignore[reportArgumentType]  scikit-learn's own annotation is wrong
     ).fit_predict(distances.numpy())
-    kept = [position for position, label in enumerate(found.tolist()) if label == 0]
-    return kept or list(range(count))
+    positions = [position for position, label in enumerate(labels.tolist()) if label == 0]
+    return positions or list(range(count))

@@ -57,10 +57,10 @@ class SecureAggregation:
             raise FedspanError("federation.secure", len(context.ids), expected)
         self.context, self.tally, self.secure = context, tally, secure
         self.quorum = max(2, context.rules.quorum(len(context.ids)))
-        self.answers: dict[str, Reply] = {}
+        self.replies: dict[str, Reply] = {}
         self.clipped: Mapping[str, float] = {}  # by the clients themselves, which the server cannot see
         self.lowered: Mapping[str, float] = {}  # clients weigh their own vectors, by no weight but their own
-        self._origin = self._begun()
+        self._origin = self._initial_contribution()
         self._session: SecureSession | None = None
         self._clients: dict[str, Client] = {}
         self._top = 0.0
@@ -78,8 +78,8 @@ class SecureAggregation:
         session = self._session = SecureSession(
             context.transport, context.rules.deadline, secure, context.run, context.state.round, attempt, self.quorum
         )
-        self.answers.clear()
-        with self._noting(session):
+        self.replies.clear()
+        with self._record_exchanges(session):
             session.begin(list(clients), lambda ids: self._agree([clients[id] for id in ids]))
         self._clients = {id: clients[id] for id in session.present}
         self._total = np.zeros(sum(value.numel() for value in self._origin.values()), self._ring.dtype)
@@ -117,8 +117,8 @@ class SecureAggregation:
         """
         messages: list[Message] = []
         for client in clients:
-            message = self.context.method.sync(self.context.state, replace(client, held=None))
-            if not any(share_tensors(message, one) for one in messages):
+            message = self.context.method.sync(self.context.state, replace(client, last_round=None))
+            if not any(share_tensors(message, other) for other in messages):
                 messages.append(message)
         digests = {hashlib.sha256(serialization.encode(message)).hexdigest() for message in messages}
         if len(digests) > 1:
@@ -126,50 +126,50 @@ class SecureAggregation:
             raise FedspanError("federation.secure", None, problem=problem)
         return digests.pop()
 
-    def take(self, client: Client, answer: Reply, attempt: int) -> bool:
-        """``Aggregation.take``: add a masked vector to the sum."""
-        require_requested(answer, client.id, self.context.state.round, attempt, self.context.task)
-        vector = _vector(answer, self._total)
+    def add(self, client: Client, reply: Reply, attempt: int) -> bool:
+        """``Aggregation.add``: add a masked vector to the sum."""
+        require_requested(reply, client.id, self.context.state.round, attempt, self.context.task)
+        vector = _decode_vector(reply, self._total)
         self._total += vector
-        self.tally.transfers.append(Transfer(client.id, "up", len(answer.body), vector.nbytes))
-        self.answers[client.id] = replace(answer, body=b"")
+        self.tally.transfers.append(Transfer(client.id, "up", len(reply.body), vector.nbytes))
+        self.replies[client.id] = replace(reply, body=b"")
         return False
 
     def close(self, attempt: int) -> Reduced:
         """``Aggregation.close``: remove the masks."""
-        session, ring, answers = self._session, self._ring, self.answers
+        session, ring, replies = self._session, self._ring, self.replies
         assert session is not None
-        with self._noting(session):
-            session.require(answers)
-            session.end(self._total, answers.keys())
-            share = sum(self._clients[id].weight / self._top for id in answers)
+        with self._record_exchanges(session):
+            session.require(replies)
+            session.end(self._total, replies.keys())
+            share = sum(self._clients[id].weight / self._top for id in replies)
             if not share > 0:
                 raise FedspanError("federation.secure", share, "replies of positive weight")
-            mean, error = ring.decode(self._total) / share, ring.error(len(answers)) / share
+            mean, error = ring.decode(self._total) / share, ring.error(len(replies)) / share
             self._remark = (
                 f"secure aggregation: every client sends {len(self._total)} masked integers of {ring.bits} bits a "
                 f"round, and an entry of their mean is off by at most {error:.2g}"
             )
             change = unflatten(mean, self._origin)
             if norm(change) > self._clip * (1 + 1e-9) + error * len(mean) ** 0.5:
-                why = f"the sum has a mean with a norm of {norm(change):.3g}, above federation.secure.clip"
-                for id in sorted(answers):  # one of them caused it, and the server cannot tell which
-                    session.fail(id, why)
+                reason = f"the sum has a mean with a norm of {norm(change):.3g}, above federation.secure.clip"
+                for id in sorted(replies):  # one of them caused it, and the server cannot tell which
+                    session.fail(id, reason)
                 raise TooFew
-        return self._reduced(change, share)
+        return self._reduce(change, share)
 
-    def good(self) -> Collection[str]:
-        """``Aggregation.good``: the clients without a failure in the last attempt."""
+    def succeeded(self) -> Collection[str]:
+        """``Aggregation.succeeded``: the clients without a failure in the last attempt."""
         attempts = [failure.attempt for failure in self.tally.failures]
-        named = {failure.client for failure in self.tally.failures if failure.attempt == max(attempts)}
-        return [id for id in self.context.ids if id not in named]
+        failed = {failure.client for failure in self.tally.failures if failure.attempt == max(attempts)}
+        return [id for id in self.context.ids if id not in failed]
 
     def remark(self) -> str | None:
         """``Aggregation.remark``: the cost of masking."""
         return self._remark
 
     @contextmanager
-    def _noting(self, session: SecureSession) -> Generator[None]:
+    def _record_exchanges(self, session: SecureSession) -> Generator[None]:
         """Record the transfers and failures of a session's exchanges."""
         transfers, failures = len(session.transfers), len(session.failures)
         try:
@@ -178,23 +178,23 @@ class SecureAggregation:
             self.tally.transfers += session.transfers[transfers:]
             self.tally.failures += session.failures[failures:]
 
-    def _begun(self) -> Tensors:
+    def _initial_contribution(self) -> Tensors:
         """Return the initial values, common to all clients of a round, of the tensors that they contribute.
 
         Raises:
             FedspanError: If a part of the contribution cannot be summed.
         """
-        method, fresh = self.context.method, self.context.fresh
-        sent = method.sync(self.context.state, fresh)
+        method, new_client = self.context.method, self.context.new_client
+        order = method.sync(self.context.state, new_client)
         try:
-            contributed = origin_of(method, sent, fresh, self.context.state.round)
+            contributed = origin_of(method, order, new_client, self.context.state.round)
         except ValueError as error:
             problem = (
                 f"not all tensors of a reply can be summed: {error}. If they are batch counts of normalization layers, "
                 "set model.extras to local or frozen"
             )
             raise FedspanError("federation.secure", None, problem=problem) from error
-        return initial_values(contributed, method.start(sent, fresh, {}, self.context.state.round).tensors)
+        return initial_values(contributed, method.start(order, new_client, {}, self.context.state.round).tensors)
 
     @property
     def _clip(self) -> float:
@@ -202,27 +202,27 @@ class SecureAggregation:
         privacy = self.context.settings.privacy
         return privacy.clip if privacy is not None and privacy.mechanism == "central" else self.secure.clip
 
-    def _reduced(self, change: Mapping[str, Tensor], share: float) -> Reduced:
+    def _reduce(self, change: Mapping[str, Tensor], share: float) -> Reduced:
         """Return the mean that belongs to a summed change; with central privacy, after adding noise to the sum."""
         privacy, clients = self.context.settings.privacy, len(self.context.clients)
         if privacy is None or privacy.mechanism != "central":
-            return Reduced(mean=apply_change(change, self._origin), count=len(self.answers))
+            return Reduced(mean=apply_change(change, self._origin), count=len(self.replies))
         total = {name: value * share for name, value in change.items()}
         mean = private_mean(total, self._origin, privacy, 1.0, clients, self.context.state.round)
         return Reduced(mean=mean, count=clients)
 
 
-def _vector(answer: Reply, total: Integers) -> Integers:
+def _decode_vector(reply: Reply, total: Integers) -> Integers:
     """Return the masked vector of a reply.
 
     Raises:
         ValueError: If it is missing or does not match the layout of the sum.
     """
-    message = serialization.decode(answer.body)
-    wanted = torch.int32 if total.itemsize == 4 else torch.int64
+    message = serialization.decode(reply.body)
+    dtype = torch.int32 if total.itemsize == 4 else torch.int64
     value = message.tensors.get(MASKED)
     if message.base is not None or message.scalars or len(message.tensors) != 1 or value is None:
         raise ValueError(f"a reply of {sorted(message.tensors)[:3]}, not of one masked vector")
-    if value.dtype != wanted or value.shape != (len(total),):
-        raise ValueError(f"a masked vector {list(value.shape)} of {value.dtype}, not [{len(total)}] of {wanted}")
+    if value.dtype != dtype or value.shape != (len(total),):
+        raise ValueError(f"a masked vector {list(value.shape)} of {value.dtype}, not [{len(total)}] of {dtype}")
     return value.numpy().view(total.dtype)

@@ -267,9 +267,9 @@ def decode_request(envelope: Envelope) -> Order | Phase:
     return decode_order(envelope)
 
 
-def refuse_phase(order: Phase, why: str) -> PhaseReply:
+def refuse_phase(order: Phase, reason: str) -> PhaseReply:
     """Create the reply of a client that could not carry out an order."""
-    return _ANSWERS[order.task](id=order.to, session=order.session, failed=why[:4096])
+    return _ANSWERS[order.task](id=order.to, session=order.session, failed=reason[:4096])
 
 
 def size_of(envelope: Envelope) -> int:
@@ -289,23 +289,23 @@ def initial_values(contributed: Tensors, started: Tensors) -> dict[str, Tensor]:
         contributed: Tensors that are summed.
         started: Initial tensors of a client's first job.
     """
-    made: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name, value in contributed.items():
         dtype = value.dtype if value.is_floating_point() else torch.float64
         start = started.get(name)
         if start is not None and start.shape == value.shape:
-            made[name] = start.to("cpu", dtype)
+            values[name] = start.to("cpu", dtype)
         else:
-            made[name] = torch.zeros(value.shape, dtype=dtype)
-    return made
+            values[name] = torch.zeros(value.shape, dtype=dtype)
+    return values
 
 
 def layout_of(origin: Tensors) -> str:
     """Return the digest of the names, shapes and dtypes of the summed tensors."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(origin.items()):
-        found.update(f"{name}\0{value.dtype}\0{list(value.shape)}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{name}\0{value.dtype}\0{list(value.shape)}\n".encode())
+    return digest.hexdigest()
 
 
 def flatten(change: Mapping[str, Tensor]) -> NDArray[np.float64]:
@@ -316,9 +316,9 @@ def flatten(change: Mapping[str, Tensor]) -> NDArray[np.float64]:
 
 def unflatten(vector: NDArray[np.float64], origin: Tensors) -> dict[str, Tensor]:
     """Restore the change from a vector, in float64."""
-    made: dict[str, Tensor] = {}
-    at = 0
+    tensors: dict[str, Tensor] = {}
+    start = 0
     for name, value in sorted(origin.items()):
-        made[name] = torch.from_numpy(vector[at : at + value.numel()]).view(value.shape)
-        at += value.numel()
-    return made
+        tensors[name] = torch.from_numpy(vector[start : start + value.numel()]).view(value.shape)
+        start += value.numel()
+    return tensors

@@ -50,23 +50,23 @@ class Masked:
     survivors: Collection[str]
 
 
-def unmask(total: Integers, masked: Masked, given: Mapping[str, Mapping[str, bytes]]) -> None:
+def unmask(total: Integers, masked: Masked, revealed: Mapping[str, Mapping[str, bytes]]) -> None:
     """Remove all masks from a sum, in place.
 
     Args:
         total: Sum of the survivors' vectors.
         masked: The masking partners of the session.
-        given: Shares by the client that stored them and the client whose secret they share: a survivor's own mask, a
+        revealed: Shares by the client that stored them and the client whose secret they share: a survivor's own mask, a
             dropout's masking key.
 
     Raises:
         ValueError: If the shares of a client are too few or inconsistent; the sum is then unusable.
     """
-    for id, members in sorted(masked.present.items()):
-        partners = [peer for peer in members if peer in masked.survivors and peer != id]
+    for id, neighbours in sorted(masked.present.items()):
+        partners = [peer for peer in neighbours if peer in masked.survivors and peer != id]
         if id not in masked.survivors and not partners:
             continue  # no mask in the sum is shared with this client
-        shares = [given[holder][id] for holder in members if holder in given and id in given[holder]]
+        shares = [revealed[holder][id] for holder in neighbours if holder in revealed and id in revealed[holder]]
         try:
             secret = combine(shares, masked.needed[id])
         except ValueError as error:
@@ -118,9 +118,9 @@ class SecureSession:
         self._transcript = ""
         self.present: dict[str, tuple[str, ...]] = {}
 
-    def fail(self, client: str, why: str) -> None:
+    def fail(self, client: str, reason: str) -> None:
         """Record why a client's reply is rejected."""
-        self.failures.append(Failure(client, self.attempt, why))
+        self.failures.append(Failure(client, self.attempt, reason))
 
     def require(self, clients: Collection[str]) -> None:
         """Check that enough clients remain.
@@ -141,15 +141,15 @@ class SecureSession:
         Raises:
             TooFew: If too few clients replied.
         """
-        found = self._exchange(KeysReply, {id: self._order(KeysOrder, id) for id in ids}, patient=self.attempt > 0)
-        for id, answer in found.items():
-            if answer.keys is None:
+        replies = self._exchange(KeysReply, {id: self._order(KeysOrder, id) for id in ids}, patient=self.attempt > 0)
+        for id, reply in replies.items():
+            if reply.keys is None:
                 self.fail(id, "keys: it sent none")
             else:
-                self._keys[id] = answer.keys
+                self._keys[id] = reply.keys
         self.require(self._keys)
-        around = neighbourhoods(sorted(self._keys), self.settings.neighbours)
-        self._needed = {id: threshold_of(len(around[id]), self.settings.threshold) for id in around}
+        neighbours = neighbourhoods(sorted(self._keys), self.settings.neighbours)
+        self._needed = {id: threshold_of(len(neighbours[id]), self.settings.threshold) for id in neighbours}
         agreement = agree(self._keys)
         self._transcript = agreement.transcript(context_of(self.run, self.number))
         orders = {
@@ -157,18 +157,20 @@ class SecureSession:
                 SharesOrder,
                 id,
                 threshold=self._needed[id],
-                peers={peer: self._keys[peer] for peer in around[id]},
+                peers={peer: self._keys[peer] for peer in neighbours[id]},
                 agreement=agreement,
             )
-            for id in around
+            for id in neighbours
         }
-        for id, answer in self._exchange(SharesReply, orders).items():
-            if answer.sealed.keys() != set(around[id]):
+        for id, reply in self._exchange(SharesReply, orders).items():
+            if reply.sealed.keys() != set(neighbours[id]):
                 self.fail(id, "shares: not one for each neighbour")
             else:
-                self._sealed[id] = answer.sealed
+                self._sealed[id] = reply.sealed
         self.require(self._sealed)
-        self.present = {id: tuple(peer for peer in around[id] if peer in self._sealed) for id in sorted(self._sealed)}
+        self.present = {
+            id: tuple(peer for peer in neighbours[id] if peer in self._sealed) for id in sorted(self._sealed)
+        }
 
     def end(self, total: Integers, survivors: Collection[str]) -> None:
         """Collect the shares that remove the masks and unmask the sum in place.
@@ -192,16 +194,16 @@ class SecureSession:
             )
             for id in sorted(survivors)
         }
-        before = len(self.failures)
-        given = {id: answer.shares for id, answer in self._exchange(UnmaskReply, orders).items()}
+        failures_before = len(self.failures)
+        revealed = {id: reply.shares for id, reply in self._exchange(UnmaskReply, orders).items()}
         masked = Masked(self._transcript, self.present, self._needed, self._keys, survivors)
         try:
-            unmask(total, masked, given)
+            unmask(total, masked, revealed)
         except ValueError as error:
-            for id in sorted(given):
+            for id in sorted(revealed):
                 self.fail(id, f"unmask: the shares {error}")
             raise TooFew from error
-        del self.failures[before:]
+        del self.failures[failures_before:]
 
     def _order(self, kind: Callable[..., Phase], to: str, **parts: Any) -> Phase:
         return kind(
@@ -216,32 +218,32 @@ class SecureSession:
 
     def _exchange(self, kind: type[A], orders: Mapping[str, Phase], *, patient: bool = False) -> dict[str, A]:
         """Send every client its order and return the valid replies; the reasons against other replies are recorded."""
-        found: dict[str, A] = {}
+        replies: dict[str, A] = {}
 
         def sent(id: str) -> Envelope:
             envelope = orders[id].envelope()
             self.transfers.append(Transfer(id, "down", size_of(envelope), 0))
             return envelope
 
-        def replied(id: str, back: Envelope | str) -> bool:
+        def replied(id: str, reply: Envelope | str) -> bool:
             try:
-                found[id] = self._read(kind, id, back)
+                replies[id] = self._read(kind, id, reply)
             except ValueError as error:
                 self.fail(id, f"{orders[id].task}: {error}")
-            if isinstance(back, Envelope):
-                self.transfers.append(Transfer(id, "up", size_of(back), 0))
+            if isinstance(reply, Envelope):
+                self.transfers.append(Transfer(id, "up", size_of(reply), 0))
             return False
 
         task = next(iter(orders.values())).task if orders else ""
         self.transport.exchange(Orders(task, orders, sent), replied, self.seconds, patient=patient)
-        return found
+        return replies
 
-    def _read(self, kind: type[A], id: str, back: Envelope | str) -> A:
-        if isinstance(back, str):
-            raise ValueError(back)
-        answer = read_header(kind, back)
-        if (answer.id, answer.session) != (id, self.number):
-            raise ValueError(f"an answer of {answer.id!r} in session {answer.session}; this is {self.number}")
-        if answer.failed is not None:
-            raise ValueError(answer.failed)
-        return answer
+    def _read(self, kind: type[A], id: str, envelope: Envelope | str) -> A:
+        if isinstance(envelope, str):
+            raise ValueError(envelope)
+        reply = read_header(kind, envelope)
+        if (reply.id, reply.session) != (id, self.number):
+            raise ValueError(f"an answer of {reply.id!r} in session {reply.session}; this is {self.number}")
+        if reply.failed is not None:
+            raise ValueError(reply.failed)
+        return reply

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fedspan.federation.aggregation.held import HeldBodies
+from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 
 
 @pytest.mark.parametrize("in_memory", [4, 1 << 20], ids=["file", "memory"])
 def test_replies_come_back_in_any_order_and_the_last_one_counts(in_memory: int) -> None:
-    held = HeldBodies(in_memory)
+    held = ReplyBuffer(in_memory)
     held.store("a", b"first")
     held.store("b", b"")
     held.store("c", b"third reply")

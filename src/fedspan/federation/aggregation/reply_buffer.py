@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 
-__all__ = ["HeldBodies"]
+__all__ = ["ReplyBuffer"]
 
 _IN_MEMORY = 256 << 20
 """Bytes of all replies beyond which they move to a file."""
 
 
-class HeldBodies:
+class ReplyBuffer:
     """Encoded replies by client.
 
     Args:
