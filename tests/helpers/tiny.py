@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from fedspan.clients.host import Host
@@ -194,6 +194,14 @@ def host_of(federation: Federation) -> Host:
     """The host of all clients of a simulation."""
     assert isinstance(federation.transport, InProcess)
     return federation.transport.host
+
+
+def final_tensors(prepared: Prepared) -> Mapping[str, Tensor]:
+    """Run all rounds; return the global tensors after them."""
+    progress = prepared.federation.begin()
+    while progress.state.round < prepared.federation.settings.rounds:
+        progress = prepared.federation.run_round(progress).progress
+    return progress.state.tensors
 
 
 def use_engine(federation: Federation, engine: Engine) -> None:

@@ -17,10 +17,11 @@ from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.tasks.task import Examples
 from fedspan.training import worker
-from fedspan.training.batched import BatchedEngine, StackingRequest
+from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment, PrefixSettings
 from fedspan.training.loop import LoopEngine
+from fedspan.training.stacking import StackingRequest
 from helpers import tiny
 from helpers.watched_rounds import method_config
 

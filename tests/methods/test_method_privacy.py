@@ -23,9 +23,10 @@ from fedspan.federation.serialization import encode_state
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared
 from fedspan.tasks.task import Examples
-from fedspan.training.batched import BatchedEngine, StackingRequest
+from fedspan.training.batched import BatchedEngine
 from fedspan.training.jobs import Assignment
 from fedspan.training.loop import LoopEngine
+from fedspan.training.stacking import StackingRequest
 from helpers import tiny
 
 GRADIENTS = {"fed-sb", "fedgalore"}

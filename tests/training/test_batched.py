@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,12 @@ import torch
 import transformers
 from torch import Tensor
 
-import fedspan
 from fedspan.config import parse_config
 from fedspan.errors import FedspanError
-from fedspan.runs.folder import RunFolder
-from fedspan.runs.setup import Prepared, load_stacking_plan, prepare
+from fedspan.runs.setup import prepare
 from fedspan.tasks.task import Examples
-from fedspan.training import batched, worker
-from fedspan.training.batched import DEFAULT, BatchedEngine, StackingPlan, StackingRequest, balance, run_parallel
-from fedspan.training.worker import Worker
+from fedspan.training import stacking, worker
+from fedspan.training.batched import BatchedEngine, balance, run_parallel
 from helpers import tiny, tiny_decoders, tiny_images
 
 SGD: Mapping[str, Any] = {"optimizer": "sgd", "lr": 0.02}
@@ -60,24 +56,16 @@ def values(kind: str, tiny_folder: Path, decoders: Path, images: Path, **changes
     return made
 
 
-def state(prepared: Prepared) -> Mapping[str, Tensor]:
-    """The global tensors after all rounds."""
-    progress = prepared.federation.begin()
-    while progress.state.round < prepared.federation.settings.rounds:
-        progress = prepared.federation.run_round(progress).progress
-    return progress.state.tensors
-
-
 def same(made: dict[str, Any], at_once: int = 3, workers: int = 1) -> tuple[float, BatchedEngine]:
     """How far apart loop and batched end; the batched engine.
 
     Relatively, but for tensors that begin at 0 and hardly move: keys' biases, whose gradient is rounding alone.
     """
     made["engine"] = {"name": "loop"}
-    expected = state(prepare(parse_config(made)))
+    expected = tiny.final_tensors(prepare(parse_config(made)))
     made["engine"] = {"name": "batched", "clients_at_once": at_once, "workers": workers}
     prepared = prepare(parse_config(made))
-    found = state(prepared)
+    found = tiny.final_tensors(prepared)
     assert isinstance(prepared.engine, BatchedEngine)
     gaps = [
         float((value.double() - found[name].double()).norm() / value.double().norm().clamp(min=1e-3))
@@ -142,7 +130,7 @@ def test_projectors_are_renewed_beside_running_statistics(
 def test_a_client_without_examples_does_not_disturb_the_measuring(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(batched, "_WORTH", 1)
+    monkeypatch.setattr(stacking, "_SHARE", 1e9)
     monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
     prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
     federation = prepared.federation
@@ -162,7 +150,7 @@ def test_threads_side_by_side_on_one_base(tiny_folder: Path, decoders: Path, ima
 def test_two_runs_have_the_same_bits(tiny_folder: Path, decoders: Path, images: Path) -> None:
     made = values("bert", tiny_folder, decoders, images)
     made["engine"] = {"name": "batched", "clients_at_once": 2, "workers": 2}
-    one, other = (state(prepare(parse_config(made))) for _ in range(2))
+    one, other = (tiny.final_tensors(prepare(parse_config(made))) for _ in range(2))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
@@ -229,7 +217,7 @@ def test_a_loss_that_is_no_number_names_the_client(tiny_folder: Path, decoders: 
     made["engine"] = {"name": "batched", "clients_at_once": 3, "workers": 2}
     words = r"`training.lr`: the loss of client \w+ in round [12] became (nan|inf)"
     with pytest.raises(FedspanError, match=words):
-        state(prepare(parse_config(made)))
+        tiny.final_tensors(prepare(parse_config(made)))
 
 
 def test_clients_are_divided_by_their_work() -> None:
@@ -247,103 +235,3 @@ def test_threads_are_divided_and_given_back() -> None:
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPlan, float]:
-    """Seconds a token, by what is tried; whatever is missing takes 9. The cache is an empty folder."""
-    seconds: dict[StackingPlan, float] = {}
-
-    def taken(team: Sequence[Worker], run_parallel: Any, works: Any, at_once: int, examples: Any) -> float:
-        return seconds.get(StackingPlan(at_once, len(team)), 9.0)
-
-    monkeypatch.setattr(batched, "_seconds_a_token", taken)
-    monkeypatch.setattr(batched, "_WORTH", 1)
-    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
-    return seconds
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ({(4, 1): 5, (1, 1): 4, (2, 1): 4.5}, (1, 1)),  # larger batches than the processor needs
-        ({(4, 1): 5, (4, 2): 3, (2, 2): 2.99}, (4, 2)),  # hardly faster is not faster
-        ({(4, 1): 5, (4, 2): 3, (2, 2): 2.5, (1, 2): 2}, (1, 2)),
-        ({(4, 1): 5}, (4, 1)),
-    ],
-)
-def test_as_many_at_once_as_is_fastest(
-    seconds: dict[tuple[int, int], float],
-    expected: tuple[int, int],
-    measured: dict[StackingPlan, float],
-    tiny_folder: Path,
-) -> None:
-    measured.update({StackingPlan(*key): value for key, value in seconds.items()})
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
-    engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        prepared.federation.run_round(prepared.federation.begin())
-        assert engine.stacking == StackingPlan(*expected)
-        measured.clear()  # remembered: nothing is measured again
-        again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
-        tiny.use_engine(prepared.federation, again)
-        prepared.federation.run_round(prepared.federation.begin())
-        assert again.stacking == engine.stacking
-    finally:
-        torch.set_num_threads(threads)
-    kept = batched.cache_file()
-    assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
-    assert list(json.loads(kept.read_text()).values()) == [{"at_once": expected[0], "workers": expected[1]}]
-
-
-def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
-    for text in ("", "[]", '{"a": 1}', '{"a": {"at_once": "x"}}'):
-        batched.cache_file().write_text(text)
-        assert batched._read() == {}
-
-
-def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Measured or set, the same number at once gives the same bits."""
-    monkeypatch.setattr(batched, "_WORTH", 1)
-    monkeypatch.setattr(batched, "_MOST", 1)
-    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
-    config = tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None})
-    prepared = prepare(config)
-    found = state(prepared)
-    engine = prepared.engine
-    assert isinstance(engine, BatchedEngine)
-    assert engine.stacking is not None
-    wish = StackingRequest(engine.stacking.at_once, engine.stacking.workers)
-    tiny.use_engine(prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, wish))
-    again = state(prepared)
-    assert all(torch.equal(value, again[name]) for name, value in found.items())
-
-
-def test_small_rounds_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched, "_search", None)
-    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
-    prepared.federation.run_round(prepared.federation.begin())
-    assert isinstance(prepared.engine, BatchedEngine)
-    workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert prepared.engine.stacking == StackingPlan(DEFAULT.at_once, workers)
-
-
-def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
-    """A resumed run trains as many at once as before it was stopped, whatever would be chosen now."""
-    config = tiny.settings(tiny_folder, federation={"rounds": 1})
-    config["engine"] = {"name": "batched"}
-    fedspan.run(config, tmp_path / "run")
-    place = tmp_path / "run" / "engine.json"
-    workers = min(DEFAULT.workers, torch.get_num_threads())
-    assert json.loads(place.read_text()) == {"at_once": DEFAULT.at_once, "workers": workers}
-    place.write_text('{"at_once": 7, "workers": 3}')
-    prepared = prepare(parse_config(config))
-    load_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
-    assert isinstance(prepared.engine, BatchedEngine)
-    assert prepared.engine.stacking == StackingPlan(7, 3)
-    place.write_text('{"at_once": "many"}')
-    with pytest.raises(FedspanError, match=r"engine.json' .* Expected a file with two numbers, at_once and workers"):
-        load_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)

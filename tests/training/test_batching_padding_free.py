@@ -15,9 +15,10 @@ from fedspan.config import parse_config
 from fedspan.core.values import Job
 from fedspan.models.layout import TokenLayout
 from fedspan.runs.setup import Prepared, prepare
-from fedspan.training.batched import BatchedEngine, StackingRequest
+from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import Padding
 from fedspan.training.loop import LoopEngine
+from fedspan.training.stacking import StackingRequest
 from helpers import tiny, tiny_decoders
 
 TEXTS = ("bert", "roberta", "distilbert", "gpt2")

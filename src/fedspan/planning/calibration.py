@@ -31,9 +31,10 @@ from fedspan.runs.setup import choose_device, make_engine, max_length
 from fedspan.tasks.causal import EncodedPrompts
 from fedspan.tasks.encoding import EncodedText, Ragged
 from fedspan.tasks.images import EncodedImages
-from fedspan.training.batched import BatchedEngine, StackingPlan
+from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import Assignment
+from fedspan.training.stacking import StackingPlan
 
 __all__ = ["measure_speed"]
 
@@ -142,10 +143,11 @@ class _Bench:
     def time_parallel(self, clients: int, steps: int | None) -> tuple[float, float]:
         """Measure the FLOP/s of the stacking plan that the engine finds best, and the seconds of finding it."""
         assert isinstance(self.engine, BatchedEngine)
-        self.engine.stacking, steps = None, min(_STEPS, steps or _STEPS)
+        planned, self.engine.stacking, steps = steps or _STEPS, None, min(_STEPS, steps or _STEPS)
         began = time.perf_counter()
         works = [self._work(f"client-{number}", steps) for number in range(min(clients, _CLIENTS))]
-        stacking = self.engine.settle(works, clients, self._examples)
+        rounds = self._config.federation.rounds * planned / steps
+        stacking = self.engine.settle(works, clients, self._examples, rounds)
         measuring = time.perf_counter() - began
         clients = min(clients, max(_MIN_CLIENTS, 2 * stacking.at_once * stacking.workers))  # enough to form batches
         first = self._seconds(clients, 1)

@@ -45,7 +45,7 @@ from fedspan.runs.ledger import Ledger
 from fedspan.runs.model_card import RunReport, write_cards
 from fedspan.runs.model_setup import resolve_pooling
 from fedspan.runs.privacy_budget import Budget, load_noise_key, new_key, store_noise_key
-from fedspan.runs.setup import Prepared, engine_note, load_stacking_plan, prepare, store_stacking_plan
+from fedspan.runs.setup import Prepared, engine_note, keep_stacking_plan, prepare
 from fedspan.runs.suspects import find_limited
 from fedspan.runs.trained_models import write_adapters
 from fedspan.training.stages import Stages
@@ -192,7 +192,7 @@ class _Session:
             if self.best is not None:
                 federation.retain(checkpoints.load(self.place.best).progress)
         engine = self.prepared.engine
-        load_stacking_plan(self.place, engine)
+        keep_stacking_plan(self.place, engine)
         self.listener.started(self.prepared, 0 if progress is None else progress.state.round, resumed)
         if self.prepared.config.training.lr == "auto":
             lr = federation.training.optimizer.lr
@@ -213,7 +213,6 @@ class _Session:
                 result, diagnosis = federation.run_round(progress, report_loss, on_charge=announce), None
             else:
                 result, diagnosis = self.diagnostics.run_round(progress, report_loss, announce)
-            store_stacking_plan(self.place, engine)
             for note in (engine_note(engine), federation.remark()):
                 if number == first and note is not None:
                     self.listener.noted(note)

@@ -35,10 +35,11 @@ from fedspan.runs.model_setup import PROBLEMS, Facts, ModelObjects, RunModel, bu
 from fedspan.tasks.encoding import EncodedText
 from fedspan.tasks.images import EncodedImages
 from fedspan.tasks.task import Examples, RunTask, Task
-from fedspan.training.batched import BatchedEngine, StackingPlan, StackingRequest
+from fedspan.training.batched import BatchedEngine
 from fedspan.training.engine import Engine
 from fedspan.training.jobs import TrainingSettings
 from fedspan.training.loop import LoopEngine
+from fedspan.training.stacking import StackingPlan, StackingRequest
 from fedspan.training.stages import Stages
 from fedspan.transports.in_process import simulate
 
@@ -52,12 +53,11 @@ __all__ = [
     "client_ranks",
     "client_scaling",
     "engine_note",
-    "load_stacking_plan",
+    "keep_stacking_plan",
     "make_engine",
     "max_length",
     "prepare",
     "require_private_model",
-    "store_stacking_plan",
 ]
 
 
@@ -164,7 +164,10 @@ def make_engine(
     if chosen.name != "batched":
         return LoopEngine(adapted, task, settings, seed, prefix, stages=stages)
     wish = StackingRequest(chosen.clients_at_once, chosen.workers)
-    return BatchedEngine(adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile, stages)
+    rounds = config.federation.rounds
+    return BatchedEngine(
+        adapted, task, settings, seed, wish, prefix, chosen.padding_free, chosen.compile, stages, rounds
+    )
 
 
 def engine_note(engine: Engine) -> str | None:
@@ -173,25 +176,24 @@ def engine_note(engine: Engine) -> str | None:
     return None if why is None else f"clients train one by one, as with engine.name: loop, because {why}"
 
 
-def load_stacking_plan(place: RunFolder, engine: Engine) -> None:
-    """Restore the stacking plan of a resumed run: the bits of its results depend on the number of stacked clients.
+def keep_stacking_plan(place: RunFolder, engine: Engine) -> None:
+    """Restore a resumed run's stacking plan, or have the one that is chosen written before it is used.
+
+    The bits of a run's results depend on the number of stacked clients.
 
     Raises:
         FedspanError: If the file cannot be read.
     """
-    if not isinstance(engine, BatchedEngine) or not place.engine.exists():
+    if not isinstance(engine, BatchedEngine):
+        return
+    if not place.engine.exists():
+        engine.settled = lambda plan: place.write_json(place.engine, asdict(plan))
         return
     found = place.read_json(place.engine)
     try:
         engine.stacking = StackingPlan(int(found["at_once"]), int(found["workers"]))  # pyright: ignore
     except (TypeError, KeyError, ValueError):
         raise FedspanError("engine", str(place.engine), "a file with two numbers, at_once and workers") from None
-
-
-def store_stacking_plan(place: RunFolder, engine: Engine) -> None:
-    """Write the engine's stacking plan to the run folder, if there is one and the file does not exist yet."""
-    if isinstance(engine, BatchedEngine) and engine.stacking is not None and not place.engine.exists():
-        place.write_json(place.engine, asdict(engine.stacking))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,330 @@
+"""Stacking plans of the batched engine: how many clients share a pass, measured within a budget and cached by shape.
+
+Stacking pays if a client's own batch is too small to keep the processor busy. Otherwise it costs time, because batches
+of several clients are padded to the longest of them. So the number of stacked clients is measured on the run's own
+first jobs, which it leaves unchanged, and stored in the user's cache folder: a rerun gives the same bits. Measuring
+takes a small share of the run's planned work at most, and a few seconds: a short run trains with the default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from fedspan.models.stacked import Unstackable
+from fedspan.tasks.task import Examples
+from fedspan.training.client_slot import ClientSlot, select_group
+from fedspan.training.jobs import Assignment
+from fedspan.training.worker import Worker
+
+__all__ = ["DEFAULT", "Budget", "StackingPlan", "StackingRequest", "cache_file", "read_plans", "search", "tune"]
+
+_SHARE, _LIMIT = 0.05, 10.0  # measuring takes at most this share of a run's tokens, and so many seconds
+_PASSES, _SECONDS = 4, 0.3  # limits of one measurement
+_REPEATS, _LONG = 3, 2.0  # runs of each measured pass; one if it takes longer than this
+_GAIN = 0.97  # a larger group must take at most this share of the time
+_PATIENCE = 2  # sizes in a row that may be no faster: other load can spoil a measurement
+_MOST = 64  # clients in a pass
+
+
+@dataclass(frozen=True)
+class StackingPlan:
+    """The number of clients that train at the same time.
+
+    Args:
+        at_once: Number of clients in one pass.
+        workers: Number of threads, each with its own passes.
+    """
+
+    at_once: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class StackingRequest:
+    """The user's settings; None: measured."""
+
+    at_once: int | None = None
+    workers: int | None = None
+
+
+DEFAULT = StackingPlan(4, 2)
+"""The plan where training is too short for measuring to pay; one worker if torch has one thread, or on a GPU."""
+
+
+class Budget:
+    """What is left for measuring.
+
+    Args:
+        tokens: Number of tokens that measured passes may hold.
+        pass_tokens: Mean number of tokens that a client adds to a pass.
+    """
+
+    def __init__(self, tokens: float, pass_tokens: float) -> None:
+        self.tokens, self._client = tokens, max(1.0, pass_tokens)
+        self._until = time.perf_counter() + _LIMIT
+        self.exhausted = False
+        """Whether a measurement was left out."""
+
+    def passes(self, plan: StackingPlan, seconds_a_token: float = 0.0) -> int:
+        """Take the tokens of a measurement, and return its number of passes in each worker; 0: it costs too much.
+
+        Args:
+            plan: The plan to measure.
+            seconds_a_token: The pace of the best plan so far; 0: unknown.
+        """
+        tokens = self._pass_tokens(plan)
+        left = self._until - time.perf_counter()
+        count = min(_PASSES, self.tokens / tokens, left / (tokens * seconds_a_token) if seconds_a_token else _PASSES)
+        if count < 1 or left <= 0:
+            self.exhausted = True
+            return 0
+        self.tokens -= int(count) * tokens
+        return int(count)
+
+    def affords(self, plans: Sequence[StackingPlan]) -> bool:
+        """Check whether one pass of each plan can be measured."""
+        return sum(map(self._pass_tokens, plans)) <= self.tokens
+
+    def _pass_tokens(self, plan: StackingPlan) -> float:
+        return _REPEATS * plan.at_once * plan.workers * self._client
+
+
+def tune(
+    wish: StackingRequest,
+    workers: Callable[[int], Sequence[Worker]],
+    together: Callable[[Sequence[Callable[[], None]]], None],
+    works: Sequence[Assignment],
+    clients: int,
+    examples: Examples,
+    rounds: float | None = None,
+) -> StackingPlan:
+    """Decide how many clients train at once in rounds like the one that begins with these jobs.
+
+    Args:
+        wish: The settings that are fixed already.
+        workers: Returns the requested number of workers.
+        together: Runs calls in parallel, each with its share of torch's threads.
+        works: The first jobs of the round; they are not changed.
+        clients: Number of clients in the round.
+        examples: The data set that the jobs' indices point into.
+        rounds: Planned number of rounds; measuring takes at most 5 % of their tokens. None: as many as it needs.
+    """
+    if wish.at_once is not None and wish.workers is not None:
+        return StackingPlan(wish.at_once, wish.workers)
+    first, works = workers(1)[0], [work for work in works if len(work.indices)]
+    probe = first.seat(works[0], examples) if works else None
+    threads = torch.get_num_threads() if first.adapted.device.type == "cpu" else 1
+    # Clients that train one by one can still train in parallel threads.
+    default = StackingPlan(wish.at_once or DEFAULT.at_once, wish.workers or min(DEFAULT.workers, threads))
+    if probe is None or first.why_not is not None:
+        return default
+    tokens = sum(int(examples.lengths[batch].sum()) for batch in probe.batches)
+    budget = Budget(float("inf") if rounds is None else _SHARE * rounds * clients * tokens, tokens / len(probe.batches))
+    allowed, key = budget.tokens, _key(wish, first, probe, clients, examples)
+    known = read_plans().get(key)
+    if known is not None and allowed <= 2 * known.tokens:
+        return known.plan
+
+    def seconds(stacking: StackingPlan, passes: int) -> float:
+        team = workers(stacking.workers)
+        return _seconds_a_token(team, together, works, stacking.at_once, examples, passes)
+
+    found = search(wish, clients, threads, seconds, budget)
+    if found is None:
+        return default if known is None else known.plan
+    _store(key, CachedPlan(found, allowed if budget.exhausted else float("inf")))
+    return found
+
+
+def search(
+    wish: StackingRequest,
+    clients: int,
+    threads: int,
+    measure: Callable[[StackingPlan, int], float],
+    budget: Budget,
+) -> StackingPlan | None:
+    """Search the fastest plan among those that the budget allows to measure; None: it does not allow to compare."""
+    best, least = StackingPlan(wish.at_once or min(4, clients), wish.workers or 1), 0.0
+    first = [best]
+    if wish.workers is None and threads > 1 and clients > 1:
+        first.append(StackingPlan(best.at_once, threads))
+    if not budget.affords(first):
+        return None
+
+    def seconds(plan: StackingPlan) -> float:
+        passes = budget.passes(plan, least)
+        return measure(plan, passes) if passes else float("inf")
+
+    least = seconds(best)
+    for other in first[1:]:
+        if (taken := seconds(other)) < _GAIN * least:
+            best, least = other, taken
+    if budget.exhausted:  # passes take so long that only one plan was measured
+        return None
+    if wish.at_once is not None:
+        return best
+    share = -(-clients // best.workers)
+    more = [size for size in sorted({8, 16, 32, _MOST, share}) if best.at_once < size <= min(share, _MOST)]
+    for sizes in (more, (2, 1)):
+        start, failed = best, 0
+        for size in sizes:
+            other = StackingPlan(size, best.workers)
+            if size > share or failed == _PATIENCE:
+                break
+            if (taken := seconds(other)) > _GAIN * least:
+                failed += 1
+            else:
+                best, least, failed = other, taken, 0
+        if best != start:
+            break
+    if wish.workers is None and threads > 1 and clients > 1:  # small passes do not predict how large ones share a CPU
+        workers = 1 if best.workers > 1 else threads
+        other = StackingPlan(min(best.at_once, -(-clients // workers)), workers)
+        if seconds(other) < _GAIN * least:
+            best = other
+    return best
+
+
+def _seconds_a_token(
+    team: Sequence[Worker],
+    together: Callable[[Sequence[Callable[[], None]]], None],
+    works: Sequence[Assignment],
+    at_once: int,
+    examples: Examples,
+    passes: int = _PASSES,
+) -> float:
+    """Measure wall-clock seconds per token that is not padding; infinite if the passes do not fit into memory.
+
+    The same passes run three times and the faster of the last two counts: libraries prepare for every new shape. Passes
+    that take seconds run once.
+
+    Args:
+        team: The workers that train at the same time.
+        together: Runs calls in parallel.
+        works: Jobs to take the passes from.
+        at_once: Number of clients in a pass.
+        examples: The data set that the jobs' indices point into.
+        passes: Number of different passes in each worker, at most.
+    """
+    tokens = [0] * len(team)
+    made: list[list[list[tuple[ClientSlot, int]]]] = [[] for _ in team]
+
+    def first(number: int) -> None:
+        worker, seats = team[number], seated[number]
+        until = time.perf_counter() + _SECONDS
+        while len(made[number]) < passes and (not made[number] or time.perf_counter() < until):
+            group = select_group(seats, at_once, not worker.loop.padding.possible)
+            tokens[number] += sum(int(examples.lengths[seat.batch].sum()) for seat in group)
+            made[number].append([(seat, seat.taken) for seat in group])
+            worker.advance(group, examples)
+            for seat in group:
+                seat.taken %= len(seat.batches)
+
+    def again(number: int) -> None:
+        for passed in made[number]:
+            for seat, taken in passed:
+                seat.taken = taken
+            team[number].advance([seat for seat, _ in passed], examples)
+
+    seated = [_seats(worker, works, number, at_once, examples) for number, worker in enumerate(team)]
+    try:
+        start = time.perf_counter()
+        together([lambda number=number: first(number) for number in range(len(team))])
+        taken = time.perf_counter() - start
+        if taken > _LONG:
+            return taken / sum(tokens)
+        least = float("inf")
+        for _ in range(_REPEATS - 1):
+            start = time.perf_counter()
+            together([lambda number=number: again(number) for number in range(len(team))])
+            least = min(least, time.perf_counter() - start)
+        return least / sum(tokens)
+    except (Unstackable, torch.cuda.OutOfMemoryError):
+        return float("inf")
+
+
+def _seats(
+    worker: Worker, works: Sequence[Assignment], number: int, at_once: int, examples: Examples
+) -> list[ClientSlot]:
+    """Open more jobs than fit into a pass, as in training; jobs are repeated if there are too few."""
+    repeated = [works[(number + at) % len(works)] for at in range(2 * at_once)]
+    seats = [worker.seat(work, examples) for work in repeated]
+    return [seat for seat in seats if seat is not None]
+
+
+def _key(wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, examples: Examples) -> str:
+    """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
+    model = worker.adapted.model
+    parts = {
+        "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__],
+        "device": str(worker.adapted.device),
+        "model": [type(model).__name__, sum(value.numel() for value in model.parameters())],
+        "dtype": sorted({str(value.dtype) for value in model.parameters()}),
+        "layout": [seat.layout.names, [list(shape) for shape in seat.layout.shapes]],
+        "padded": not worker.loop.padding.possible,
+        "compiled": worker.compiled is not None,
+        "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
+        "clients": min(clients, _MOST * torch.get_num_threads()),  # more make no pass larger
+        "wish": asdict(wish),
+    }
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def cache_file() -> Path:
+    """Return the file of cached plans: under FEDSPAN_CACHE, XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("FEDSPAN_CACHE")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedspan"
+    return base / "stacking.json"
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """A cached plan.
+
+    Args:
+        plan: The plan.
+        tokens: Number of tokens that measuring might take; infinite if all was measured.
+    """
+
+    plan: StackingPlan
+    tokens: float
+
+
+def read_plans() -> dict[str, CachedPlan]:
+    """Read the cached plans; empty if the file is missing or invalid."""
+    try:
+        found = json.loads(cache_file().read_text(encoding="utf-8"))
+        return {
+            key: CachedPlan(
+                StackingPlan(int(one["at_once"]), int(one["workers"])),
+                float("inf") if one["tokens"] is None else float(one["tokens"]),
+            )
+            for key, one in found.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _store(key: str, found: CachedPlan) -> None:
+    place = cache_file()
+    rows = {
+        name: asdict(one.plan) | {"tokens": one.tokens if math.isfinite(one.tokens) else None}
+        for name, one in {**read_plans(), key: found}.items()
+    }
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_name(f"{place.name}.{os.getpid()}")
+        part.write_text(json.dumps(rows), encoding="utf-8")
+        part.replace(place)
+    except OSError:  # the home folder is not writable: measure again next time
+        return

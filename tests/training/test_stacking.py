@@ -1,0 +1,199 @@
+"""The stacking plan: the fastest that a budget allows to measure, remembered by shape, kept by a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedspan
+from fedspan.config import parse_config
+from fedspan.errors import FedspanError
+from fedspan.runs.folder import RunFolder
+from fedspan.runs.setup import keep_stacking_plan, prepare
+from fedspan.training import stacking
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.stacking import DEFAULT, Budget, StackingPlan, StackingRequest, cache_file, read_plans, search
+from fedspan.training.worker import Worker
+from helpers import tiny
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[StackingPlan, float]:
+    """Nanoseconds a token, by what is tried; whatever is missing takes 9. The cache is an empty folder."""
+    seconds: dict[StackingPlan, float] = {}
+
+    def taken(team: Sequence[Worker], together: Any, works: Any, at_once: int, examples: Any, passes: int) -> float:
+        return 1e-9 * seconds.get(StackingPlan(at_once, len(team)), 9.0)
+
+    monkeypatch.setattr(stacking, "_seconds_a_token", taken)
+    monkeypatch.setattr(stacking, "_SHARE", 1e9)
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({(4, 1): 5, (1, 1): 4, (2, 1): 4.5}, (1, 1)),  # larger batches than the processor needs
+        ({(4, 1): 5, (4, 2): 3, (2, 2): 2.99}, (4, 2)),  # hardly faster is not faster
+        ({(4, 1): 5, (4, 2): 3, (2, 2): 2.5, (1, 2): 2}, (1, 2)),
+        ({(4, 1): 5}, (4, 1)),
+    ],
+)
+def test_as_many_at_once_as_is_fastest(
+    seconds: dict[tuple[int, int], float],
+    expected: tuple[int, int],
+    measured: dict[StackingPlan, float],
+    tiny_folder: Path,
+) -> None:
+    measured.update({StackingPlan(*key): value for key, value in seconds.items()})
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    engine = prepared.engine
+    assert isinstance(engine, BatchedEngine)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        prepared.federation.run_round(prepared.federation.begin())
+        assert engine.stacking == StackingPlan(*expected)
+        measured.clear()  # remembered: nothing is measured again
+        again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed)
+        tiny.use_engine(prepared.federation, again)
+        prepared.federation.run_round(prepared.federation.begin())
+        assert again.stacking == engine.stacking
+    finally:
+        torch.set_num_threads(threads)
+    kept = cache_file()
+    assert kept.parent == Path(os.environ["FEDSPAN_CACHE"])
+    written = list(json.loads(kept.read_text()).values())
+    assert written == [{"at_once": expected[0], "workers": expected[1], "tokens": None}]
+
+
+def test_a_damaged_cache_is_no_cache(measured: dict[StackingPlan, float]) -> None:
+    for text in ("", "[]", '{"a": 1}', '{"a": {"at_once": "x"}}', '{"a": {"at_once": 1, "workers": 1}}'):
+        cache_file().write_text(text)
+        assert read_plans() == {}
+
+
+def test_measuring_leaves_the_run_as_it_was(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measured or set, the same number at once gives the same bits."""
+    monkeypatch.setattr(stacking, "_SHARE", 1e9)
+    monkeypatch.setattr(stacking, "_MOST", 1)
+    monkeypatch.setenv("FEDSPAN_CACHE", str(tmp_path))
+    config = tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None})
+    prepared = prepare(config)
+    found = tiny.final_tensors(prepared)
+    engine = prepared.engine
+    assert isinstance(engine, BatchedEngine)
+    assert engine.stacking is not None
+    wish = StackingRequest(engine.stacking.at_once, engine.stacking.workers)
+    tiny.use_engine(prepared.federation, BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, wish))
+    again = tiny.final_tensors(prepared)
+    assert all(torch.equal(value, again[name]) for name, value in found.items())
+
+
+def test_short_runs_are_not_worth_measuring(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacking, "_seconds_a_token", None)
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}))
+    prepared.federation.run_round(prepared.federation.begin())
+    assert isinstance(prepared.engine, BatchedEngine)
+    workers = min(DEFAULT.workers, torch.get_num_threads())
+    assert prepared.engine.stacking == StackingPlan(DEFAULT.at_once, workers)
+
+
+@pytest.mark.parametrize("tokens", [0, 1e3, 1e4, 1e5, 1e6])
+def test_measuring_stays_within_its_tokens(tokens: float) -> None:
+    budget, taken = Budget(tokens, pass_tokens=100), 0.0
+
+    def measure(plan: StackingPlan, passes: int) -> float:
+        nonlocal taken
+        assert 1 <= passes <= 4
+        taken += 3 * passes * plan.at_once * plan.workers * 100
+        return 1e-9 / plan.at_once
+
+    found = search(StackingRequest(), 200, 2, measure, budget)
+    assert taken <= tokens
+    assert (found is None) == (tokens < 3 * 100 * (4 + 8))  # four clients in a pass, in one worker and in two
+    if tokens == 1e6:
+        assert found == StackingPlan(64, 1)
+
+
+@pytest.mark.parametrize("seconds", [0.005, 0.02])
+def test_measuring_stops_after_ten_seconds(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(stacking.time, "perf_counter", lambda: now[0])
+    budget = Budget(float("inf"), pass_tokens=100)
+
+    def measure(plan: StackingPlan, passes: int) -> float:
+        pace = seconds / plan.at_once
+        now[0] += pace * 3 * plan.at_once * plan.workers * 100
+        return pace
+
+    found = search(StackingRequest(), 200, 2, measure, budget)
+    assert now[0] <= 10
+    assert budget.exhausted
+    assert (found is None) == (seconds == 0.02)  # one plan takes 6 s, and its neighbour twice as long
+
+
+def test_a_much_longer_run_measures_what_a_shorter_one_left_out(
+    tiny_folder: Path, measured: dict[StackingPlan, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(tiny.config(tiny_folder, engine={"name": "batched"}, federation={"clients_per_round": None}))
+    engine, federation = prepared.engine, prepared.federation
+    assert isinstance(engine, BatchedEngine)
+    measured.update({StackingPlan(4, 1): 5, StackingPlan(2, 1): 3, StackingPlan(1, 1): 2})
+    monkeypatch.setattr(stacking.torch, "get_num_threads", lambda: 1)
+
+    def chosen(share: float) -> StackingPlan | None:
+        monkeypatch.setattr(stacking, "_SHARE", share)
+        again = BatchedEngine(engine.adapted, engine.task, engine.settings, engine.seed, rounds=1)
+        tiny.use_engine(federation, again)
+        federation.run_round(federation.begin())
+        return again.stacking
+
+    least = next(share for share in (2.0**power for power in range(-8, 12)) if chosen(share) != StackingPlan(4, 1))
+    known = json.loads(cache_file().read_text())
+    assert all(row["tokens"] is None or row["tokens"] > 0 for row in known.values())
+    assert chosen(least) == chosen(1.5 * least)
+    assert chosen(1e9) == StackingPlan(1, 1)
+    assert chosen(least) == StackingPlan(1, 1)  # the better choice is known now
+
+
+def test_the_plan_is_written_before_it_is_used(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.settings(tiny_folder, federation={"rounds": 1})
+    config["engine"] = {"name": "batched"}
+    place = tmp_path / "run" / "engine.json"
+
+    def killed(*_: object) -> None:
+        assert place.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fedspan.run(config, tmp_path / "run")
+    assert json.loads(place.read_text())["at_once"] == DEFAULT.at_once
+
+
+def test_a_run_keeps_what_was_chosen(tiny_folder: Path, tmp_path: Path) -> None:
+    """A resumed run trains as many at once as before it was stopped, whatever would be chosen now."""
+    config = tiny.settings(tiny_folder, federation={"rounds": 1})
+    config["engine"] = {"name": "batched"}
+    fedspan.run(config, tmp_path / "run")
+    place = tmp_path / "run" / "engine.json"
+    workers = min(DEFAULT.workers, torch.get_num_threads())
+    assert json.loads(place.read_text()) == {"at_once": DEFAULT.at_once, "workers": workers}
+    place.write_text('{"at_once": 7, "workers": 3}')
+    prepared = prepare(parse_config(config))
+    keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
+    assert isinstance(prepared.engine, BatchedEngine)
+    assert prepared.engine.stacking == StackingPlan(7, 3)
+    place.write_text('{"at_once": "many"}')
+    with pytest.raises(FedspanError, match=r"engine.json' .* Expected a file with two numbers, at_once and workers"):
+        keep_stacking_plan(RunFolder(tmp_path / "run"), prepared.engine)
