@@ -7,6 +7,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_subsets_are_drawn_by_their_seed_from_the_first_classes(defaults: Module
         assert defaults.write_data(defaults.Cell(NAME, "Dirichlet 0.3", seed), args) == (train, test)
         subsets.append(rows_of(train))
         assert {row["text"].split()[0] for row in rows_of(test)} == {"test"}
-    assert [len(rows) for rows in subsets] == [1500, 1500]
+    assert [len(rows) for rows in subsets] == [800, 800]
     assert subsets[0] != subsets[1]
     assert {row["category"] for row in subsets[0]} == {f"intent-{number:02}" for number in range(20)}
 
@@ -66,21 +67,25 @@ def test_only_what_belongs_to_the_experiment_is_set(defaults: ModuleType, args: 
         if (own[section][field] if isinstance(own[section], dict) else own[section])
         != (changed[section][field] if isinstance(own[section], dict) else changed[section])
     }
-    experiment = {"seed", "threads", "baselines", "data.test", "data.test_fraction"}
+    experiment = {"seed", "threads", "data.test", "data.test_fraction"}
     assert differences == experiment | {"partition.partitioner", "partition.alpha"}
     slower = defaults.config_of(defaults.Cell(NAME, "IID", 1, "rate x 1/4"), args)
     assert slower.training.lr == pytest.approx(made.training.lr / 4)
     assert slower.baselines == []
 
 
-def finish(defaults: ModuleType, args: Namespace, cell: object, start: float, federated: float) -> None:
+def test_centralized_training_runs_once_for_each_set_and_seed(defaults: ModuleType, args: Namespace) -> None:
+    cells = [defaults.Cell(NAME, partition, 1) for partition in defaults.PARTITIONS]
+    assert {cell.centralized for cell in cells} == {cells[0]}
+    assert [defaults.config_of(cell, args).baselines for cell in cells] == [["centralised"], []]
+
+
+def finish(defaults: ModuleType, args: Namespace, cell: Any, start: float, federated: float) -> None:
     """Write what a finished cell leaves."""
     folder = defaults.folder_of(cell, args)
     folder.mkdir(parents=True)
     scores = {"test": {"accuracy": federated}, "validation": {"accuracy": federated}}
-    baselines = {
-        name: {"scores": {"test": {"accuracy": value}}} for name, value in (("centralised", 0.8), ("local", 0.4))
-    }
+    baselines = {"centralised": {"scores": {"test": {"accuracy": 0.8}}}} if cell == cell.centralized else {}
     report = {
         "scores": scores,
         "baselines": baselines,
@@ -99,12 +104,12 @@ def test_the_goal_is_a_share_of_centralized_training_and_no_less_than_the_start(
     finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0), 0.79, 0.785)
     assert defaults.is_finished(defaults.Cell(NAME, "IID", 0), args)
     lines = defaults.default_table(args).splitlines()
-    assert lines[2] == f"| {NAME} | IID | 2 | 70.0 | 78.0 | 80.0 | 97.5 | 40.0 | 7, 7 | 3 | reached |"
-    assert lines[3] == f"| {NAME} | Dirichlet 0.3 | 1 | 79.0 | 78.5 | 80.0 | 98.1 | 40.0 | 7 | 3 | missed |"
+    assert lines[2] == f"| {NAME} | IID | 2 | 70.0 | 78.0 | 80.0 | 97.5 | 7, 7 | 3 | reached |"
+    assert lines[3] == f"| {NAME} | Dirichlet 0.3 | 1 | 79.0 | 78.5 | 80.0 | 98.1 | 7 | 3 | missed |"
 
 
 def test_settings_are_chosen_on_the_other_sets(defaults: ModuleType, args: Namespace) -> None:
-    args.only = [NAME, "SST-2", "MRPC"]
+    args.only = [NAME, "SST-2", "PACS"]
     scores = {"as init writes it": (0.8, 0.8, 0.8), "rate x 4": (0.5, 0.9, 0.9)}
     for setting in defaults.SETTINGS:
         for name, score in zip(args.only, scores.get(setting, (0.1, 0.1, 0.1)), strict=True):
@@ -112,3 +117,13 @@ def test_settings_are_chosen_on_the_other_sets(defaults: ModuleType, args: Names
     lines = defaults.left_out_table(args).splitlines()
     assert lines[2] == f"| {NAME} | rate x 4 | 50.0 | 80.0 | 80.0 (as init writes it) |"
     assert lines[3] == "| SST-2 | as init writes it | 80.0 | 80.0 | 90.0 (rate x 4) |"
+
+
+def test_the_cost_of_clipping_is_shown_for_every_set(defaults: ModuleType, args: Namespace) -> None:
+    for setting, score in (("as init writes it", 0.8), (defaults.UNCLIPPED, 0.85)):
+        finish(defaults, args, defaults.Cell(NAME, "Dirichlet 0.3", 0, setting), 0.1, score)
+    assert defaults.clipping_table(args).splitlines()[2:] == [f"| {NAME} | 80.0 | 85.0 |"]
+
+
+def test_the_page_states_the_sizes_of_the_subsets(defaults: ModuleType, args: Namespace) -> None:
+    assert defaults.size_table(args).splitlines()[2:] == [f"| {NAME} | 800 | 400 |"]

@@ -71,6 +71,13 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert (config.task, config.data.image, config.data.label) == ("image-classification", "image", "label")
 
 
+@pytest.mark.parametrize(("rows", "share"), [(60, 0.2), (6000, 0.1)])
+def test_of_few_examples_a_larger_share_chooses_the_best_round(tmp_path: Path, rows: int, share: float) -> None:
+    texts = [f"a longer text number {number} about something" for number in range(rows)]
+    config, _ = config_of(table(tmp_path / "train.csv", {"text": texts, "label": ["a", "b"] * (rows // 2)}))
+    assert config.partition.validation == share
+
+
 def test_a_test_file(tmp_path: Path) -> None:
     train = table(tmp_path / "train.csv", {"text": TEXTS, "label": ["a", "b"] * 30})
     test = table(tmp_path / "test.csv", {"text": TEXTS[:10], "label": ["a", "b"] * 5})

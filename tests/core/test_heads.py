@@ -112,6 +112,24 @@ def test_a_head_separates_what_the_features_separate_and_is_unsure_of_the_rest()
         assert float(loss) < 1.25 * float(np.log(CLASSES))
 
 
+@pytest.mark.parametrize(("features", "count", "apart"), [(300, 600, 0.08), (300, 600, 0.12), (40, 400, 0.2)])
+def test_the_scale_suits_examples_that_the_covariance_was_not_estimated_from(
+    features: int, count: int, apart: float
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    means = apart * torch.randn(CLASSES, features, generator=rng)
+    spectrum = torch.linspace(0.1, 2, features)  # a covariance that shrinkage keeps in part
+    labels = torch.arange(count + 1000) % CLASSES
+    drawn = means[labels] + torch.randn(len(labels), features, generator=rng) * spectrum
+    head = solve_head("lda", summarize(drawn[:count], labels[:count], CLASSES, "lda"), count)
+
+    def loss(factor: float) -> float:
+        outputs = factor * (drawn[count:] @ head.weight.T + head.bias)  # classes of equal size: the bias scales as well
+        return float(torch.nn.functional.cross_entropy(outputs, labels[count:]))
+
+    assert loss(1.0) < 1.1 * min(loss(factor) for factor in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0))
+
+
 def test_shares_of_classes_enter_the_bias() -> None:
     rng = torch.Generator().manual_seed(0)
     labels = (torch.rand(2000, generator=rng) < 0.1).long()

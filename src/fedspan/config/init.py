@@ -70,6 +70,8 @@ _OUTPUTS = 7919
 _MOST_LABELS = 500
 _SAMPLE = 2000
 """Number of rows that are examined."""
+_FEW = 5000
+"""Number of examples below which a tenth of them is too small a validation part: losses on it are noisy."""
 _BYTES = 8 << 20
 """Number of bytes at the beginning of each file that are read."""
 
@@ -134,12 +136,13 @@ def start(
     section = {"train": str(data), **({} if test is None else {"test": str(test)}), **facts.data}
     targets = _targets(facts.task, model)
     name = model or _MODELS[facts.task][0]
-    content = _written(facts, section, clients, name, targets, method)
+    few = rows.whole and len(rows.dataset) < _FEW
+    content = _written(facts, section, clients, name, targets, method, few=few)
     config = parse_config(yaml.safe_load(content))
     sample = config.data.model_copy(update={"invalid": "skip"})
     loaded = load(sample, seed=config.data_seed, task=config.task, limit=_BYTES)
     if loaded.dropped:
-        content = _written(facts, {**section, "invalid": "skip"}, clients, name, targets, method)
+        content = _written(facts, {**section, "invalid": "skip"}, clients, name, targets, method, few=few)
         config = parse_config(yaml.safe_load(content))
     found = [*facts.found, *_counted(loaded, rows, str(data), test)]
     if loaded.labels:
@@ -383,9 +386,16 @@ def _targets(task: TaskName, model: str | None) -> str | None:
 
 
 def _written(
-    facts: _Facts, section: Mapping[str, Any], clients: int, model: str, targets: str | None, method: str
+    facts: _Facts,
+    section: Mapping[str, Any],
+    clients: int,
+    model: str,
+    targets: str | None,
+    method: str,
+    *,
+    few: bool,
 ) -> str:
-    """Render the config's text."""
+    """Render the config's text; of few examples, a larger share is set aside to choose the best round by."""
     defaults, small = training_defaults(facts.task, method), model == "builtin:all-minilm-l6-v2"
     data = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
     divided = f"partitioner: iid # or dirichlet with alpha: 0.5, for clients that differ\n  clients: {clients}"
@@ -413,7 +423,7 @@ def _written(
         "",
         "partition:",
         f"  {divided}",
-        "  validation: 0.1 # of every client's examples, to choose the best round and settings by",
+        f"  validation: {0.2 if few else 0.1} # of every client's examples, to choose the best round and settings by",
         "  test: 0.1 # of every client's examples, to see who is left behind",
         "",
         f"method: # fedspan methods lists them\n  name: {_scalar(method)}",

@@ -62,7 +62,7 @@ def training_defaults(task: TaskName, method: str) -> TrainingDefaults:
         lr=lr,
         batch_size=16,
         local_epochs=1,
-        rounds=30 if task != "causal-lm" else 20,
-        early_stopping=5,
+        rounds=20,
+        early_stopping=4,
         logit_adjustment=1.0 if classifies else 0.0,
     )

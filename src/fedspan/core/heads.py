@@ -15,12 +15,15 @@ of LDA, all of one length in the metric of S:
 ``class-means`` is a = 1, where W enters by its trace alone. ``lda`` takes the shrinkage of Chen et al., "Shrinkage
 algorithms for MMSE covariance estimation", IEEE Transactions on Signal Processing 2010 (OAS), which needs tr(W),
 tr(W^2) and the number of examples. The scale k is 20 over the root mean square of |f - m| in the metric of S: outputs
-are 20 times a cosine. It is at most LDA's own, the root mean square of v_c without the part that comes from estimating
-the means,
+are 20 times a cosine. It is at most LDA's own, the separation of the classes over the variance of the outputs, so that
+classes that the features do not separate start with outputs near log p_c. Both are estimated for examples that S was
+not fitted to: there W is larger by g in the metric of S, and by g^2 along the discriminants (as in generalized
+cross-validation; q is the number of directions that S was fitted to, n that of examples, less the classes):
 
-    k <= (sum_c p_c max(0, v_c^2 - tr(S^-1 W) / n_c))^(1/2),
+    q = (1 - a) tr(S^-1 W),   g = 1 / (1 - q / n),   s^2 = sum_c p_c max(0, v_c^2 - g tr(S^-1 W) / n_c)
+    k = min(20 / (g tr(S^-1 W) + s^2)^(1/2),   s^2 / v / (g^2 sum_c p_c d_c^T W d_c / v^2)),   v^2 = sum_c p_c v_c^2
 
-so that classes that the features do not separate start with outputs near log p_c.
+Without g, a head on a few hundred examples of a thousand features is several times too sure of itself.
 
 Numbers (least squares), with the mean g and the covariance F of f:
 
@@ -205,20 +208,40 @@ def cosine_discriminant(statistics: HeadStatistics, examples: float, shrinkage: 
     spread = (statistics.square.squeeze() - 2 * _mean(statistics) @ m + m @ m).clamp(min=0)
     if shrinkage == 1.0 or free <= 0:
         variance = (trace if free > 0 and trace > 1e-9 * spread else spread).clamp(min=_TINY) / len(m)
-        d, noise, rho = centred / variance, trace / variance, (spread / variance).sqrt()
+        d, noise, fitted = centred / variance, trace / variance, torch.zeros_like(trace)
+        along = (statistics.shares @ d.square().sum(1)) * variance
     else:
         W = _within(statistics)
-        S = _shrunk(W, oas_shrinkage(W, free) if shrinkage is None else shrinkage)
+        a = oas_shrinkage(W, free) if shrinkage is None else shrinkage
+        S = _shrunk(W, a)
         d = torch.linalg.solve(S, centred.T).T
-        about = W + (centred * statistics.shares[:, None]).T @ centred
-        noise, both = (torch.linalg.solve(S, one).trace() for one in (W, about))
-        rho = both.clamp(min=0).sqrt()
+        noise = torch.linalg.solve(S, W).trace()
+        fitted = (1 - a) * noise
+        along = statistics.shares @ ((d @ W) * d).sum(1)
     v = (d * centred).sum(1).clamp(min=0).sqrt()
-    counts = (statistics.shares * examples).clamp(min=1e-9)
-    own = (statistics.shares * (v.square() - noise * examples / max(1.0, free) / counts).clamp(min=0)).sum().sqrt()
-    k = torch.minimum(SCALE / rho.clamp(min=_TINY), own) if free > 0 else SCALE / rho.clamp(min=_TINY)
+    k = _scale(statistics.shares * examples, v, noise, along, fitted) if free > 0 else SCALE / len(m) ** 0.5
     weight = torch.where(v[:, None] > 1e-9, k * d / v[:, None].clamp(min=_TINY), 0.0)
     return _to_weights(weight, _log_shares(statistics, present, examples) - weight @ m)
+
+
+def _scale(counts: Tensor, v: Tensor, noise: Tensor, along: Tensor, fitted: Tensor) -> Tensor:
+    """Compute the scale k of a head for classes.
+
+    Args:
+        counts: Number of examples of each class, (C,).
+        v: Lengths v_c of the discriminants in the metric of S, (C,).
+        noise: tr(S^-1 W).
+        along: Mean of d_c^T W d_c over examples.
+        fitted: Number of directions that S was fitted to.
+    """
+    examples, free = counts.sum(), counts.sum() - (counts > 0).sum()
+    shares, unbiased = counts / examples, examples / free
+    beyond = 1 / (1 - (fitted / free).clamp(max=0.99))
+    noise = unbiased * beyond * noise
+    signal = (shares * (v.square() - noise / counts.clamp(min=1e-9)).clamp(min=0)).sum()
+    length = (shares @ v.square()).clamp(min=_TINY)
+    variance = (unbiased * beyond.square() * along / length).clamp(min=_TINY)
+    return torch.minimum(SCALE / (noise + signal).clamp(min=_TINY).sqrt(), signal / length.sqrt() / variance)
 
 
 def linear_discriminant(statistics: HeadStatistics, examples: float, shrinkage: float | None = None) -> OutputWeights:
