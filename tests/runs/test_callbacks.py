@@ -42,6 +42,16 @@ def test_values_that_are_not_finite_can_be_stored_and_are_not_the_best(value: fl
     assert rate_round("loss", 2, {"loss": 5.0}) > rated or value == -math.inf
 
 
+def test_a_round_must_be_better_than_the_start_by_more_than_noise() -> None:
+    def best(*losses: float) -> int:
+        return max(rate_round("loss", number, {"loss": loss}) for number, loss in enumerate(losses)).round
+
+    assert best(0.500, 0.497, 0.496) == 0
+    assert best(0.500, 0.497, 0.494, 0.493) == 3  # later rounds are compared as they are
+    scores = [rate_round("accuracy", number, {"accuracy": 0.5, "loss": 0.5 - 0.001 * number}) for number in (0, 1)]
+    assert max(scores).round == 1  # the metric decides, and equal scores go to the lower loss
+
+
 def test_every_task_measures_the_loss() -> None:
     assert all("loss" in metrics for metrics in METRICS_OF.values())
 

@@ -90,6 +90,9 @@ class Listeners(Listener):
 
 
 _WORST = -1e308
+_MARGIN = 0.01
+"""Share of the start's validation loss that a round must gain to replace the start: less is within the noise of small
+validation parts, and a model that was not fine-tuned is the safer choice then."""
 
 
 def has_stalled(config: RunConfig, number: int, best_round: int | None) -> bool:
@@ -109,14 +112,17 @@ def has_stalled(config: RunConfig, number: int, best_round: int | None) -> bool:
 def rate_round(metric: str, number: int, validation: Mapping[str, float] | None) -> Best:
     """Rate a round by its validation scores: the best round is the largest one.
 
+    Where rounds are compared by the loss, the start counts as 1 % better than it is.
+
     Args:
         metric: The metric that compares rounds.
-        number: The round, from 1.
+        number: The round, from 1; 0: the start.
         validation: Pooled metrics on the clients' validation parts; None without such parts.
     """
     if validation is None:
         return Best(float(number), 0.0, number)
-    return Best(_finite(rank_of(metric, validation)), _finite(rank_of("loss", validation)), number)
+    score, tie = _finite(rank_of(metric, validation)), _finite(rank_of("loss", validation))
+    return Best(score * (1 - _MARGIN) if metric == "loss" and number == 0 else score, tie, number)
 
 
 def _finite(rank: float) -> float:
