@@ -58,7 +58,7 @@ def met(
     prepared: Any = SimpleNamespace(config=server_config(given), model=None)
     link = servers.prepare_folder(tmp_path / "server", 9092, [], insecure=True)
     notes = Notes()
-    return deploy._met(None, prepared, invitation({}), 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
+    return deploy._gather_nodes(None, prepared, invitation({}), 1.0, notes, link, None), notes.notes  # type: ignore[arg-type]
 
 
 def test_a_run_begins_when_the_operator_has_agreed(

@@ -64,12 +64,12 @@ class JobRequest:
         model, method, rounds, training, privacy = parts.values()
         names = [
             method.get("name"),
-            *(one.get("name") for one in method.get("wrappers") or () if isinstance(one, dict)),
+            *(wrapper.get("name") for wrapper in method.get("wrappers") or () if isinstance(wrapper, dict)),
         ]
         work = {name: training.get(name) for name in ("local_epochs", "local_steps", "batch_size", "lr", "optimizer")}
         noise = {name: privacy.get(name) for name in ("mechanism", "clip", "noise", "epsilon", "delta")}
         evaluation = self.config.get("evaluation") or {}
-        found = {
+        facts = {
             "run": self.run,
             "asked": self.asked,
             "task": self.config.get("task"),
@@ -85,7 +85,7 @@ class JobRequest:
             "head": f"statistics of features: {model.get('head_init', 'auto')}",
             "decision": self.decision or "waits for fedspan approve",
         }
-        return {name: escape_controls(str(value))[:300] for name, value in found.items()}
+        return {name: escape_controls(str(value))[:300] for name, value in facts.items()}
 
     def settings(self) -> str:
         """Return the whole config as YAML that a terminal can show."""
@@ -129,17 +129,17 @@ class Approvals:
             self._ask(job, invitation)
         request = self._read(path)
         if request.decision == "refused":
-            why = f": {request.why}" if request.why else ""
-            raise FedspanError("limits.approve", job, problem=f"the node's operator refused job {job[:12]}{why}")
+            reason = f": {request.why}" if request.why else ""
+            raise FedspanError("limits.approve", job, problem=f"the node's operator refused job {job[:12]}{reason}")
         if request.decision is None:
             raise NotApprovedError(job)
 
     def _ask(self, job: str, invitation: Invitation) -> None:
-        if sum(one.decision is None for one in self.requests()) >= _WAITING:
+        if sum(request.decision is None for request in self.requests()) >= _WAITING:
             problem = f"{_WAITING} jobs wait for the operator of this node already"
             raise FedspanError("limits.approve", job, problem=problem)
-        asked = datetime.now(UTC).isoformat(timespec="seconds")
-        self._store(JobRequest(job, invitation.run, invitation.values(), asked))
+        requested_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._store(JobRequest(job, invitation.run, invitation.values(), requested_at))
         self.audit.write("job requested", job=job, run=escape_controls(invitation.run))
 
     def requests(self) -> list[JobRequest]:
@@ -148,25 +148,27 @@ class Approvals:
         Raises:
             FedspanError: If a file is damaged.
         """
-        found = [self._read(path) for path in sorted((self.folder / _FOLDER).glob("*.json"))]
-        return sorted(found, key=lambda one: (one.asked, one.job))
+        requests = [self._read(path) for path in sorted((self.folder / _FOLDER).glob("*.json"))]
+        return sorted(requests, key=lambda request: (request.asked, request.job))
 
-    def decide(self, job: str, decision: Literal["approved", "refused"], why: str = "") -> JobRequest:
+    def decide(self, job: str, decision: Literal["approved", "refused"], reason: str = "") -> JobRequest:
         """Record the operator's decision about a job; a later one replaces it, also while the run is at work.
 
         Args:
             job: The beginning of the job's name, long enough to mean one job.
             decision: The decision.
-            why: The reason, which the server reads.
+            reason: The reason, which the server reads.
 
         Raises:
             FedspanError: If it means no job, or several.
         """
-        found = [one for one in self.requests() if job and one.job.startswith(job)]
-        if len(found) != 1:
-            names = ", ".join(one.job[:16] for one in self.requests()) or "none"
+        matches = [request for request in self.requests() if job and request.job.startswith(job)]
+        if len(matches) != 1:
+            names = ", ".join(request.job[:16] for request in self.requests()) or "none"
             raise FedspanError("JOB", job, f"the beginning of one of these: {names}")
-        decided = JobRequest(found[0].job, found[0].run, found[0].config, found[0].asked, decision, why[:500])
+        decided = JobRequest(
+            matches[0].job, matches[0].run, matches[0].config, matches[0].asked, decision, reason[:500]
+        )
         self.audit.write(f"job {decision}", job=decided.job, run=escape_controls(decided.run), why=decided.why)
         self._store(decided)
         return decided

@@ -28,11 +28,11 @@ def describe_envelope(envelope: Envelope) -> dict[str, object]:
     except (ValueError, RecursionError):
         header = None
     facts = {name: header[name] for name in _FACTS if name in header} if isinstance(header, dict) else {}
-    found = {name: value for name, value in facts.items() if isinstance(value, str | int)}
+    description = {name: value for name, value in facts.items() if isinstance(value, str | int)}
     content = hashlib.sha256(envelope.header.encode(errors="surrogatepass"))
     content.update(envelope.body)
     return {
-        **{name: value[:64] if isinstance(value, str) else value for name, value in found.items()},
+        **{name: value[:64] if isinstance(value, str) else value for name, value in description.items()},
         "bytes": len(envelope.header.encode(errors="surrogatepass")) + len(envelope.body),
         "sha256": content.hexdigest(),
     }
@@ -68,19 +68,19 @@ class AuditedTransport(Transport):
     def exchange(self, orders: Orders, on_reply: OnReply, seconds: float, *, patient: bool = False) -> None:
         """``Transport.exchange``."""
 
-        def made(id: str) -> Envelope:
+        def order(id: str) -> Envelope:
             envelope = orders[id]
             self._write("asked", id, **describe_envelope(envelope))
             return envelope
 
-        def received(id: str, back: Envelope | str) -> bool:
-            if isinstance(back, str):
-                self._write("failed", id, task=orders.task, why=back[:500])
+        def received(id: str, reply: Envelope | str) -> bool:
+            if isinstance(reply, str):
+                self._write("failed", id, task=orders.task, why=reply[:500])
             else:
-                self._write("answered", id, **describe_envelope(back))
-            return on_reply(id, back)
+                self._write("answered", id, **describe_envelope(reply))
+            return on_reply(id, reply)
 
-        self.inner.exchange(Orders(orders.task, orders, made), received, seconds, patient=patient)
+        self.inner.exchange(Orders(orders.task, orders, order), received, seconds, patient=patient)
 
     def _write(self, event: str, id: str, **facts: object) -> None:
         self.log.write(event, run=self.run, client=id, node=str(self.nodes.get(id, "")), **facts)

@@ -114,35 +114,37 @@ def submit(
         values = config if isinstance(config, Mapping) else read_values(config)
         parsed = server_config(override(values, overrides))
 
-    def host(place: RunFolder, prepared: Prepared, played: Any) -> RunReport:
-        run = _name(place)
+    def host(run_folder: RunFolder, prepared: Prepared, run_rounds: Any) -> RunReport:
+        run = _name(run_folder)
         with attach(link, prepared.config.federation.message_mib << 20) as grid:
             signer = None
             if link.authority is not None:
                 signer = ServerSigner(
-                    link.folder, lambda: {node: one.key.encode() for node, one in admissions(link).items()}
+                    link.folder, lambda: {node: admission.key.encode() for node, admission in admissions(link).items()}
                 )
             invitation, audit = _invitation(prepared.config, run), audit_log(link)
-            audit.write("run submitted", run=run, folder=str(place.path.resolve()), config_sha256=invitation.digest)
-            nodes, examples = _met(grid, prepared, invitation, wait, listener or Listener(), link, signer)
+            audit.write(
+                "run submitted", run=run, folder=str(run_folder.path.resolve()), config_sha256=invitation.digest
+            )
+            nodes, examples = _gather_nodes(grid, prepared, invitation, wait, listener or Listener(), link, signer)
             for id, node in nodes.items():
                 audit.write("joined", run=run, client=id, node=str(node), examples=examples[id])
             from fedspan.transports.flower.transport import GridTransport
 
             with disk_errors(link.folder):
-                store_named_run(link.folder, place.path, nodes)
+                store_named_run(link.folder, run_folder.path, nodes)
             admitted = admissions(link)
-            most = {id: admitted[node].max_examples for id, node in nodes.items() if node in admitted}
-            members = server_clients(
+            max_examples = {id: admitted[node].max_examples for id, node in nodes.items() if node in admitted}
+            clients = server_clients(
                 *(prepared.config, prepared.engine.adapted.spec, examples),
-                {id: count for id, count in most.items() if count is not None},
+                {id: count for id, count in max_examples.items() if count is not None},
             )
             rules = prepared.config.federation.reply_rules()
-            carrier = GridTransport(
+            grid_transport = GridTransport(
                 *(grid, nodes, prepared.config.federation.patience, signer), lambda: revocations(link)
             )
-            transport = AuditedTransport(carrier, audit, run, nodes)
-            return played(connect(prepared, transport, rules, clients=members, run=run, agreed=invitation.digest))
+            transport = AuditedTransport(grid_transport, audit, run, nodes)
+            return run_rounds(connect(prepared, transport, rules, clients=clients, run=run, agreed=invitation.digest))
 
     return session.run(
         parsed,
@@ -154,23 +156,23 @@ def submit(
     )
 
 
-def _name(place: RunFolder) -> str:
+def _name(folder: RunFolder) -> str:
     """Return the run's name for its nodes; it is created at the start of the run."""
-    path = place.path / _NAME
+    path = folder.path / _NAME
     if not path.is_file():
-        with disk_errors(place.path):
+        with disk_errors(folder.path):
             write_atomic(path, secrets.token_hex(16).encode())
     return read_bytes(path).decode()
 
 
 def _invitation(config: RunConfig, run: str) -> Invitation:
     """Return the invitation to a run."""
-    sent = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
-    sent["data"] = {key: value for key, value in sent["data"].items() if value != NOWHERE}
-    return Invitation(run=run, version=__version__, config=json.dumps(sent))
+    values = config.model_dump(mode="json", exclude={"device", "threads", "baselines"})
+    values["data"] = {key: value for key, value in values["data"].items() if value != NOWHERE}
+    return Invitation(run=run, version=__version__, config=json.dumps(values))
 
 
-def _met(
+def _gather_nodes(
     grid: Grid,
     prepared: Prepared,
     invitation: Invitation,
@@ -195,53 +197,65 @@ def _met(
     examples: dict[str, int] = {}
     refused: dict[str, str] = {}
     undecided: set[int] = set()
-    for node, back in invite(grid, invitation.envelope(), wait, signer, undecided):
+    for node, reply in invite(grid, invitation.envelope(), wait, signer, undecided):
         admitted = admissions(link).get(node)  # a node may be admitted while others are waited for
-        told, why = _introduced(back, base, nodes, admitted, masked=config.federation.secure is not None)
-        if told is not None and why is None:
-            nodes[told.id], examples[told.id] = node, told.examples
-            refused.pop(told.id, None)
+        introduction, reason = _read_introduction(
+            reply, base, nodes, admitted, masked=config.federation.secure is not None
+        )
+        if introduction is not None and reason is None:
+            nodes[introduction.id], examples[introduction.id] = node, introduction.examples
+            refused.pop(introduction.id, None)
         else:
-            id = f"node {node}" if told is None else told.id
-            if told is not None and told.waiting:
+            id = f"node {node}" if introduction is None else introduction.id
+            if introduction is not None and introduction.waiting:
                 undecided.add(node)
-            if refused.get(id) != why:
-                refused[id] = why or ""
-                listener.noted(f"{id} does not take part{' yet' if node in undecided else ''}: {why}")
+            if refused.get(id) != reason:
+                refused[id] = reason or ""
+                listener.noted(f"{id} does not take part{' yet' if node in undecided else ''}: {reason}")
         if len(nodes) == config.partition.clients:
             return nodes, examples
-    why = "; ".join(f"{id}: {reason}" for id, reason in sorted(refused.items())) or "no more nodes are online"
-    problem = f"{len(nodes)} of {config.partition.clients} nodes participate ({why}). Fix the cause, then use --resume"
+    reasons = "; ".join(f"{id}: {text}" for id, text in sorted(refused.items())) or "no more nodes are online"
+    problem = (
+        f"{len(nodes)} of {config.partition.clients} nodes participate ({reasons}). Fix the cause, then use --resume"
+    )
     raise FedspanError("nodes", len(nodes), problem=problem)
 
 
-def _introduced(
-    back: Envelope | str, base: str, known: Mapping[str, int], admitted: Admission | None, *, masked: bool
+def _read_introduction(
+    reply: Envelope | str, base: str, joined: Mapping[str, int], admitted: Admission | None, *, masked: bool
 ) -> tuple[Introduction | None, str | None]:
     """Decode a node's reply to an invitation, and return it with the reason if the node cannot participate.
 
     Args:
-        back: The reply, or the reason for a missing one.
+        reply: The reply, or the reason for a missing one.
         base: Digest of the frozen model and its tokenizer.
-        known: The nodes that participate, by client id.
+        joined: The nodes that participate, by client id.
         admitted: What the operator decided about the node; None without keys.
         masked: Whether the node weighs its replies itself, under masks, so that the server cannot lower the weight.
     """
-    if isinstance(back, str):
-        return None, back
+    if isinstance(reply, str):
+        return None, reply
     try:
-        told = read_header(Introduction, back)
+        introduction = read_header(Introduction, reply)
     except ValueError as error:
         return None, str(error)
-    if told.refused is not None:
-        return told, told.refused
-    if told.version != __version__:
-        return told, f"it runs fedspan {told.version}; this is {__version__}"
-    if told.base != base:
-        return told, f"its base model or tokenizer is another (SHA-256 {told.base[:12]}, here {base[:12]})"
-    if admitted is not None and admitted.name and told.id != admitted.name:  # else one owner's node replaces another's
-        return told, f"this node was admitted as {admitted.name}"
+    if introduction.refused is not None:
+        return introduction, introduction.refused
+    if introduction.version != __version__:
+        return introduction, f"it runs fedspan {introduction.version}; this is {__version__}"
+    if introduction.base != base:
+        return (
+            introduction,
+            f"its base model or tokenizer is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
+        )
+    if (
+        admitted is not None and admitted.name and introduction.id != admitted.name
+    ):  # else one owner's node replaces another's
+        return introduction, f"this node was admitted as {admitted.name}"
     most = None if admitted is None else admitted.max_examples
-    if masked and most is not None and told.examples > most:
-        return told, f"it declares {told.examples} examples and was admitted with at most {most} (--max-examples)"
-    return told, "another node has this id" if told.id in known else None
+    if masked and most is not None and introduction.examples > most:
+        return (
+            introduction,
+            f"it declares {introduction.examples} examples and was admitted with at most {most} (--max-examples)",
+        )
+    return introduction, "another node has this id" if introduction.id in joined else None

@@ -124,64 +124,64 @@ def server_config(values: Mapping[str, Any]) -> RunConfig:
             values["baselines"],
             problem="they cannot be trained in a deployment, because they need all examples on one machine",
         )
-    given = dict(values)
+    run_values = dict(values)
     if values.get("privacy") is not None:
         privacy = dict(values["privacy"])
         if privacy.setdefault("randomness", "secret") not in (None, "secret"):
             expected = "secret, because every node knows the run's seed"
             raise FedspanError("privacy.randomness", privacy["randomness"], expected)
-        given["privacy"] = {**privacy, "randomness": "secret"}
-    config = parse_config({**given, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
+        run_values["privacy"] = {**privacy, "randomness": "secret"}
+    config = parse_config({**run_values, "data": {**data, "train": NOWHERE, "test_fraction": 0.0}})
     if PROBLEMS[config.task].classifies and config.data.labels is None:
         raise FedspanError("data.labels", None, "all labels in order, because no single node may know them all")
     return config
 
 
-def node_values(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def node_values(config: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's config for a node: the server's config, with all of the node's own data as one client.
 
     The server decides neither which of the node's examples are used nor how they are split.
 
     Args:
         config: The server's config.
-        own: The node's ``data`` section, its shares for validation and test, and the seed of that split.
+        node: The node's ``data`` section, its shares for validation and test, and the seed of that split.
     """
-    theirs, mine = dict(config.get("data") or {}), dict(own.get("data") or {})
-    shared = {name: theirs[name] for name in _SHARED if theirs.get(name) is not None}
-    split = {"validation": own["validation"], "test": own["test"], "seed": own["split_seed"]}
-    given = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
-    rounds = dict(given.pop("federation", None) or {})
+    server_data, node_data = dict(config.get("data") or {}), dict(node.get("data") or {})
+    shared = {name: server_data[name] for name in _SHARED if server_data.get(name) is not None}
+    split = {"validation": node["validation"], "test": node["test"], "seed": node["split_seed"]}
+    run_values = {key: value for key, value in config.items() if key not in ("data", "partition", "device", "threads")}
+    rounds = dict(run_values.pop("federation", None) or {})
     # These concern the server and other clients; each order contains what a node needs to know of them.
     for name in ("clients_per_round", "over_select", "ranks", "min_replies", "early_stopping"):
         rounds.pop(name, None)
-    engine = dict(given.pop("engine", None) or {})
-    evaluation = dict(given.pop("evaluation", None) or {})
+    engine = dict(run_values.pop("engine", None) or {})
+    evaluation = dict(run_values.pop("evaluation", None) or {})
     return {
-        **given,
-        **{name: own[name] for name in ("device", "threads") if own.get(name) is not None},
+        **run_values,
+        **{name: node[name] for name in ("device", "threads") if node.get(name) is not None},
         "federation": rounds,
         "engine": {name: engine[name] for name in _ENGINE if name in engine},
         "evaluation": {name: evaluation[name] for name in ("batch_size", "metric") if name in evaluation},
-        "data": {"test_fraction": 0.0, **shared, **mine},
+        "data": {"test_fraction": 0.0, **shared, **node_data},
         "partition": {"partitioner": "iid", "clients": 1, **split},
     }
 
 
-def base_digest(built: RunModel) -> str:
+def base_digest(model: RunModel) -> str:
     """Return the SHA-256 of the parts that must be equal on all machines: frozen weights, vocabulary, pooling.
 
     Args:
-        built: The run's model; its extras are excluded, because they are transmitted.
+        model: The run's model; its extras are excluded, because they are transmitted.
     """
-    adapted, found = built.adapted, hashlib.sha256()
-    vocabulary: dict[str, int] = getattr(built.processor, "get_vocab", dict)()  # image processors have none
-    own = {id(value) for value in adapted.values().values()}
+    adapted, digest = model.adapted, hashlib.sha256()
+    vocabulary: dict[str, int] = getattr(model.processor, "get_vocab", dict)()  # image processors have none
+    adapted_ids = {id(value) for value in adapted.values().values()}
     for name, value in sorted(adapted.model.state_dict(keep_vars=True).items()):
-        if id(value) in own or name in adapted.extras:
+        if id(value) in adapted_ids or name in adapted.extras:
             continue
-        found.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    found.update(json.dumps(sorted(vocabulary.items())).encode())
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(json.dumps(sorted(vocabulary.items())).encode())
     if isinstance(adapted.model, PooledClassifier):
-        found.update(repr(adapted.model.pooling).encode())
-    return found.hexdigest()
+        digest.update(repr(adapted.model.pooling).encode())
+    return digest.hexdigest()

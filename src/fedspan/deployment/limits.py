@@ -51,17 +51,17 @@ def require_config(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     if limits.methods is not None and method not in limits.methods:
         raise _forbidden("limits.methods", method, limits.methods)
     _require_model(node, invitation, config)
-    for field, value, most in _sizes(config, invitation, limits):
-        if value > most:
-            problem = f"the run's {field} is {value}, and this node allows at most {most}"
+    for field, value, limit in _sizes(config, invitation, limits):
+        if value > limit:
+            problem = f"the run's {field} is {value}, and this node allows at most {limit}"
             raise FedspanError(_LIMIT_OF.get(field, "limits"), value, problem=problem)
     privacy = config.privacy
     if privacy is not None and privacy.randomness != "secret":
         raise FedspanError("federation", privacy.randomness, problem="this node requires privacy.randomness: secret")
     if limits.epsilon is not None and (privacy is None or privacy.mechanism == "central"):
-        found = "no privacy" if privacy is None else privacy.mechanism
-        problem = f"this node requires privacy.mechanism local or dp-sgd, and the run has {found}"
-        raise FedspanError("limits.epsilon", found, problem=problem)
+        mechanism = "no privacy" if privacy is None else privacy.mechanism
+        problem = f"this node requires privacy.mechanism local or dp-sgd, and the run has {mechanism}"
+        raise FedspanError("limits.epsilon", mechanism, problem=problem)
     if limits.secure_only and config.federation.secure is None:
         raise FedspanError("limits.secure_only", None, problem="this node only joins runs with federation.secure")
 
@@ -72,12 +72,12 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
     Raises:
         FedspanError: If they are not.
     """
-    limits, asked = node.limits, dict(invitation.values().get("model") or {})
-    name, revision, adapter = asked.get("name", config.model.name), config.model.revision, asked.get("adapter")
+    limits, requested = node.limits, dict(invitation.values().get("model") or {})
+    name, revision, adapter = requested.get("name", config.model.name), config.model.revision, requested.get("adapter")
     patterns = ["builtin:*"] if limits.models is None else limits.models
-    full = name if revision is None else f"{name}@{revision}"
-    if name not in node.models and not any(fnmatchcase(full, pattern) for pattern in patterns):
-        raise _forbidden("limits.models", full, [*patterns, *node.models])
+    full_name = name if revision is None else f"{name}@{revision}"
+    if name not in node.models and not any(fnmatchcase(full_name, pattern) for pattern in patterns):
+        raise _forbidden("limits.models", full_name, [*patterns, *node.models])
     if adapter is not None and adapter not in node.models:
         raise _forbidden("limits.models", adapter, list(node.models), "the adapter ")
     if not config.model.pretrained and architecture_of(name) is None and not limits.from_scratch:
@@ -85,9 +85,9 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         raise FedspanError("limits.from_scratch", False, problem=problem)
 
 
-def _forbidden(field: str, value: object, allowed: list[str], what: str = "") -> FedspanError:
+def _forbidden(field: str, value: object, allowed: list[str], subject: str = "") -> FedspanError:
     allows = ", ".join(allowed) or "none"
-    return FedspanError(field, value, problem=f"this node does not allow {what}{value!r}. It allows {allows}")
+    return FedspanError(field, value, problem=f"this node does not allow {subject}{value!r}. It allows {allows}")
 
 
 _LIMIT_OF: Mapping[str, str] = {
@@ -115,8 +115,8 @@ def _sizes(config: RunConfig, invitation: Invitation, limits: NodeLimits) -> Ite
     yield "method.r", _rank_option(config), limits.rank
     ranks = (invitation.values().get("federation") or {}).get("ranks")
     yield "federation.ranks", max(_whole_numbers(ranks), default=0) if ranks else 0, limits.rank
-    options = [config.method.options, *(one.options for one in config.method.wrappers)]
-    for name, value in ((name, value) for one in options for name, value in one.items()):
+    options = [config.method.options, *(method_options.options for method_options in config.method.wrappers)]
+    for name, value in ((name, value) for method_options in options for name, value in method_options.items()):
         if name != "r" and isinstance(value, int):
             yield f"method.{name}", value, limits.steps if name == "steps" else _LARGEST_OPTION
 
@@ -228,8 +228,8 @@ class OrderTerms:
             clip = STATISTICS_CLIP
         elif privacy is not None and privacy.mechanism == "central":
             clip = privacy.clip
-        known = {"config": self.digest, "clip": clip, "bits": federation.secure.bits}
-        for name, value in known.items():
+        expected = {"config": self.digest, "clip": clip, "bits": federation.secure.bits}
+        for name, value in expected.items():
             if getattr(agreement, name) != value:
                 raise FedspanError(f"message.agreement.{name}", getattr(agreement, name), f"the run's, {value}")
         self.require_rate(agreement.lr, agreement.round)
@@ -255,7 +255,7 @@ class OrderTerms:
         _require_same("client.scaling", client.scaling, client_scaling(self.config, self.method, client.rank))
 
 
-def _require_same(name: str, found: float, known: float) -> None:
-    if not math.isclose(found, known, rel_tol=_SAME):
-        problem = f"the order has {name} {found!r}, and by the run's config and this node's data it is {known!r}"
-        raise FedspanError(f"message.{name}", found, problem=problem)
+def _require_same(name: str, value: float, expected: float) -> None:
+    if not math.isclose(value, expected, rel_tol=_SAME):
+        problem = f"the order has {name} {value!r}, and by the run's config and this node's data it is {expected!r}"
+        raise FedspanError(f"message.{name}", value, problem=problem)

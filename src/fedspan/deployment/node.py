@@ -90,34 +90,36 @@ class NodeService:
             ValueError: If the envelope is not a fedspan order or invitation.
         """
         try:
-            asked = decode_request(envelope)
+            request = decode_request(envelope)
         except ValueError:
-            return self._introduced(read_header(Invitation, envelope)).envelope()
-        name = escape_controls(asked.run)
+            return self._introduce(read_header(Invitation, envelope)).envelope()
+        name = escape_controls(request.run)
         try:
             self._audit.write("asked", run=name, **describe_envelope(envelope))
             if len(envelope.body) > self.node.limits.message_bytes:
                 self._require_small("message", envelope.body)
-            self._require_new(asked)
-            if self.node.limits.approve == "ask" and (kept := self._of(asked.run) / _INVITATION).is_file():
-                self._approvals.require(load_invitation(kept))
-            run = self._run(asked.run)
-            if isinstance(asked, Order):
-                run.terms.require(asked)
-                self._usage.record_order(asked, run.host.charges(asked))
-            answer = self._coarsened(run.host.reply(asked), asked)
-            self._require_small("reply", answer.body)
-            self._audit.write("answered", run=name, **describe_envelope(answer))
-            log.info("round %d: %s done", asked.round + 1, asked.task)
+            self._require_new(request)
+            if self.node.limits.approve == "ask" and (stored := self._run_folder(request.run) / _INVITATION).is_file():
+                self._approvals.require(load_invitation(stored))
+            run = self._run(request.run)
+            if isinstance(request, Order):
+                run.terms.require(request)
+                self._usage.record_order(request, run.host.charges(request))
+            reply = self._coarsen(run.host.reply(request), request)
+            self._require_small("reply", reply.body)
+            self._audit.write("answered", run=name, **describe_envelope(reply))
+            log.info("round %d: %s done", request.round + 1, request.task)
         except Exception as error:
-            log.exception("round %d: %s failed", asked.round + 1, asked.task)
-            answer = refuse_any(asked, error)
+            log.exception("round %d: %s failed", request.round + 1, request.task)
+            reply = refuse_any(request, error)
             with suppress(FedspanError):  # a full disk is the reason already
-                self._audit.write("refused", run=name, task=asked.task, round=asked.round, why=describe_error(error))
-        return answer
+                self._audit.write(
+                    "refused", run=name, task=request.task, round=request.round, why=describe_error(error)
+                )
+        return reply
 
-    def _introduced(self, invitation: Invitation) -> Introduction:
-        own = Introduction(id=self.node.id, version=__version__)
+    def _introduce(self, invitation: Invitation) -> Introduction:
+        introduction = Introduction(id=self.node.id, version=__version__)
         try:
             self._require_allowed(invitation)
             if self.node.limits.approve == "ask":
@@ -127,27 +129,27 @@ class NodeService:
             self._audit.write("joined", **self._job(invitation), examples=joined.terms.client.examples)
         except NotApprovedError as error:
             log.warning("%s. fedspan approve shows what it asks for", error)
-            return own.model_copy(update={"refused": describe_error(error), "waiting": True})
+            return introduction.model_copy(update={"refused": describe_error(error), "waiting": True})
         except Exception as error:  # on any error the server learns that this node does not participate
             log.exception("the invitation to %s is refused", invitation.run)
             with suppress(FedspanError):
                 self._audit.write("invitation refused", **self._job(invitation), why=describe_error(error)[:4096])
-            return own.model_copy(update={"refused": describe_error(error)[:4096]})
-        place = self._of(invitation.run)
+            return introduction.model_copy(update={"refused": describe_error(error)[:4096]})
+        folder = self._run_folder(invitation.run)
         with disk_errors(self.folder, "free some space on the node"):
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_atomic(place / _INVITATION, invitation.model_dump_json().encode())
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_atomic(folder / _INVITATION, invitation.model_dump_json().encode())
         self._loaded = (invitation.run, joined)
         examples = joined.terms.client.examples
         log.info("joined %s with %d examples", invitation.run, examples)
-        return own.model_copy(update={"examples": examples, "base": joined.base})
+        return introduction.model_copy(update={"examples": examples, "base": joined.base})
 
-    def _coarsened(self, reply: Envelope, asked: Order | Phase) -> Envelope:
+    def _coarsen(self, reply: Envelope, request: Order | Phase) -> Envelope:
         """Return a reply whose metrics, if it has any, are those that may leave this node."""
-        if asked.task != "evaluate":
+        if request.task != "evaluate":
             return reply
-        decoded, least = decode_reply(reply), self.node.limits.evaluation_examples
-        scores = {part: coarsen(values, least) for part, values in (decoded.scores or {}).items()}
+        decoded, min_examples = decode_reply(reply), self.node.limits.evaluation_examples
+        scores = {part: coarsen(values, min_examples) for part, values in (decoded.scores or {}).items()}
         return replace(decoded, scores={part: values for part, values in scores.items() if values}).envelope()
 
     def _job(self, invitation: Invitation) -> dict[str, str]:
@@ -155,10 +157,12 @@ class NodeService:
         run = escape_controls(invitation.run)
         return {"run": run, "job": job_of(invitation), "config_sha256": invitation.digest}
 
-    def _require_small(self, what: str, body: bytes) -> None:
-        most = self.node.limits.message_bytes
-        if len(body) > most:
-            raise FedspanError(what, len(body), problem=f"{len(body)} bytes are more than this node's limit of {most}")
+    def _require_small(self, subject: str, body: bytes) -> None:
+        limit = self.node.limits.message_bytes
+        if len(body) > limit:
+            raise FedspanError(
+                subject, len(body), problem=f"{len(body)} bytes are more than this node's limit of {limit}"
+            )
 
     def _require_allowed(self, invitation: Invitation) -> None:
         config = parse_config(self._values(invitation))
@@ -166,8 +170,8 @@ class NodeService:
         self._usage.require_run(invitation.run, config.federation.rounds)
 
     def _values(self, invitation: Invitation) -> dict[str, object]:
-        own = self.node.model_dump(include={"data", "validation", "test", "split_seed", "device", "threads"})
-        values = node_values(invitation.values(), own)
+        node = self.node.model_dump(include={"data", "validation", "test", "split_seed", "device", "threads"})
+        values = node_values(invitation.values(), node)
         model = dict(values.get("model") or {})
         for field in ("name", "adapter"):
             if model.get(field) in self.node.models:
@@ -176,38 +180,38 @@ class NodeService:
 
     def _build(self, invitation: Invitation) -> _Joined:
         if self._loaded is not None and self._loaded[0] == invitation.run:
-            kept = self._of(invitation.run) / _INVITATION
-            if kept.is_file() and kept.read_bytes() == invitation.model_dump_json().encode():
+            stored = self._run_folder(invitation.run) / _INVITATION
+            if stored.is_file() and stored.read_bytes() == invitation.model_dump_json().encode():
                 return self._loaded[1]
         self._loaded = None  # two models may not fit into memory
         config = parse_config(self._values(invitation))
-        place = self._of(invitation.run)
-        prepared = prepare(config, key=self._key(place, config))
-        (member,) = prepared.federation.clients.values()
-        member = replace(member, client=replace(member.client, id=self.node.id))
-        require_workload(config, member.client.examples, self.node.limits)
-        keeper = DiskClientStore(place / "kept")
-        theirs = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
-        plain = method_for(theirs, prepared.engine.adapted.spec)
+        folder = self._run_folder(invitation.run)
+        prepared = prepare(config, key=self._key(folder, config))
+        (data,) = prepared.federation.clients.values()
+        data = replace(data, client=replace(data.client, id=self.node.id))
+        require_workload(config, data.client.examples, self.node.limits)
+        store = DiskClientStore(folder / "kept")
+        server_config = parse_config({**invitation.values(), "data": config.data.model_dump(mode="json")})
+        plain = method_for(server_config, prepared.engine.adapted.spec)
         method = config.wrapped(plain)
 
         def export(job: Job, base: BaseUpdate, round: int) -> None:
-            write_model(prepared, job, base, place / "adapter", round, self.node.id)
-            log.info("round %d: own adapter written to %s", round, place / "adapter")
+            write_model(prepared, job, base, folder / "adapter", round, self.node.id)
+            log.info("round %d: own adapter written to %s", round, folder / "adapter")
 
-        ranks = config_ranks(theirs, plain, self.node.id)
-        terms = OrderTerms(theirs, plain, member.client, ranks, invitation.digest)
+        ranks = config_ranks(server_config, plain, self.node.id)
+        terms = OrderTerms(server_config, plain, data.client, ranks, invitation.digest)
         owner = dict[str, Any]()
         if config.federation.secure is not None:
             owner = {"identity": self._identity(), "known": self.node.peers, "check": terms.require_agreement}
-        secure = secure_client(config, self.node.id, place / "kept", self.node.limits.secure_clients, **owner)
+        secure = secure_client(config, self.node.id, folder / "kept", self.node.limits.secure_clients, **owner)
         announced = () if config.head_kind[0] is None else (config.head_kind[0],)
         host = Host(
             method,
             prepared.engine,
-            {self.node.id: member},
+            {self.node.id: data},
             prepared.train,
-            keeper,
+            store,
             config.evaluation.batch_size,
             export,
             None if secure is None else {self.node.id: secure},
@@ -231,23 +235,23 @@ class NodeService:
         except (OSError, ValueError) as error:
             raise FedspanError("key", self.node.key, f"an elliptic-curve key without a passphrase ({error})") from error
 
-    def _key(self, place: Path, config: RunConfig) -> bytes | None:
+    def _key(self, folder: Path, config: RunConfig) -> bytes | None:
         """Return the secret key of this node's noise in a run; it is created at the start of the run."""
         key = new_key(config)
         if key is None:
             return None
         with disk_errors(self.folder, "free some space on the node"):
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not has_key(place):
-            store_noise_key(place, key)
-        return load_noise_key(place, config)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not has_key(folder):
+            store_noise_key(folder, key)
+        return load_noise_key(folder, config)
 
     def _run(self, run: str) -> _Joined:
         if self._loaded is None or self._loaded[0] != run:
-            place = self._of(run) / _INVITATION
-            if not place.is_file():
+            path = self._run_folder(run) / _INVITATION
+            if not path.is_file():
                 raise FedspanError("run", run, "a run to which this node was invited")
-            invitation = load_invitation(place)
+            invitation = load_invitation(path)
             self._require_allowed(invitation)
             self._loaded = (run, self._build(invitation))
         return self._loaded[1]
@@ -258,44 +262,44 @@ class NodeService:
         Raises:
             FedspanError: If the order is not newer than the last one of its run, or the disk cannot be written.
         """
-        place = self._of(order.run) / _SERIAL
-        last = last_serial(place)
+        path = self._run_folder(order.run) / _SERIAL
+        last = last_serial(path)
         if order.serial <= last:
             raise FedspanError(
                 "serial", order.serial, problem=f"order {order.serial} arrived before, or is older than order {last}"
             )
-        if place.parent.is_dir():
+        if path.parent.is_dir():
             with disk_errors(self.folder, "free some space on the node"):
-                write_atomic(place, str(order.serial).encode())
+                write_atomic(path, str(order.serial).encode())
 
-    def _of(self, run: str) -> Path:
+    def _run_folder(self, run: str) -> Path:
         return self.folder / hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
-def last_serial(place: Path) -> int:
+def last_serial(path: Path) -> int:
     """Read the serial of the last order from its file; 0: there was none.
 
     Raises:
         FedspanError: If the file does not contain a number.
     """
-    if not place.is_file():
+    if not path.is_file():
         return 0
     try:
-        found = json.loads(read_bytes(place))
+        serial = json.loads(read_bytes(path))
     except (ValueError, RecursionError):
-        found = None
-    if type(found) is not int or found < 0:
-        raise FedspanError(str(place), found, problem="the file is damaged. Remove its folder")
-    return found
+        serial = None
+    if type(serial) is not int or serial < 0:
+        raise FedspanError(str(path), serial, problem="the file is damaged. Remove its folder")
+    return serial
 
 
-def load_invitation(place: Path) -> Invitation:
+def load_invitation(path: Path) -> Invitation:
     """Load the invitation to a run from its file.
 
     Raises:
         FedspanError: If the file is missing or not an invitation.
     """
     try:
-        return Invitation.model_validate_json(read_bytes(place))
+        return Invitation.model_validate_json(read_bytes(path))
     except (ValueError, RecursionError) as error:
-        raise FedspanError(str(place), None, problem="the file is damaged. Remove its folder") from error
+        raise FedspanError(str(path), None, problem="the file is damaged. Remove its folder") from error

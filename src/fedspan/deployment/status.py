@@ -73,10 +73,10 @@ def store_named_run(server: Path, run: Path, nodes: Mapping[str, int]) -> None:
 def load_named_run(server: Path) -> NamedRun | None:
     """Load the newest run of a server; None if there was none or its record is unreadable."""
     try:
-        found = from_json(read_bytes(server / _NAMED))
+        record = from_json(read_bytes(server / _NAMED))
     except (FedspanError, ValueError):
         return None
-    match found:
+    match record:
         case {"run": str() as run, "nodes": dict() as nodes}:
             return NamedRun(Path(run), {str(id): str(node) for id, node in nodes.items()})
         case _:
@@ -89,32 +89,32 @@ def read_status(folder: Path) -> RunStatus:
     Raises:
         FedspanError: If no run was started there, or its metrics lines are damaged.
     """
-    place = RunFolder(folder)
-    if not os.path.isfile(place.config):
+    run = RunFolder(folder)
+    if not os.path.isfile(run.config):
         raise FedspanError("run folder", str(folder), problem=f"{str(folder)!r} holds no run")
-    rows = list(read_lines(place.metrics))
+    rows = list(read_lines(run.metrics))
     number = rows[-1].get("round") if rows else 0
     late: dict[str, int] = {}
     for row in rows:
-        missed = row.get("late")
-        for client in missed if isinstance(missed, list) else ():
+        clients = row.get("late")
+        for client in clients if isinstance(clients, list) else ():
             late[str(client)] = late.get(str(client), 0) + 1
     round = number if isinstance(number, int) else len(rows)
-    state = "finished" if place.report.is_file() else "at work" if _alive(place.lock) else "stopped"
-    return RunStatus(state, round, _rounds(place), _finished(place, round), failures_by_client(rows), late)
+    state = "finished" if run.report.is_file() else "at work" if _alive(run.lock) else "stopped"
+    return RunStatus(state, round, _rounds(run), _finished(run, round), failures_by_client(rows), late)
 
 
-def _rounds(place: RunFolder) -> int | None:
+def _rounds(run: RunFolder) -> int | None:
     try:
-        return int(yaml.safe_load(place.config_text())["federation"]["rounds"])
+        return int(yaml.safe_load(run.config_text())["federation"]["rounds"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError):
         return None
 
 
-def _finished(place: RunFolder, round: int) -> float | None:
+def _finished(run: RunFolder, round: int) -> float | None:
     """Return the time when a round was committed: its checkpoint is written last and never rewritten."""
     try:
-        return (place.checkpoints / f"round-{round:05}").stat().st_mtime
+        return (run.checkpoints / f"round-{round:05}").stat().st_mtime
     except OSError:
         return None
 

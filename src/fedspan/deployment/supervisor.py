@@ -36,7 +36,7 @@ class Supervisor:
         self._loaded: str | None = None
         """The run whose model the process has certainly loaded."""
         self._process: SpawnProcess | None = None
-        self._ours: Connection | None = None
+        self._connection: Connection | None = None
 
     def answer(self, envelope: Envelope) -> Envelope:
         """``NodeService.answer``."""
@@ -44,7 +44,7 @@ class Supervisor:
             order = decode_request(envelope)
         except ValueError:
             order = None
-        line = self._line()
+        line = self._connect()
         line.send_bytes(envelope.header.encode())
         line.send_bytes(envelope.body)
         limit = self.seconds if order is not None and order.run == self._loaded else _LOADING
@@ -73,40 +73,40 @@ class Supervisor:
         if self._process is not None:
             self._process.kill()
             self._process.join()
-        if self._ours is not None:
-            self._ours.close()
-        self._process = self._ours = self._loaded = None
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = self._loaded = None
 
-    def _line(self) -> Connection:
-        if self._ours is None or self._process is None or not self._process.is_alive():
+    def _connect(self) -> Connection:
+        if self._connection is None or self._process is None or not self._process.is_alive():
             self.close()
             context = multiprocessing.get_context("spawn")
-            self._ours, theirs = context.Pipe()
-            process = context.Process(target=_hold, args=(str(self.path), theirs), daemon=True)
+            self._connection, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(str(self.path), child_end), daemon=True)
             process.start()
             self._process = process
-            theirs.close()
-        return self._ours
+            child_end.close()
+        return self._connection
 
 
-def _hold(path: str, line: Connection) -> None:
+def _serve(path: str, connection: Connection) -> None:
     """Run the node service in the other process: bytes in, bytes out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervising process handles Ctrl-C
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     from fedspan.deployment.node import NodeService  # torch, Transformers
 
-    holder = NodeService(load_node(path))
+    service = NodeService(load_node(path))
     while True:
         try:
-            envelope = Envelope(line.recv_bytes().decode(), line.recv_bytes())
+            envelope = Envelope(connection.recv_bytes().decode(), connection.recv_bytes())
         except EOFError:
             return
-        holder.load(envelope)
-        line.send_bytes(b"loaded")
+        service.load(envelope)
+        connection.send_bytes(b"loaded")
         try:
-            back = holder.answer(envelope)
+            reply = service.answer(envelope)
         except ValueError:  # of an unknown kind: the reply reports nothing else
             log.exception("a message that is none of ours")
-            back = Envelope("{}")
-        line.send_bytes(back.header.encode())
-        line.send_bytes(back.body)
+            reply = Envelope("{}")
+        connection.send_bytes(reply.header.encode())
+        connection.send_bytes(reply.body)

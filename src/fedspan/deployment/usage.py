@@ -139,7 +139,7 @@ class UsageBook:
             _require_left("evaluations", account.evaluations, 1, self.limits.evaluations)
             update["evaluations"] = account.evaluations + 1
         if charges:
-            update["releases"] = _charged(account, charges, self.limits)
+            update["releases"] = _add_releases(account, charges, self.limits)
         if update:
             self._store({**accounts, self._key: account.model_copy(update=update)}, digest)
 
@@ -183,27 +183,29 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-def _require_left(limit: str, used: int, more: int, most: int | None) -> None:
+def _require_left(limit: str, used: int, added: int, maximum: int | None) -> None:
     """Check that a count stays within its limit.
 
     Raises:
         FedspanError: If it does not.
     """
-    if most is not None and used + more > most:
-        problem = f"this server has used {used} {limit} of this node's data, and {more} more exceed the limit of {most}"
-        raise FedspanError(f"limits.{limit}", most, problem=problem)
+    if maximum is not None and used + added > maximum:
+        problem = (
+            f"this server has used {used} {limit} of this node's data, and {added} more exceed the limit of {maximum}"
+        )
+        raise FedspanError(f"limits.{limit}", maximum, problem=problem)
 
 
-def _charged(account: Account, charges: tuple[Charge, ...], limits: NodeLimits) -> tuple[_Release, ...]:
+def _add_releases(account: Account, charges: tuple[Charge, ...], limits: NodeLimits) -> tuple[_Release, ...]:
     """Return an account's releases with those of an order.
 
     Raises:
         FedspanError: If they exceed the limit on epsilon.
     """
     spend = PrivacySpend(limits.delta, "rdp")
-    spend.restore({"": [list(one) for one in account.releases]})
-    own = tuple(replace(one, payer="") for one in charges)
-    if limits.epsilon is not None and (cost := spend.worst(own)) > limits.epsilon:
+    spend.restore({"": [list(charge) for charge in account.releases]})
+    unattributed = tuple(replace(charge, payer="") for charge in charges)
+    if limits.epsilon is not None and (cost := spend.worst(unattributed)) > limits.epsilon:
         raise FedspanError("limits.epsilon", limits.epsilon, f"at least {cost:.4g}, with this order")
-    spend.charge(own)
+    spend.charge(unattributed)
     return tuple((rate, noise, int(count)) for rate, noise, count in spend.dump()[""])
