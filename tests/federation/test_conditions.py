@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import fedspan
 from fedspan.config import parse_config
 from fedspan.core.values import Message
 from fedspan.errors import FedspanError
+from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, Faults, Speed, corrupt
 from fedspan.federation.progress import Progress, RoundResult
 from fedspan.runs.setup import Prepared, prepare
@@ -213,6 +215,51 @@ def test_secure_sums_survive_dropouts_between_all_exchanges(tiny_folder: Path) -
     results = rounds(built(tiny_folder, simulation=simulation, federation=federation), 6)
     assert any(result.failures for result in results)
     assert all(len(result.progress.last_rounds) >= 3 for result in results)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_simulated_clock_waits_for_who_stops_replying_in_any_exchange(
+    phase: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+    pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+    monkeypatch.setattr(Conditions, "silent_from", lambda self, client, *rest: phase if client == IDS[0] else None)
+    speed = {"distribution": "constant", "median": 1e6}
+    changes = {"simulation": {"speed": speed}, "federation": {"secure": {}, "deadline": 50.0}}
+    (result,) = rounds(built(tiny_folder, **changes), 1)
+    assert result.simulated_seconds is not None
+    training = result.simulated_seconds - 50.0  # none waits twice: who is silent is not asked again
+    if phase == "train":
+        assert training == 0  # the others train while the server waits
+    else:
+        assert 0 < training < 1
+    assert {failure.client for failure in result.failures} <= {IDS[0]}
+    assert (IDS[0] in result.progress.held) == (phase == "unmask")
+
+
+def test_replies_that_wait_for_the_simulated_clock_lie_in_a_file(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = {"distribution": "lognormal", "median": 10.0, "spread": 4.0}
+
+    def state() -> Progress:
+        (result,) = rounds(built(tiny_folder, simulation={"speed": speed}), 1)
+        return result.progress
+
+    inner, stored = ReplyBuffer.store, list[tuple[int, str]]()
+    in_memory = state()
+
+    def store(self: ReplyBuffer, id: str, body: bytes) -> None:
+        stored.append((builtins.id(self), id))
+        inner(self, id, body)
+
+    monkeypatch.setattr(ReplyBuffer, "store", store)
+    monkeypatch.setattr(ReplyBuffer.__init__, "__defaults__", (1, None))
+    assert not differences(in_memory, state())
+    assert len({held for held, _ in stored}) == 2  # one of the clock, one of the comparison
+    monkeypatch.setattr(ReplyBuffer.__init__, "__defaults__", (1, 5000))
+    with pytest.raises(FedspanError, match=r"the replies that wait .* budget in .* TMPDIR"):
+        state()
 
 
 def test_a_run_with_conditions_is_reported_and_resumed(tiny_folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedspan.clients.host import Host, refuse_any
@@ -10,6 +11,7 @@ from fedspan.clients.store import ClientState, OverlayMapping, overlay
 from fedspan.core.method import Memory, Method
 from fedspan.core.values import Message, OptimizerState, ServerState
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation
+from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt
 from fedspan.federation.federation import Federation, clients_by_id
 from fedspan.federation.progress import ClientData, Progress
@@ -149,6 +151,8 @@ class InProcess(Transport):
             for id in responding:
                 on_reply(id, self.host.answer(decode_order(orders[id])).envelope())
             return
+        if dropped and self.simulated_seconds() is not None:
+            self._clock += seconds  # of a secure sum: the server waits for clients that stopped replying
         for id in responding:
             phase = decode_phase(orders[id])
             try:
@@ -200,11 +204,20 @@ class InProcess(Transport):
             if times[id] > seconds:
                 envelope = orders[id]
                 del envelope
-        self.host.train(_LazyOrders(orders, in_time), lambda reply: replies.update({reply.id: reply}))
-        for id in sorted(in_time, key=lambda id: (times[id], id)):
-            if on_reply(id, replies.pop(id).envelope()):
-                self._clock += times[id]
-                return
+        waiting = ReplyBuffer()  # replies wait for their turn on the simulated clock
+
+        def hold(reply: Reply) -> None:
+            waiting.store(reply.id, reply.body)
+            replies[reply.id] = replace(reply, body=b"")
+
+        try:
+            self.host.train(_LazyOrders(orders, in_time), hold)
+            for id in sorted(in_time, key=lambda id: (times[id], id)):
+                if on_reply(id, replace(replies.pop(id), body=waiting.load(id)).envelope()):
+                    self._clock += times[id]
+                    return
+        finally:
+            waiting.close()
         for id in responding:
             if times[id] > seconds:
                 on_reply(id, f"no reply within {seconds:g} s (simulated: {times[id]:.3g} s)")
