@@ -67,17 +67,12 @@ def test_only_what_belongs_to_the_experiment_is_set(defaults: ModuleType, args: 
         if (own[section][field] if isinstance(own[section], dict) else own[section])
         != (changed[section][field] if isinstance(own[section], dict) else changed[section])
     }
-    experiment = {"seed", "threads", "data.test", "data.test_fraction"}
+    experiment = {"seed", "threads", "baselines", "data.test", "data.test_fraction"}
     assert differences == experiment | {"partition.partitioner", "partition.alpha"}
     slower = defaults.config_of(defaults.Cell(NAME, "IID", 1, "rate x 1/4"), args)
     assert slower.training.lr == pytest.approx(made.training.lr / 4)
+    assert (made.baselines, slower.baselines) == (["centralised"], [])
     assert slower.baselines == []
-
-
-def test_centralized_training_runs_once_for_each_set_and_seed(defaults: ModuleType, args: Namespace) -> None:
-    cells = [defaults.Cell(NAME, partition, 1) for partition in defaults.PARTITIONS]
-    assert {cell.centralized for cell in cells} == {cells[0]}
-    assert [defaults.config_of(cell, args).baselines for cell in cells] == [["centralised"], []]
 
 
 def finish(defaults: ModuleType, args: Namespace, cell: Any, start: float, federated: float) -> None:
@@ -85,7 +80,7 @@ def finish(defaults: ModuleType, args: Namespace, cell: Any, start: float, feder
     folder = defaults.folder_of(cell, args)
     folder.mkdir(parents=True)
     scores = {"test": {"accuracy": federated}, "validation": {"accuracy": federated}}
-    baselines = {"centralised": {"scores": {"test": {"accuracy": 0.8}}}} if cell == cell.centralized else {}
+    baselines = {"centralised": {"scores": {"test": {"accuracy": 0.8}}}}
     report = {
         "scores": scores,
         "baselines": baselines,
@@ -126,4 +121,4 @@ def test_the_cost_of_clipping_is_shown_for_every_set(defaults: ModuleType, args:
 
 
 def test_the_page_states_the_sizes_of_the_subsets(defaults: ModuleType, args: Namespace) -> None:
-    assert defaults.size_table(args).splitlines()[2:] == [f"| {NAME} | 800 | 400 |"]
+    assert defaults.size_table(args).splitlines()[2:] == [f"| {NAME} | 800 | 800 |"]
