@@ -69,7 +69,7 @@ class Counter(logging.Handler):
         logger.addHandler(self)
 
 
-def answering(ready: str, authority: str, address: str, keys: list[str], most: int, poll: float, count: Any) -> None:
+def answering(ready: str, authority: str, address: str, keys: list[str], most: int, count: Any) -> None:
     """A process: a link for each key, answering with what was sent."""
     from fedspan.transports.flower.keys import load_node_key
     from fedspan.transports.flower.supernode import Link, serve
@@ -77,7 +77,7 @@ def answering(ready: str, authority: str, address: str, keys: list[str], most: i
     Counter(count).install()
 
     def one(key: str) -> None:
-        link = Link(address, Path(authority), load_node_key(Path(key)), most, poll)
+        link = Link(address, Path(authority), load_node_key(Path(key)), most)
         serve(link, answered, Event())
 
     for key in keys:
@@ -203,9 +203,7 @@ def large(
     return found
 
 
-def measure(
-    count: int, rounds: int, processes: int, megabytes: int, poll: float, folder: Path
-) -> tuple[Measured, list]:
+def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Path) -> tuple[Measured, list]:
     from fedspan.transports.flower.keys import make_node_key
     from fedspan.transports.flower.server import link_of
     from fedspan.transports.flower.signing import ServerSigner
@@ -226,7 +224,7 @@ def measure(
         own_count.install()
         for number, mark in enumerate(marks):
             own = [str(key) for key in keys[number::processes]]
-            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, poll, counts[1 + number])
+            given = (str(mark), str(made.server / "ca.crt"), link.address, own, most, counts[1 + number])
             child = context.Process(target=answering, args=given, daemon=True)
             child.start()
             children.append(child)  # type: ignore[arg-type]
@@ -254,9 +252,8 @@ PAGE = """# Load
 
 A SuperLink, TLS and keys, {nodes} nodes' links in {processes} processes that answer with what they were sent (no model,
 no training: so many processes with torch would not fit), {rounds} rounds in which all are sent the same {body} kB and
-each sends as many of its own back, server and nodes on one machine. A node looks for orders every {poll:g} s
-(`poll_seconds`): a round can't be much shorter. A round is about twenty requests for every node, and the SuperLink, one
-Python process, has a core to itself here: its rounds take as long as those requests do.
+each sends as many of its own back, server and nodes on one machine. Nodes and the submitting process use the door's own
+requests: an answer waits for an order, and brings it along with its objects.
 
 Command: `{command}`  
 Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
@@ -301,7 +298,6 @@ def page(
     text = PAGE.format(
         nodes=result.nodes,
         processes=args.processes,
-        poll=args.poll,
         many=more,
         rounds=result.rounds,
         body=BODY // 1000,
@@ -335,20 +331,19 @@ def main() -> None:
     parser.add_argument("--many", type=int, nargs=2, metavar=("NODES", "ROUNDS"), help="more nodes, for fewer rounds")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
-    parser.add_argument("--poll", type=float, default=5.0, help="seconds between two looks of a node (poll_seconds)")
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fedspan-load-") as place:
         os.environ["FLWR_HOME"] = str(Path(place) / "home")
         import fedspan.transports.flower  # noqa: F401  (no telemetry)
 
-        folder, rest = Path(place), (args.processes, args.megabytes, args.poll)
+        folder, rest = Path(place), (args.processes, args.megabytes)
         result, messages = measure(args.nodes, args.rounds, *rest, folder / "first")
         many = None
         if args.many:
-            many, _ = measure(*args.many, args.processes, 0, args.poll, folder / "many")
+            many, _ = measure(*args.many, args.processes, 0, folder / "many")
     given = f"python benchmarks/load.py --nodes {args.nodes} --rounds {args.rounds} --megabytes {args.megabytes}"
-    given += f" --poll {args.poll:g}" + (" --many {} {}".format(*args.many) if args.many else "")
+    given += " --many {} {}".format(*args.many) if args.many else ""
     text, good = page(result, many, messages, args, given)
     print(text)
     if args.page:

@@ -57,6 +57,18 @@ class HostileNode:
         answer = self._client.post(f"/v1/fleet/{path}", content=data, headers=self.headers())
         return answer.status_code, answer.content
 
+    def post_own(self, name: str, *parts: bytes, cut: float = 60.0) -> tuple[int, bytes]:
+        """Send one of the door's own requests; return its status and content.
+
+        Args:
+            name: Name of the path.
+            parts: Parts of the body.
+            cut: Seconds after which the connection is closed.
+        """
+        body = importlib.import_module("fedspan.transports.flower.wire").pack(parts)
+        answer = self._client.post(f"/fedspan/node/{name}", content=body, headers=self.headers(), timeout=cut)
+        return answer.status_code, answer.content
+
     def activate(self) -> None:
         """Be online."""
         request = name_of(_FLEET, "ActivateNodeRequest")(public_key=self.public, heartbeat_interval=600.0)
@@ -77,6 +89,10 @@ class HostileNode:
 
     def reply(self, order: Any, tree: Any, **metadata: Any) -> tuple[int, bytes]:
         """Announce a reply to an order with any tree of objects and any metadata."""
+        return self.post("push-messages", self.announcement(order, tree, **metadata))
+
+    def announcement(self, order: Any, tree: Any, **metadata: Any) -> Any:
+        """Return the announcement of a reply to an order."""
         message = type(order)()
         message.CopyFrom(order)
         head = message.metadata
@@ -86,10 +102,9 @@ class HostileNode:
         head.created_at = order.metadata.created_at + 0.001
         for name, value in metadata.items():
             setattr(head, name, value)
-        request = name_of(_FLEET, "PushMessagesRequest")(
+        return name_of(_FLEET, "PushMessagesRequest")(
             node=self.own(), messages_list=[message], message_object_trees=[tree]
         )
-        return self.post("push-messages", request)
 
     def close(self) -> None:
         """Close the connections."""

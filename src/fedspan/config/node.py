@@ -150,13 +150,6 @@ class NodeConfig(Section):
     )
     device: str | None = Field(default=None, description="auto, cpu, cuda, cuda:1, mps; left out: auto.")
     threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads of torch.")
-    poll_seconds: float = Field(
-        default=1.0,
-        ge=0.1,
-        le=60,
-        description="Seconds between two looks for orders, at most; more for a server of many nodes, which every look "
-        "costs some milliseconds.",
-    )
     limits: NodeLimits = Field(default_factory=NodeLimits)
 
     @model_validator(mode="after")

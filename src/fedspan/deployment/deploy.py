@@ -68,7 +68,7 @@ def join(path: str | Path, *, insecure: bool = False, stop: Event | None = None)
         log.warning("%s expires in %.0f days: ask the server's operator for a new one (fedspan renew)", authority, days)
     worker = Supervisor(Path(path), node.limits.round_seconds)
     try:
-        link = Link(node.server, authority, keys, node.limits.message_bytes, node.poll_seconds)
+        link = Link(node.server, authority, keys, node.limits.message_bytes)
         serve(link, worker.answer, stop or Event())
     finally:
         worker.close()

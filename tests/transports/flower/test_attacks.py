@@ -33,7 +33,7 @@ from pathlib import Path
 from fedspan.transports.flower.keys import load_node_key
 from fedspan.transports.flower.supernode import Link, serve
 keys = load_node_key(Path(sys.argv[3]))
-serve(Link(sys.argv[1], Path(sys.argv[2]), keys, 2**24, poll=0.1), lambda envelope: envelope, threading.Event())
+serve(Link(sys.argv[1], Path(sys.argv[2]), keys, 2**24), lambda envelope: envelope, threading.Event())
 """
 
 
@@ -330,4 +330,115 @@ def test_a_revoked_node_is_out_while_the_server_runs(scene: Scene, tmp_path: Pat
     (link.folder / "nodes.json").unlink()
     assert {one.name for one in admissions(link).values()} == {"honest", "hostile"}
     assert [row["event"] for row in audit_log(link).read()][-2:] == ["admitted", "revoked"]
+    scene.require_work()
+
+
+def test_requests_that_wait_for_orders_stop_nobody(scene: Scene) -> None:
+    """Many at once from one node, most of which are cut off: the others' orders come, and so does this node's."""
+    waiting = [
+        Thread(target=lambda: suppressed(lambda: scene.hostile.post_own("take-order", *own(scene), cut=3.0)))
+        for _ in range(40)
+    ]
+    for thread in waiting:
+        thread.start()
+    scene.require_work()
+    for thread in waiting:
+        thread.join()
+    began = time.monotonic()
+    scene.require_work()
+    assert time.monotonic() - began < 30
+
+
+def own(scene: Scene, received: str = "") -> tuple[bytes, bytes]:
+    return str(scene.hostile.node).encode(), received.encode()
+
+
+def suppressed(send: Any) -> None:
+    with suppress(httpx.HTTPError):
+        send()
+
+
+def test_nobody_takes_the_order_of_another_or_claims_to_have_received_it(scene: Scene, order: Any) -> None:
+    from fedspan.transports.flower.messages import new_salt, to_records
+    from fedspan.transports.flower.transport import Message
+
+    status, _ = scene.hostile.post_own("take-order", str(scene.honest).encode(), b"")
+    assert status == 403
+    sealed = scene.transport.signer.seal(Envelope("{}", b"for the honest node"), scene.honest)
+    message = Message(to_records(sealed, new_salt()), dst_node_id=scene.honest, message_type="train", ttl=600)
+    (id,) = scene.transport.grid.push_messages([message])
+    with suppress(httpx.ReadTimeout):  # nothing is waiting for it
+        assert scene.hostile.post_own("take-order", *own(scene, id), cut=2.0)[1] == b""
+    until = time.monotonic() + 60
+    while not (replies := scene.transport.grid.pull_messages([id])):
+        assert time.monotonic() < until
+    assert not replies[0].has_error()
+
+
+def test_a_reply_with_its_objects_is_the_node_s_own_and_its_objects_belong_to_it(scene: Scene, order: Any) -> None:
+    message, _ = order
+    content = b"not an object of Flower's"
+    for changes in (dict(src_node_id=scene.honest), dict(dst_node_id=scene.honest), dict(reply_to_message_id="")):
+        head = scene.hostile.announcement(message, tree_of(id_of(b"forged")), **changes).SerializeToString()
+        assert scene.hostile.post_own("send-reply", head, content)[0] == 403
+    head = scene.hostile.announcement(message, tree_of(id_of(content))).SerializeToString()
+    assert scene.hostile.post_own("send-reply", head, content)[0] == 409
+    head = scene.hostile.announcement(message, tree_of(id_of(b"another"))).SerializeToString()
+    status, answer = scene.hostile.post_own("send-reply", head, content)  # an object that was not announced
+    assert status == 200
+    stored = name_of("flwr.proto.fleet_pb2", "PushMessagesResponse").FromString(answer)
+    assert list(stored.objects_to_push) == [id_of(b"another")]
+    scene.require_work()
+
+
+def test_a_reply_to_the_order_of_another_node_deletes_nothing(scene: Scene, order: Any) -> None:
+    """A confirmation in the name of another: the order stays, and its own node answers it."""
+    from fedspan.transports.flower.messages import new_salt, to_records
+    from fedspan.transports.flower.transport import Message
+
+    message, _ = order
+    large = Envelope("{}", os.urandom(3 * 2**20))
+    sealed = scene.transport.signer.seal(large, scene.honest)
+    sent = Message(to_records(sealed, new_salt()), dst_node_id=scene.honest, message_type="train", ttl=600)
+    (id,) = scene.transport.grid.push_messages([sent])
+    head = scene.hostile.announcement(message, tree_of(id_of(b"root")), reply_to_message_id=id).SerializeToString()
+    scene.hostile.post_own("send-reply", head)
+    until = time.monotonic() + 60
+    while not (replies := scene.transport.grid.pull_messages([id])):
+        assert time.monotonic() < until
+    assert replies[0].metadata.src_node_id == scene.honest
+
+
+def test_the_requests_of_a_run_are_not_for_nodes(scene: Scene) -> None:
+    for name in ("send-orders", "take-replies"):
+        answer = scene.hostile._client.post(
+            f"/fedspan/run/{name}", content=b"", headers={**scene.hostile.headers(), "flwr-task-token": "guessed"}
+        )
+        assert answer.status_code == 403
+
+
+def test_a_replayed_reply_counts_once(scene: Scene) -> None:
+    """The same announcement again, before and after the reply was fetched: nothing is stored twice."""
+    from fedspan.transports.flower.messages import new_salt, to_records
+    from fedspan.transports.flower.transport import Message
+
+    sealed = scene.transport.signer.seal(Envelope("{}", b"order"), scene.hostile.node)
+    sent = Message(to_records(sealed, new_salt()), dst_node_id=scene.hostile.node, message_type="train", ttl=600)
+    (id,) = scene.transport.grid.push_messages([sent])
+    until = time.monotonic() + 60
+    while (pulled := scene.hostile.pull()) is None or pulled[0].metadata.message_id != id:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    from flwr.app import ConfigRecord
+
+    content = ConfigRecord({"a": 1}).deflate()
+    head = scene.hostile.announcement(pulled[0], tree_of(id_of(content))).SerializeToString()
+    assert [scene.hostile.post_own("send-reply", head, content)[0] for _ in range(2)] == [200, 200]
+    while not (replies := scene.transport.grid.pull_messages([id])):
+        assert time.monotonic() < until
+    assert len(replies) == 1
+    assert replies[0].has_error()  # its object is no message
+    assert scene.hostile.post_own("send-reply", head, content)[0] == 200
+    again = scene.transport.grid.pull_messages([id])
+    assert all(one.has_error() for one in again)  # Flower's own: there is no such order any more
     scene.require_work()

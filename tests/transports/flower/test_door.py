@@ -13,6 +13,7 @@ import pytest
 door = pytest.importorskip("fedspan.transports.flower.door", reason="the extra fedspan[flower] is not installed")
 adapter = pytest.importorskip("fedspan.transports.flower.adapter")
 connections = pytest.importorskip("fedspan.transports.flower.connections")
+wire = pytest.importorskip("fedspan.transports.flower.wire")
 
 KEY = b"key of node 7"
 ELSEWHERE = ("192.0.2.1", 7)
@@ -54,6 +55,47 @@ class Behind:
         await send({"type": "http.response.body", "body": b""})
 
 
+class Exchange:
+    """The door's own requests, whose answers say what was asked.
+
+    Args:
+        seconds: Duration of a request for an order.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.asked, self.woken = seconds, list[Any](), list[str]()
+        self.error: BaseException | None = None
+        self.store = SimpleNamespace(acknowledge_heartbeat=self.heartbeat, find_task={"token": "task"}.get)
+
+    def heartbeat(self, body: bytes, node: int | None) -> bytes:
+        if node not in (None, 7):
+            raise ValueError(node)
+        return b"beat"
+
+    async def call(self, function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    async def take_order(self, node: int, received: str, gone: Any) -> bytes:
+        self.asked.append((node, received))
+        gone.close()
+        await asyncio.sleep(self.seconds)
+        return b"order"
+
+    async def stored(self, *arguments: Any) -> bytes:
+        if self.error is not None:
+            raise self.error
+        self.asked.append(arguments)
+        return b"stored"
+
+    send_reply = send_orders = take_replies = stored
+
+    def wake_nodes(self) -> None:
+        self.woken.append("nodes")
+
+    def wake_runs(self) -> None:
+        self.woken.append("runs")
+
+
 async def request(
     made: Any,
     path: str,
@@ -86,7 +128,13 @@ async def request(
 
 
 def status(path: str, **options: Any) -> int:
-    return asyncio.run(request(door.Door(Behind()), path, **options))
+    return asyncio.run(request(door.Door(Behind(), exchange=Exchange()), path, **options))
+
+
+def own_status(name: str, *parts: bytes, exchange: Exchange | None = None, **options: Any) -> int:
+    """The status of one of the door's own requests of a node."""
+    made = door.Door(Behind(), options.pop("limits", None), exchange=exchange or Exchange())
+    return asyncio.run(request(made, f"{wire.NODE_PATH}{name}", body=wire.pack(parts), **options))
 
 
 def test_nodes_reach_the_paths_that_they_need_and_no_others() -> None:
@@ -217,3 +265,147 @@ def test_the_app_behind_receives_the_body() -> None:
     behind = Behind()
     assert asyncio.run(request(door.Door(behind), f"{door.NODE_API}pull-messages", body=b"abc")) == 200
     assert behind.bodies == [b"abc"]
+
+
+def test_the_door_s_own_paths_are_for_admitted_nodes_alone() -> None:
+    async def never() -> Any:
+        raise AssertionError("the body was read")
+
+    for name in door.OWN_BODY_BYTES:
+        for key in (None, b"another key"):
+            assert own_status(name, key=key, declared=10, receive=never) == 401
+        assert own_status(name, declared=32 * 2**20, receive=never) == 413
+        assert own_status(name, method="GET") == 403
+        assert status(f"{door.NODE_API}{name}") == 403
+    for name in ("", "pull-object", "take-order/", "../run/send-orders"):
+        assert own_status(name) == 403
+
+
+def test_a_node_takes_its_own_orders() -> None:
+    exchange = Exchange()
+    assert own_status(wire.TAKE_ORDER, b"7", b"last", exchange=exchange) == 200
+    assert exchange.asked == [(7, "last")]
+    assert own_status(wire.TAKE_ORDER, b"8", b"", exchange=exchange) == 403
+    assert own_status(wire.TAKE_ORDER, b"8", b"", exchange=exchange, keyed=False) == 200
+    for parts in ((), (b"7",), (b"", b""), (b"-7", b""), (b"7" * 21, b""), (b"7", bytes(65)), (b"7", b"", b"")):
+        assert own_status(wire.TAKE_ORDER, *parts) == 400
+    assert own_status(wire.TAKE_ORDER, declared=3, receive=lambda: whole(b"abc")) == 400
+
+
+async def whole(body: bytes) -> Any:
+    return {"type": "http.request", "body": body, "more_body": False}
+
+
+def test_a_node_that_waits_for_an_order_may_send_other_requests_and_not_too_many() -> None:
+    behind, exchange = Behind(), Exchange(0.5)
+    made = door.Door(behind, door.DoorLimits(parallel=1, waiting=2, rate=1e6), exchange=exchange)
+
+    async def run() -> list[int]:
+        body = wire.pack([b"7", b""])
+        waits = [asyncio.ensure_future(request(made, f"{wire.NODE_PATH}take-order", body=body)) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        assert not any(one.done() for one in waits)
+        assert await request(made, f"{door.NODE_API}pull-object") == 200
+        return await asyncio.gather(*waits)
+
+    assert asyncio.run(run()) == 4 * [200]
+
+
+def test_waiting_requests_count_against_the_rate() -> None:
+    made = door.Door(Behind(), door.DoorLimits(rate=20.0, burst=2.0), exchange=Exchange())
+
+    async def run() -> float:
+        began = time.monotonic()
+        for _ in range(6):
+            assert await request(made, f"{wire.NODE_PATH}take-order", body=wire.pack([b"7", b""])) == 200
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= 0.15
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, 200), ({"sender": 1}, 403), ({"node": 8, "sender": 8}, 403), ({"is_to_server": False}, 403),
+     ({"reply_to": ""}, 403), ({"objects": 20_000}, 413), ({"depth": 9}, 413), (None, 400)],
+)  # fmt: skip
+def test_a_reply_with_its_objects_is_checked_as_one_without(
+    changes: dict[str, Any] | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda body: None if changes is None else reply(**changes))
+    exchange = Exchange()
+    assert own_status(wire.SEND_REPLY, b"head", b"one", b"two", exchange=exchange) == expected
+    assert exchange.asked == ([(7, b"head", [b"one", b"two"])] if expected == 200 else [])
+
+
+def test_a_reply_is_no_larger_and_has_no_more_objects_than_one_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    limits = door.DoorLimits(reply_bytes=0)
+    assert own_status(wire.SEND_REPLY, b"head", *[b""] * limits.objects, limits=limits) == 200
+    assert own_status(wire.SEND_REPLY, b"head", *[b""] * (limits.objects + 1), limits=limits) == 400
+    exchange = Exchange()
+    made = door.Door(Behind(), door.DoorLimits(reply_bytes=1000 - door.OBJECT_BYTES), exchange=exchange)
+
+    async def run() -> list[int]:
+        path = f"{wire.NODE_PATH}send-reply"
+        sizes = ((500, 500), (500, 501))
+        found = [await request(made, path, body=wire.pack([b"", *map(bytes, pair)])) for pair in sizes]
+        return [*found, await request(made, f"{door.NODE_API}push-object", body=bytes(501))]
+
+    assert asyncio.run(run()) == [200, 413, 413]
+    assert len(exchange.asked) == 1
+
+
+def test_what_can_t_be_stored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    exchange = Exchange()
+    for error, expected in ((ValueError(), 409), (adapter.RunNotRunningException(), 403)):
+        exchange.error = error
+        assert own_status(wire.SEND_REPLY, b"head", exchange=exchange) == expected
+
+
+def test_a_heartbeat_is_a_node_s_own() -> None:
+    path = f"{door.NODE_API}send-node-heartbeat"
+    assert status(path) == 200
+    exchange = Exchange()
+    exchange.heartbeat = lambda body, node: (_ for _ in ()).throw(ValueError())  # type: ignore[method-assign]
+    exchange.store.acknowledge_heartbeat = exchange.heartbeat
+    assert asyncio.run(request(door.Door(Behind(), exchange=exchange), path)) == 400
+
+
+def test_a_run_s_requests_need_its_token_and_the_operator_s_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "peer_uid", lambda *_: 0)
+    token = ((b"flwr-task-token", b"token"),)
+
+    def run_status(name: str, *parts: bytes, **options: Any) -> int:
+        exchange = options.pop("exchange", Exchange())
+        made = door.Door(Behind(), exchange=exchange)
+        given = {"client": HERE, "headers": token, **options}
+        return asyncio.run(request(made, f"{wire.RUN_PATH}{name}", body=wire.pack(parts), **given))
+
+    exchange = Exchange()
+    assert run_status("send-orders", b"head", b"one", exchange=exchange) == 200
+    assert run_status("take-replies", b"1.5", b"a", b"b", exchange=exchange) == 200
+    assert exchange.asked == [("task", b"head", [b"one"]), ("task", ["a", "b"], 1.5)]
+    for headers in ((), ((b"flwr-task-token", b""),), ((b"flwr-task-token", b"another"),)):
+        assert run_status("send-orders", b"head", headers=headers) == 403
+    assert run_status("send-orders", b"head", client=ELSEWHERE) == 403
+    assert run_status("other", b"head") == 404
+    assert run_status("send-orders") == 404
+    assert run_status("take-replies", b"soon") == 409
+    monkeypatch.setattr(door, "peer_uid", lambda *_: 12345)
+    assert run_status("send-orders", b"head") == 403
+
+
+def test_flower_s_own_requests_wake_up_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "peer_uid", lambda *_: 0)
+    monkeypatch.setattr(door, "read_pushed_reply", lambda body: reply())
+    exchange = Exchange()
+    made = door.Door(Behind(), exchange=exchange)
+
+    async def run() -> None:
+        await request(made, f"{door.NODE_API}push-messages")
+        await request(made, "/v1/runtime/push-messages", client=HERE)
+        await request(made, "/v1/runtime/get-nodes", client=HERE)
+
+    asyncio.run(run())
+    assert exchange.woken == ["runs", "nodes"]

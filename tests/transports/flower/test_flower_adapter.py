@@ -26,86 +26,135 @@ from helpers.reply_transport import exchanged
 pytest.importorskip("flwr", reason="the extra fedspan[flower] is not installed")
 
 ROOT = Path(__file__).resolve().parents[3]
-ADAPTER = ROOT / "src" / "fedspan" / "transports" / "flower" / "adapter.py"
+ADAPTER = ROOT / "src" / "fedspan" / "transports" / "flower" / "adapter"
 PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy", "flwr.simulation")
 
 OBJECTS = "flwr.supercore.inflatable.inflatable_object"
 TRANSFER = "flwr.supercore.inflatable.inflatable_utils"
 RUNTIME = "flwr.proto.runtime_pb2"
+FLEET = "flwr.proto.fleet_pb2"
+HEARTBEATS = "flwr.proto.heartbeat_pb2"
+OBJECT_MESSAGES = "flwr.proto.message_pb2"
+CONSTANTS = "flwr.supercore.constant"
+KEYS = "flwr.supercore.primitives.asymmetric"
 NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("flwr.app.message", "make_message"): ("metadata error", "the error that stands for a missing reply"),
+    ("flwr.app.message", "remove_content_from_message"): ("message", "announcing a message"),
+    ("flwr.cli.app", "app"): ("", "Flower's own commands"),
     ("flwr.common.constant", "ErrorCode"): ("", "the error that stands for a missing reply"),
     ("flwr.common.constant", "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE"): ("", "the maximum size of an object"),
+    ("flwr.common.constant", "HEARTBEAT_CALL_TIMEOUT"): ("", "a node's heartbeats"),
+    ("flwr.common.constant", "HEARTBEAT_DEFAULT_INTERVAL"): ("", "a node's heartbeats"),
     ("flwr.common.constant", "SUPERLINK_NODE_ID"): ("", "who a reply is addressed to"),
     ("flwr.common.constant", "SYSTEM_TIME_TOLERANCE"): ("", "a node's signature"),
+    ("flwr.common.constant", "Status"): ("", "the replies that a run takes"),
     ("flwr.common.constant", "TIMESTAMP_HEADER"): ("", "a node's signature"),
     ("flwr.common.constant", "TIMESTAMP_TOLERANCE"): ("", "a node's signature"),
+    ("flwr.common.serde", "message_from_proto"): ("message_proto", "receiving a message"),
+    ("flwr.common.serde", "message_to_proto"): ("message", "announcing a message"),
     ("flwr.common.serde", "run_from_proto"): ("run_proto", "being the server of a run"),
-    ("flwr.proto.fleet_pb2", "PushMessagesRequest"): ("", "the check of a node's messages"),
-    ("flwr.proto.message_pb2", "ConfirmMessageReceivedRequest"): ("", "deleting a reply on the SuperLink"),
-    ("flwr.proto.message_pb2", "ObjectTree"): ("", "the ids of a message's objects"),
+    (FLEET, "ActivateNodeRequest"): ("", "a node's connection"),
+    (FLEET, "ActivateNodeResponse"): ("", "a node's connection"),
+    (FLEET, "DeactivateNodeRequest"): ("", "a node's connection"),
+    (FLEET, "PullMessagesResponse"): ("", "receiving an order"),
+    (FLEET, "PushMessagesRequest"): ("", "the check of a node's messages"),
+    (FLEET, "PushMessagesResponse"): ("", "sending a reply"),
+    (FLEET, "RegisterNodeFleetRequest"): ("", "a node's connection"),
+    (FLEET, "UnregisterNodeFleetRequest"): ("", "a node's connection"),
+    (HEARTBEATS, "SendNodeHeartbeatRequest"): ("", "a node's heartbeats"),
+    (HEARTBEATS, "SendNodeHeartbeatResponse"): ("", "a node's heartbeats"),
+    (OBJECT_MESSAGES, "ConfirmMessageReceivedRequest"): ("", "deleting a message on the SuperLink"),
+    (OBJECT_MESSAGES, "ObjectTree"): ("", "the ids of a message's objects"),
+    (OBJECT_MESSAGES, "PullObjectResponse"): ("", "fetching an object"),
+    (OBJECT_MESSAGES, "PushObjectResponse"): ("", "sending an object"),
+    ("flwr.proto.node_pb2", "Node"): ("", "how a node names itself"),
     (RUNTIME, "AcquireTaskRequest"): ("", "taking over a run"),
     (RUNTIME, "PullAppMessagesRequest"): ("", "fetching replies"),
+    (RUNTIME, "PullAppMessagesResponse"): ("", "fetching replies"),
     (RUNTIME, "PullTaskInputRequest"): ("", "being the server of a run"),
+    (RUNTIME, "PushAppMessagesRequest"): ("", "sending orders"),
+    (RUNTIME, "PushAppMessagesResponse"): ("", "sending orders"),
     (RUNTIME, "PushTaskOutputRequest"): ("", "ending a run"),
-    ("flwr.supercore.constant", "FLEET_HTTP_PUBLIC_KEY_HEADER"): ("", "a node's signature"),
-    ("flwr.supercore.constant", "FLEET_HTTP_SIGNATURE_HEADER"): ("", "a node's signature"),
-    ("flwr.supercore.constant", "NodeStatus"): ("", "finding a registered node"),
-    ("flwr.supercore.constant", "SYSTEM_MESSAGE_TYPE"): ("", "the error that stands for a missing reply"),
+    ("flwr.proto.task_pb2", "Task"): ("", "being the server of a run"),
+    ("flwr.server.superlink.utils", "check_abort"): ("run_id abort_status_list state", "the replies that a run takes"),
+    (CONSTANTS, "FLEET_HTTP_PUBLIC_KEY_HEADER"): ("", "a node's signature"),
+    (CONSTANTS, "FLEET_HTTP_SIGNATURE_HEADER"): ("", "a node's signature"),
+    (CONSTANTS, "NodeStatus"): ("", "finding a registered node"),
+    (CONSTANTS, "SYSTEM_MESSAGE_TYPE"): ("", "the error that stands for a missing reply"),
+    (CONSTANTS, "TASK_TOKEN_HEADER"): ("", "being the server of a run"),
     ("flwr.supercore.date", "now"): ("", "the error that stands for a missing reply"),
-    ("flwr.supercore.heartbeat", "HeartbeatSender"): ("heartbeat_fn", "keeping a run alive"),
+    ("flwr.supercore.heartbeat", "HeartbeatSender"): ("heartbeat_fn", "keeping a run or a node alive"),
     ("flwr.supercore.heartbeat", "make_task_heartbeat_fn_http"): ("client", "keeping a run alive"),
-    (OBJECTS, "get_all_nested_objects"): ("obj", "sending a reply"),
+    (OBJECTS, "UnexpectedObjectContentError"): ("", "refusing an object that is not valid"),
+    (OBJECTS, "get_all_nested_objects"): ("obj", "sending a message"),
     (OBJECTS, "get_object_body"): ("object_content cls", "the size of an assembled message"),
     (OBJECTS, "get_object_children_ids_from_object_content"): ("object_content", "the size of an assembled message"),
-    (OBJECTS, "get_object_tree"): ("obj", "sending a reply"),
+    (OBJECTS, "get_object_id"): ("object_content", "the names of objects that come along"),
+    (OBJECTS, "get_object_tree"): ("obj", "sending a message"),
     (OBJECTS, "get_object_type_from_object_content"): ("object_content", "the size of an assembled message"),
     (OBJECTS, "iterate_object_tree"): ("tree", "fetching a message"),
-    (OBJECTS, "no_object_id_recompute"): ("", "sending a reply without hashing it twice"),
+    (OBJECTS, "no_object_id_recompute"): ("", "sending a message without hashing it twice"),
     ("flwr.supercore.inflatable.inflatable_protobuf_utils", "make_pull_object_fn_protobuf"): (
         "pull_object_protobuf node run_id",
-        "fetching replies",
+        "fetching objects",
+    ),
+    ("flwr.supercore.inflatable.inflatable_protobuf_utils", "make_push_object_fn_protobuf"): (
+        "push_object_protobuf node run_id session_id",
+        "sending objects",
     ),
     (TRANSFER, "ObjectPullError"): ("object_id reason", "noticing that a message can't be fetched"),
-    (TRANSFER, "ObjectPushError"): ("", "noticing that a reply can't be sent"),
+    (TRANSFER, "ObjectPushError"): ("", "noticing that a message can't be sent"),
     (TRANSFER, "ObjectUnavailableError"): ("", "a reply whose objects have not arrived"),
     (TRANSFER, "inflate_object_from_contents"): ("object_id object_contents", "assembling a message"),
     (TRANSFER, "pull_objects"): ("object_ids pull_object_fn", "fetching a message"),
     (TRANSFER, "push_object_contents_from_iterable"): ("object_contents push_object_fn", "sending a reply"),
+    (TRANSFER, "push_objects"): ("objects push_object_fn", "sending an order"),
+    (TRANSFER, "validate_object_content"): ("content", "refusing an object that is not valid"),
     ("flwr.supercore.interceptors", "RuntimeVersionHttpInterceptor"): ("component_name", "taking over a run"),
     ("flwr.supercore.interceptors", "SuperExecAuthHttpInterceptor"): (
         "master_secret protected_methods",
         "taking over a run",
     ),
-    ("flwr.supercore.primitives.asymmetric", "bytes_to_public_key"): ("public_key_bytes", "a node's signature"),
-    ("flwr.supercore.primitives.asymmetric", "public_key_to_bytes"): ("public_key", "finding a registered node"),
-    ("flwr.supercore.primitives.asymmetric", "verify_signature"): (
-        "public_key message signature",
-        "a node's signature",
-    ),
+    ("flwr.supercore.object_store", "NoObjectInStoreError"): ("", "an order that was deleted"),
+    (KEYS, "bytes_to_public_key"): ("public_key_bytes", "a node's signature"),
+    (KEYS, "generate_key_pairs"): ("", "a node without a key"),
+    (KEYS, "public_key_to_bytes"): ("public_key", "finding a registered node"),
+    (KEYS, "sign_message"): ("private_key message", "a node's signature"),
+    (KEYS, "verify_signature"): ("public_key message signature", "a node's signature"),
     ("flwr.supercore.retry", "make_simple_http_retry_invoker"): ("", "taking over a run"),
     ("flwr.supercore.run", "RunNotRunningException"): ("", "noticing that a run has ended"),
     ("flwr.supercore.runtime", "RuntimeHttpClient"): ("", "being the server of a run"),
     ("flwr.supercore.task_identity", "TaskIdentity"): ("", "making messages"),
-    ("flwr.supernode", "fleet_http_connection"): ("", "the node's connection"),
+    ("flwr.superlink", "extensions"): ("", "the SuperLink's access filter"),
     ("flwr.superlink.grid", "HttpGrid"): (
         "runtime_api_address insecure root_certificates token",
         "the messages of a run",
     ),
-    ("flwr.superlink", "extensions"): ("", "the SuperLink's access filter"),
-    ("flwr.cli.app", "app"): ("", "Flower's own commands"),
+    ("flwr.superlink.servicer.fleet", "fleet_handlers"): ("", "a node's heartbeats"),
+    ("flwr.superlink.servicer.runtime", "runtime_handlers"): ("", "storing orders"),
 }
 """By module and name: the parameters that are passed, and what for."""
 
 FIELDS = {
-    ("flwr.proto.message_pb2", "ConfirmMessageReceivedRequest"): "node run_id message_object_id",
-    ("flwr.proto.message_pb2", "ObjectTree"): "object_id children",
-    ("flwr.proto.fleet_pb2", "PushMessagesRequest"): "node messages_list message_object_trees",
+    (FLEET, "ActivateNodeRequest"): "public_key heartbeat_interval",
+    (FLEET, "ActivateNodeResponse"): "node_id",
+    (FLEET, "DeactivateNodeRequest"): "node_id",
+    (FLEET, "PullMessagesResponse"): "messages_list message_object_trees",
+    (FLEET, "PushMessagesRequest"): "node messages_list message_object_trees clientapp_runtime_list",
+    (FLEET, "PushMessagesResponse"): "results objects_to_push session_id",
+    (FLEET, "RegisterNodeFleetRequest"): "public_key",
+    (FLEET, "UnregisterNodeFleetRequest"): "node_id",
+    (HEARTBEATS, "SendNodeHeartbeatRequest"): "node heartbeat_interval",
+    (HEARTBEATS, "SendNodeHeartbeatResponse"): "success",
+    (OBJECT_MESSAGES, "ConfirmMessageReceivedRequest"): "node run_id message_object_id",
+    (OBJECT_MESSAGES, "ObjectTree"): "object_id children",
     (RUNTIME, "AcquireTaskRequest"): "supported_task_types",
     (RUNTIME, "AcquireTaskResponse"): "token task",
     (RUNTIME, "PullAppMessagesRequest"): "message_ids",
     (RUNTIME, "PullAppMessagesResponse"): "messages_list message_object_trees",
     (RUNTIME, "PullTaskInputResponse"): "task_id run context",
+    (RUNTIME, "PushAppMessagesRequest"): "messages_list message_object_trees",
+    (RUNTIME, "PushAppMessagesResponse"): "message_ids objects_to_push session_id",
     (RUNTIME, "PushTaskOutputRequest"): "sub_status details",
 }
 """Fields of Flower's messages that are written or read."""
@@ -163,9 +212,9 @@ def test_flower_s_messages_have_the_fields(module: str, name: str) -> None:
 
 def test_the_lists_are_whole() -> None:
     """Everything private that the adapter imports is checked here, and listed in its docstring with its version."""
-    tree = ast.parse(ADAPTER.read_text())
-    listed = " ".join((ast.get_docstring(tree) or "").split())
-    imported = set(private_imports(tree)) | {("flwr.cli.app", "app")}
+    trees = [ast.parse(path.read_text()) for path in ADAPTER.glob("*.py")]
+    listed = " ".join((ast.get_docstring(ast.parse((ADAPTER / "__init__.py").read_text())) or "").split())
+    imported = {name for tree in trees for name in private_imports(tree)} | {("flwr.cli.app", "app")}
     assert imported == set(NAMES)
     for _, name in imported - {("flwr.proto.message_pb2", "ObjectTree")}:
         assert re.search(rf"\b{name}\b", listed), f"{name} is not in the adapter's docstring"
@@ -178,7 +227,7 @@ def test_no_other_module_relies_on_private_names() -> None:
     private = re.compile(r"_message_id\"|\._runtime_client|\._retry_invoker|flwr_exit|TaskIdentity|flwr\.cli\.app")
     for folder in ("src", "tests", "benchmarks", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path in (ADAPTER, Path(__file__).resolve()):
+            if path.parent == ADAPTER or path == Path(__file__).resolve():
                 continue
             text = path.read_text()
             assert not list(private_imports(ast.parse(text))), path
@@ -264,17 +313,34 @@ def test_the_first_error_of_a_pull_is_raised() -> None:
         broken("pull_objects that raises the first error unchanged", "the limit on the size of messages")
 
 
-def test_the_node_s_connection_yields_eight_values_and_calls_flwr_exit() -> None:
-    connection = lookup("flwr.supernode", "fleet_http_connection", "the node's connection")
-    function = lookup("flwr.supernode.fleet_http_connection", "http_request_response", "the node's connection")
-    names = "server_address insecure root_certificates authentication_keys max_retries max_wait_time"
-    if list(inspect.signature(function).parameters) != names.split():
-        broken(f"http_request_response({names.replace(' ', ', ')})", "the node's connection")
-    if not callable(getattr(connection, "flwr_exit", None)) or "flwr_exit(" not in inspect.getsource(function):
-        broken("fleet_http_connection.flwr_exit, called by http_request_response", "reconnecting instead of ending")
-    (values,) = inspect.signature(function).return_annotation.__args__
-    if len(values.__args__) != 8:
-        broken("http_request_response that yields eight values", "the node's connection")
+def test_the_superlink_s_database_has_what_the_door_needs(tmp_path: Path) -> None:
+    purpose = "the door's own requests"
+    manager = lookup("flwr.superlink.federation", "NoOpFederationManager", purpose)()
+    objects = lookup("flwr.supercore.object_store", "ObjectStoreFactory", purpose)(str(tmp_path / "flower.db"))
+    factory = lookup("flwr.server.superlink.linkstate", "LinkStateFactory", purpose)
+    state = factory(str(tmp_path / "flower.db"), manager, objects).state()
+    for function, parameters in {
+        "session": "",
+        "delete_messages": "message_ins_ids",
+        "get_message_ins": "node_id limit",
+        "get_task_by_token": "token",
+        "start_session": "run_id",
+        "store_message_and_object_tree": "message object_tree session_id",
+        "store_object": "run_id session_id object_id object_content",
+    }.items():
+        require(parameters, getattr(state, function), f"the link state's {function}", purpose)
+    for function in ("get_object_tree", "get", "delete"):
+        require("object_id", getattr(state.object_store, function), f"the object store's {function}", purpose)
+    if "id" in state.object_store or state.get_task_by_token("token") is not None:
+        broken("a database that knows what it does not have", purpose)
+    with state.session() as outer, state.session() as inner, state.object_store.session() as third:
+        if not outer is inner is third:
+            broken("one transaction for messages and objects", purpose)
+    fleet = lookup("flwr.superlink.servicer.fleet", "fleet_handlers", purpose)
+    runtime = lookup("flwr.superlink.servicer.runtime", "runtime_handlers", purpose)
+    require("request state", fleet.send_node_heartbeat, "send_node_heartbeat", purpose)
+    for function in ("push_messages", "pull_messages"):
+        require("request state task", getattr(runtime, function), function, purpose)
 
 
 def test_a_node_without_a_server_raises_and_does_not_end() -> None:
@@ -284,20 +350,20 @@ def test_a_node_without_a_server_raises_and_does_not_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(httpx.ConnectError), connect_node(f"127.0.0.1:{port}", None, None, 0):
-        broken("http_request_response that connects at once", "reconnecting instead of ending")
+        broken("a server where there is none", "reconnecting instead of ending")
 
 
 def test_the_grid_has_what_the_server_of_a_run_needs() -> None:
     grid = lookup("flwr.superlink.grid", "HttpGrid", "the messages of a run")("127.0.0.1:1", insecure=True, token="t")
-    for name in ("_runtime_client", "_retry_invoker", "node", "set_run", "get_node_ids", "push_messages", "close"):
+    for name in ("_runtime_client", "_retry_invoker", "node", "set_run", "get_node_ids", "close"):
         if not hasattr(grid, name):
             broken(f"HttpGrid.{name}", "the messages of a run")
-    if not hasattr(grid._retry_invoker, "max_tries"):
+    if not hasattr(grid._retry_invoker, "max_tries") or not callable(grid._retry_invoker.invoke):
         broken("HttpGrid._retry_invoker.max_tries", "ending a run without waiting for a lost SuperLink")
     client = lookup("flwr.supercore.runtime", "RuntimeHttpClient", "being the server of a run")
     if not isinstance(grid._runtime_client, client):
         broken("a RuntimeHttpClient as HttpGrid._runtime_client", "the messages of a run")
-    calls = "AcquireTask PullTaskInput PushTaskOutput PullMessages PullObject ConfirmMessageReceived close"
+    calls = "AcquireTask PullTaskInput PushTaskOutput PullObject PushObject ConfirmMessageReceived close"
     for name in (*calls.split(), "from_server_address"):
         if not hasattr(client, name):
             broken(f"RuntimeHttpClient.{name}", "being the server of a run")
@@ -371,7 +437,7 @@ def test_the_superlink_asks_for_middleware_and_its_node_api_has_one_prefix(monke
 NODE = """
 import sys, threading
 from fedspan.transports.flower.supernode import Link, serve
-serve(Link(sys.argv[1], None, None, 2**22, poll=0.1), lambda envelope: envelope, threading.Event())
+serve(Link(sys.argv[1], None, None, 2**22), lambda envelope: envelope, threading.Event())
 """
 
 

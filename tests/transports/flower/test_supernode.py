@@ -1,11 +1,13 @@
-"""A node's loop over messages: what comes of those that it can't fetch any more."""
+"""A node's loop over orders: those that it can't fetch any more, and those that are sent again."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
+import httpx
 import pytest
 
 from fedspan.federation.protocol import Envelope
@@ -16,10 +18,11 @@ from flwr.app import Message
 
 from fedspan.transports.flower import supernode
 from fedspan.transports.flower.adapter import (
-    NodeConnection,
     ObjectPullError,
+    ReceivedOrder,
     RunNotRunningException,
     deflate_message,
+    tree_ids,
 )
 from fedspan.transports.flower.messages import new_salt, to_records
 from fedspan.transports.flower.signing import UnsignedSigner
@@ -35,47 +38,119 @@ def lost() -> BaseException:
     return ObjectPullError("id", "timeout")
 
 
-@pytest.mark.parametrize("where", ["pull", "confirm", "send", "receive"])
-@pytest.mark.parametrize("error", [gone, lost])
-def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], BaseException]) -> None:
-    signer = UnsignedSigner()
-    stop, answered, sent = Event(), list[Envelope](), list[Any]()
-    failing = {where}
+class Connection:
+    """A connection whose server has two orders.
 
-    def at(place: str) -> None:
-        if place in failing:
-            failing.clear()
-            raise error()
+    Args:
+        where: The step that fails the first time.
+        error: Makes the error.
+        along: Number of an order's objects that come along.
+    """
 
-    messages: list[tuple[Message, Any]] = []
-    contents: dict[str, bytes] = {}
-    for header in ("first", "second"):
-        message = Message(to_records(signer.seal(Envelope(header), 1), new_salt()), dst_node_id=1, message_type="train")
-        tree, objects = deflate_message(message)
-        messages.append((message, tree))
-        contents |= objects
+    node_id = 1
 
-    def receive() -> tuple[Message, Any] | None:
-        at("receive")
-        return messages.pop(0) if messages else None
+    def __init__(self, where: str = "", error: Callable[[], BaseException] = gone, along: int = 0) -> None:
+        self._failing, self._error, self._along = {where}, error, along
+        self.contents: dict[str, bytes] = {}
+        self.messages: list[tuple[Message, Any]] = []
+        self.received, self.confirmed, self.sent = list[str](), list[str](), list[Message]()
+        for header in ("first", "second"):
+            sealed = UnsignedSigner().seal(Envelope(header), 1)
+            message = Message(to_records(sealed, new_salt()), dst_node_id=1, message_type="train")
+            tree, objects = deflate_message(message)
+            self.messages.append((message, tree))
+            self.contents |= objects
 
-    def pull(run: int, id: str) -> bytes:
-        at("pull")
-        return contents[id]
+    def at(self, place: str) -> None:
+        if place in self._failing:
+            self._failing.clear()
+            raise self._error()
 
-    def send(reply: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
-        at("send")
-        sent.append(reply)
-        return set(), "session"
+    def take_order(self, received: str) -> ReceivedOrder | None:
+        self.received.append(received)
+        self.at("take")
+        if not self.messages:
+            return None
+        message, tree = self.messages.pop(0)
+        along = tree_ids(tree)[: self._along]
+        return ReceivedOrder(message, tree, {id: self.contents[id] for id in along})
+
+    def pull_object(self, run: int, id: str) -> bytes:
+        self.at("pull")
+        return self.contents[id]
+
+    def confirm(self, run: int, id: str) -> None:
+        self.at("confirm")
+        self.confirmed.append(id)
+
+    def send_reply(self, run: int, reply: Message, seconds: float) -> None:
+        self.at("send")
+        self.sent.append(reply)
+
+
+def answer(connection: Connection, received: Any = None) -> list[str]:
+    """Run the loop until the second order; the headers of the orders that were carried out."""
+    stop, answered = Event(), list[str]()
 
     def answering(envelope: Envelope) -> Envelope:
-        answered.append(envelope)
+        answered.append(envelope.header)
         if envelope.header == "second":
             stop.set()
         return envelope
 
-    connection = NodeConnection(1, receive, send, None, None, pull, lambda *_: None, lambda *_: at("confirm"))
-    supernode._answer(connection, supernode.Link("", None, None, 2**20), signer, answering, stop)
-    taken = [envelope.header for envelope in answered]
-    assert taken == (["second"] if where in ("pull", "confirm") else ["first", "second"])
-    assert len(sent) == (2 if where == "receive" else 1)
+    link, known = supernode.Link("", None, None, 2**20), received or supernode._Received()
+    supernode._answer(connection, link, UnsignedSigner(), answering, stop, known)  # type: ignore[arg-type]
+    return answered
+
+
+@pytest.mark.parametrize("where", ["pull", "confirm", "send", "take"])
+@pytest.mark.parametrize("error", [gone, lost])
+def test_a_run_that_ended_does_not_end_the_node(where: str, error: Callable[[], BaseException]) -> None:
+    connection = Connection(where, error)
+    assert answer(connection) == (["second"] if where in ("pull", "confirm") else ["first", "second"])
+    assert len(connection.sent) == (2 if where == "take" else 1)
+
+
+def test_an_order_whose_objects_came_along_is_not_confirmed_and_counts_as_received() -> None:
+    connection = Connection(along=9)
+    first, second = (message.metadata.message_id for message, _ in connection.messages)
+    received = supernode._Received()
+    assert answer(connection, received) == ["first", "second"]
+    assert (connection.confirmed, connection.received, received.id) == ([], ["", first], second)
+
+
+def test_an_order_of_which_some_objects_are_fetched_is_confirmed() -> None:
+    connection = Connection(along=2)
+    ids = [message.metadata.message_id for message, _ in connection.messages]
+    assert answer(connection) == ["first", "second"]
+    assert connection.confirmed == ids
+
+
+def test_an_order_that_a_broken_connection_lost_has_not_been_received() -> None:
+    received = supernode._Received()
+    with pytest.raises(httpx.ReadError):
+        answer(Connection("pull", lambda: httpx.ReadError("lost")), received)
+    assert received.id == ""
+
+
+def test_a_node_that_waits_for_an_order_stops_at_once() -> None:
+    waiting, stop = Event(), Event()
+
+    class Silent(Connection):
+        def take_order(self, received: str) -> None:
+            waiting.wait(60)
+
+    Timer(0.1, stop.set).start()
+    began = time.monotonic()
+    assert supernode._next_order(Silent(), "", stop) is None  # type: ignore[arg-type]
+    assert time.monotonic() - began < 5
+    waiting.set()
+
+
+def test_a_server_that_does_not_wait_is_not_asked_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, stop = Connection(), Event()
+    connection.messages.clear()
+    Timer(0.5, stop.set).start()
+    link = supernode.Link("", None, None, 2**20)
+    supernode._answer(connection, link, UnsignedSigner(), lambda e: e, stop, supernode._Received())  # type: ignore
+    assert len(connection.received) == 1

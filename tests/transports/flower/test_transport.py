@@ -136,12 +136,60 @@ def test_after_the_object_that_exceeds_the_limit_no_other_is_fetched() -> None:
         pulled.append(id)
         return bytes(2**20)
 
-    assert len(messages.fetch_objects(tree, pull, 100 * 2**20)) == len(pulled) == 100
+    assert len(messages.fetch_objects(tree, pull, 100 * 2**20, {})) == len(pulled) == 100
     pulled.clear()
     with pytest.raises(messages.TooLarge, match="more than 2 MiB") as raised:
-        messages.fetch_objects(tree, pull, 2 * 2**20)
+        messages.fetch_objects(tree, pull, 2 * 2**20, {})
     assert adapter.pull_failure(raised.value) == "more than 2 MiB, the maximum"
     assert len(pulled) < 30  # the third, and those that other threads had asked for
+
+
+def test_objects_that_came_along_are_not_fetched_and_count() -> None:
+    adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+    messages = pytest.importorskip("fedspan.transports.flower.messages")
+    tree = adapter.ObjectTree(object_id="a", children=[adapter.ObjectTree(object_id="b")])
+    known = {"a": b"12", "b": b"345", "of another message": b"6"}
+
+    def pull(id: str) -> bytes:
+        raise AssertionError(id)
+
+    assert messages.fetch_objects(tree, pull, 5, known) == {"a": b"12", "b": b"345"}
+    with pytest.raises(messages.TooLarge):
+        messages.fetch_objects(tree, pull, 4, known)
+
+
+def test_small_orders_share_requests_and_large_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_BATCH", 3)
+    monkeypatch.setattr(transport, "BATCH_BYTES", 10_000 + 3 * transport._OVERHEAD)
+    bodies = {"a": 10, "b": 10, "c": 10, "d": 10, "e": 20_000, "f": 9_000, "g": 9_000}
+    envelopes = {id: Envelope(id, bytes(size)) for id, size in bodies.items()}
+
+    requests = list[int]()
+
+    class Counting(Grid):
+        def push_messages(self, messages: list[Any]) -> list[str]:
+            requests.append(len(messages))
+            return super().push_messages(messages)
+
+    nodes = {id: number for number, id in enumerate(bodies)}
+    grid = Counting(nodes.values(), {})
+    assert exchanged(transport.GridTransport(grid, nodes), envelopes, 10.0) == envelopes
+    assert requests == [3, 1, 1, 1, 1]
+
+
+def test_an_order_that_the_superlink_does_not_take_is_sent_again() -> None:
+    class Refusing(Grid):
+        taken = 0
+
+        def push_messages(self, messages: list[Any]) -> list[str]:
+            self.taken += 1
+            ids = super().push_messages(messages)
+            return ["", *ids[1:]] if self.taken == 1 else ids
+
+    grid = Refusing([1, 2, 3], {})
+    found = exchanged(transport.GridTransport(grid, NODES, patience=5.0), ENVELOPES, 30.0, patient=True)
+    assert found == ENVELOPES
+    assert grid.taken == 2
 
 
 def test_a_node_that_has_not_decided_is_invited_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
@@ -240,13 +241,20 @@ def _nodes(link: ServerLink) -> dict[int, Admission]:
     """Return all nodes that were ever admitted, in the order of their admissions."""
     path = link.folder / _NAMES
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-        return {int(id): _admission(record) for id, record in records.items()}
+        state = path.stat()
+        return dict(_parse_nodes(path, (state.st_mtime_ns, state.st_ino, state.st_size)))
     except FileNotFoundError:
         return _rebuild(link)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"{path} is damaged ({type(error).__name__}). Remove it: it is rebuilt from the audit log"
         raise FedspanError("server", str(path), problem=problem) from error
+
+
+@lru_cache(4)
+def _parse_nodes(path: Path, version: tuple[int, int, int]) -> Mapping[int, Admission]:
+    """Parse the file once for each of its versions: a run reads it for every reply."""
+    records = json.loads(path.read_text(encoding="utf-8"))
+    return {int(id): _admission(record) for id, record in records.items()}
 
 
 def _admission(row: Mapping[str, object]) -> Admission:

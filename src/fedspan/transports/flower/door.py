@@ -4,12 +4,15 @@ Flower serves nodes, commands and running servers on one port. It reads a body o
 stores messages in anybody's name, and accepts commands from any user of the machine. The door admits only what a role
 allows:
 
-- **Nodes** reach the nine paths that a node needs. The signed time in the headers is verified, and the key must be an
-  admitted one, before a byte of the body is read. Bodies have a maximum size for each path and a time limit. A message
-  must be a reply of the node itself to the server, of at most ``DoorLimits.objects`` objects, and the objects that
-  follow may have ``DoorLimits.reply_bytes`` bytes in all. A node that sends faster than the limits waits.
+- **Nodes** reach the nine paths of Flower's that a node needs, and the door's own (``wire``). The signed time in the
+  headers is verified, and the key must be an admitted one, before a byte of the body is read. Bodies have a maximum
+  size for each path and a time limit. A message must be a reply of the node itself to the server, of at most
+  ``DoorLimits.objects`` objects, and the objects that follow may have ``DoorLimits.reply_bytes`` bytes in all. A node
+  that sends faster than the limits waits.
 - **The operator** reaches everything else, from a process of the same user on the same machine. Flower's commands carry
   no credentials, so the system's own record of who owns the connection decides.
+
+The door answers its own paths and heartbeats itself (``exchange``), without Flower's layers of web framework.
 """
 
 from __future__ import annotations
@@ -25,27 +28,44 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter, run_sync
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from fedspan.transports.flower.adapter import (
     NODE_API,
     OBJECT_BYTES,
     PIECE_BYTES,
+    TASK_TOKEN_HEADER,
+    MessageStore,
+    RunNotRunningException,
     find_node_id,
     read_pushed_reply,
     requires_node_keys,
     verify_node_headers,
 )
 from fedspan.transports.flower.connections import CONNECTIONS, Connections
+from fedspan.transports.flower.exchange import Exchange
 from fedspan.transports.flower.local_peer import peer_uid
+from fedspan.transports.flower.wire import (
+    BATCH_BYTES,
+    INLINE_BYTES,
+    NODE_PATH,
+    RUN_PATH,
+    SEND_ORDERS,
+    SEND_REPLY,
+    TAKE_ORDER,
+    TAKE_REPLIES,
+    unpack,
+)
 
-__all__ = ["BODY_BYTES", "Door", "DoorLimits"]
+__all__ = ["BODY_BYTES", "OWN_BODY_BYTES", "Door", "DoorLimits"]
 
 _THREADS = 3
 """Number of requests processed at once; more than one, because Flower's log streams occupy their threads. Each request
 writes to SQLite, which allows one writer, so the forty threads that FastAPI allows would mostly wait for each other."""
 
 _SMALL = 64 * 2**10
+_HEAD = 512 * 2**10
+"""Maximum size of the announcement of a reply, in bytes."""
 
 BODY_BYTES = {
     "activate-node": _SMALL,
@@ -55,15 +75,25 @@ BODY_BYTES = {
     "pull-messages": _SMALL,
     "pull-object": _SMALL,
     "confirm-message-received": _SMALL,
-    "push-messages": 512 * 2**10,
+    "push-messages": _HEAD,
     "push-object": OBJECT_BYTES + _SMALL,
 }
 """Paths of the node API that nodes may use, and the maximum size of a request's body in bytes."""
 
+OWN_BODY_BYTES = {TAKE_ORDER: _SMALL, SEND_REPLY: _HEAD + INLINE_BYTES + _SMALL}
+"""The door's own paths for nodes, and the maximum size of a request's body in bytes."""
+
+_RUN_BYTES = 2 * BATCH_BYTES
+"""Maximum size of a request of a run's server, in bytes: orders without content, and their objects."""
+
+_HEARTBEAT, _PUSH_MESSAGES = "send-node-heartbeat", "push-messages"
+_PUSH_ORDERS = "/v1/runtime/push-messages"
+"""Flower's own path for orders, which a process of the operator may use."""
+
 _KEYLESS = {"register-node": _SMALL, "unregister-node": _SMALL}
 """Further paths of a server without keys, at which nodes register themselves."""
 
-_PROMPT = "activate-node", "send-node-heartbeat"
+_PROMPT = "activate-node", _HEARTBEAT
 """Paths whose requests wait for no other ones: a node that is cut off in an upload comes back at once."""
 
 _KNOWN_SECONDS = 5.0
@@ -136,10 +166,18 @@ class Door:
         app: The app that receives the accepted requests.
         limits: What one node may ask.
         connections: The server's connections, which are told which of them sent an accepted request.
+        exchange: The door's own requests; None: those of the app's database.
     """
 
-    def __init__(self, app: App, limits: DoorLimits | None = None, connections: Connections | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        limits: DoorLimits | None = None,
+        connections: Connections | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
         self.app, self.limits, self.connections = app, limits or DoorLimits(), connections or CONNECTIONS
+        self._exchange = exchange
         self._senders: OrderedDict[bytes, _Sender] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,12 +189,18 @@ class Door:
         try:
             if scope["type"] != "http":
                 raise Refused(403, "only HTTP")
-            if str(scope["path"]).startswith(NODE_API):
+            path = str(scope["path"])
+            if path.startswith((NODE_API, NODE_PATH)):
                 await self._serve_node(scope, receive, send)
-            else:
-                await self._require_operator(scope)
-                self.connections.accept(scope.get("client"), b"operator", None)
-                await self.app(scope, receive, send)
+                return
+            await self._require_operator(scope)
+            self.connections.accept(scope.get("client"), b"operator", None)
+            if path.startswith(RUN_PATH):
+                await self._serve_run(path[len(RUN_PATH) :], scope, receive, send)
+                return
+            await self.app(scope, receive, send)
+            if path == _PUSH_ORDERS and self._exchange is not None:
+                self._exchange.wake_nodes()
         except Refused as refused:
             answer = PlainTextResponse(refused.reason, refused.status, headers={"connection": "close"})
             await answer(scope, receive, send)
@@ -169,32 +213,99 @@ class Door:
         if owner not in (0, os.getuid()):
             raise Refused(403, "only from a process of the user that runs the server")
 
+    def _exchanged(self, scope: Scope) -> Exchange:
+        if self._exchange is None:
+            self._exchange = Exchange(MessageStore(scope["app"]))
+        return self._exchange
+
+    async def _serve_run(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of a run's server, whose token Flower has issued."""
+        headers, exchange = dict[bytes, bytes](scope["headers"]), self._exchanged(scope)
+        token = headers.get(TASK_TOKEN_HEADER.encode(), b"").decode("latin-1")
+        task = await exchange.call(exchange.store.find_task, token) if token else None
+        if task is None:
+            raise Refused(403, "no server of a run")
+        parts = _parts(await _read(receive, _declared_length(headers, _RUN_BYTES), self.limits), 1 << 20)
+        try:
+            if path == SEND_ORDERS and parts:
+                answer = await exchange.send_orders(task, parts[0], parts[1:])
+            elif path == TAKE_REPLIES and parts:
+                ids = [part.decode("latin-1") for part in parts[1:]]
+                answer = await exchange.take_replies(task, ids, float(parts[0]))
+            else:
+                raise Refused(404, "no path of a run's server")
+        except ValueError as error:
+            raise Refused(409, f"not stored ({type(error).__name__})") from error
+        await _answer(answer, scope, receive, send)
+
     async def _serve_node(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, headers = str(scope["path"])[len(NODE_API) :], dict[bytes, bytes](scope["headers"])
+        path, own = str(scope["path"]), str(scope["path"]).startswith(NODE_PATH)
+        name, headers = path[len(NODE_PATH if own else NODE_API) :], dict[bytes, bytes](scope["headers"])
         keyed = requires_node_keys(scope["app"])
-        limit = (BODY_BYTES if keyed else BODY_BYTES | _KEYLESS).get(path)
-        if limit is None or scope["method"] != "POST":
+        sizes = OWN_BODY_BYTES if own else BODY_BYTES if keyed else BODY_BYTES | _KEYLESS
+        most = sizes.get(name)
+        if most is None or scope["method"] != "POST":
             raise Refused(403, "not a path for nodes")
-        length = _declared_length(headers, limit)
-        if not keyed:  # a trial on one machine: nobody can tell its nodes apart
-            self.connections.accept(scope.get("client"), b"keyless", None)
-            body = await _read(receive, length, self.limits)
-            if path == "push-messages":
-                self._require_reply(body, None)
-            await self.app(scope, _replay(body, receive), send)
-            return
-        key = verify_node_headers(headers)
-        if key is None:
-            raise Refused(401, "no valid signature of a node")
-        sender = self._sender(key)
-        await self._require_admitted(scope, sender, key)
-        self.connections.accept(scope.get("client"), key, length + 2 * OBJECT_BYTES)
+        length = _declared_length(headers, most)
+        sender: _Sender | None = None
         async with AsyncExitStack() as stack:
-            if path not in _PROMPT:
-                await self._wait(sender, stack)
+            if keyed:
+                key = verify_node_headers(headers)
+                if key is None:
+                    raise Refused(401, "no valid signature of a node")
+                sender = self._sender(key)
+                await self._require_admitted(scope, sender, key)
+                self.connections.accept(scope.get("client"), key, length + 2 * OBJECT_BYTES)
+                if name not in _PROMPT:
+                    await self._wait(sender, stack)
+            else:  # a trial on one machine: nobody can tell its nodes apart
+                self.connections.accept(scope.get("client"), b"keyless", None)
             body = await _read(receive, length, self.limits)
-            self._require_allowed(path, body, sender)
-            await self.app(scope, _replay(body, receive), send)
+            if name == TAKE_ORDER:
+                await stack.aclose()  # while it waits, the node's other requests go on
+                answer = await self._take_order(body, sender, scope, receive)
+            elif name == SEND_REPLY:
+                answer = await self._send_reply(body, sender, scope)
+            elif name == _HEARTBEAT:
+                answer = await self._acknowledge_heartbeat(body, sender, scope)
+            else:
+                self._require_allowed(name, body, sender)
+                await self.app(scope, _replay(body, receive), send)
+                if name == _PUSH_MESSAGES and self._exchange is not None:
+                    self._exchange.wake_runs()
+                return
+            await _answer(answer, scope, receive, send)
+
+    async def _take_order(self, body: bytes, sender: _Sender | None, scope: Scope, receive: Receive) -> bytes:
+        parts = _parts(body, 2)
+        if len(parts) != 2 or not parts[0].isdigit() or len(parts[0]) > 20 or len(parts[1]) > 64:
+            raise Refused(400, "not a request for an order")
+        node = int(parts[0])
+        if sender is not None and node != sender.node:
+            raise Refused(403, "a request in the name of another")
+        return await self._exchanged(scope).take_order(node, parts[1].decode("latin-1"), _disconnected(receive))
+
+    async def _send_reply(self, body: bytes, sender: _Sender | None, scope: Scope) -> bytes:
+        head, *contents = _parts(body, 1 + self.limits.objects) or [b""]
+        self._require_allowed(_PUSH_MESSAGES, head, sender)
+        for content in contents:
+            self._require_allowed("push-object", content, sender)
+        node = self._require_reply(head, None if sender is None else sender.node)
+        try:
+            return await self._exchanged(scope).send_reply(node, head, contents)
+        except RunNotRunningException as error:
+            raise Refused(403, "the run has ended") from error
+        except ValueError as error:
+            raise Refused(409, "not a reply that can be stored") from error
+
+    async def _acknowledge_heartbeat(self, body: bytes, sender: _Sender | None, scope: Scope) -> bytes:
+        exchange = self._exchanged(scope)
+        try:
+            return await exchange.call(
+                exchange.store.acknowledge_heartbeat, body, None if sender is None else sender.node
+            )
+        except ValueError as error:
+            raise Refused(400, "not a heartbeat of this node") from error
 
     def _sender(self, key: bytes) -> _Sender:
         now = time.monotonic()
@@ -230,18 +341,19 @@ class Door:
         if sender.tokens < 0:
             await asyncio.sleep(-sender.tokens / self.limits.rate)
 
-    def _require_allowed(self, path: str, body: bytes, sender: _Sender) -> None:
+    def _require_allowed(self, path: str, body: bytes, sender: _Sender | None) -> None:
         """Check the messages and objects that a node stores."""
-        if path == "push-messages":
-            self._require_reply(body, sender.node)
-            sender.reply_left = self.limits.reply_bytes + OBJECT_BYTES  # what surrounds the pieces counts, too
-        elif path == "push-object":
+        if path == _PUSH_MESSAGES:
+            self._require_reply(body, None if sender is None else sender.node)
+            if sender is not None:
+                sender.reply_left = self.limits.reply_bytes + OBJECT_BYTES  # what surrounds the pieces counts, too
+        elif path == "push-object" and sender is not None:
             if len(body) > sender.reply_left:
                 raise Refused(413, "the objects are larger than a reply may be, or belong to no reply")
             sender.reply_left -= len(body)
 
-    def _require_reply(self, body: bytes, node: int | None) -> None:
-        """Check that a body announces one reply, of a node itself and to the server."""
+    def _require_reply(self, body: bytes, node: int | None) -> int:
+        """Check that a body announces one reply, of a node itself and to the server, and return that node."""
         reply = read_pushed_reply(body)
         if reply is None:
             raise Refused(400, "not one message with its objects")
@@ -251,6 +363,7 @@ class Door:
             raise Refused(403, "nodes only reply to the server")
         if reply.objects > self.limits.objects or reply.depth > 8:
             raise Refused(413, f"a reply has at most {self.limits.objects} objects")
+        return reply.sender
 
 
 def _declared_length(headers: dict[bytes, bytes], limit: int) -> int:
@@ -285,6 +398,28 @@ async def _read(receive: Receive, length: int, limits: DoorLimits) -> bytes:
                     return b"".join(parts)
     except TimeoutError:
         raise Refused(408, "the body took too long") from None
+
+
+def _parts(body: bytes, most: int) -> list[bytes]:
+    """Split a body of the door's own requests.
+
+    Raises:
+        Refused: If it is none.
+    """
+    try:
+        return unpack(body, most)
+    except ValueError as error:
+        raise Refused(400, f"at most {most} parts with their lengths before them") from error
+
+
+async def _answer(content: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    await Response(content, media_type="application/octet-stream")(scope, receive, send)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the connection is closed."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

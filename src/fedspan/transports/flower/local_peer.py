@@ -30,6 +30,7 @@ def peer_uid(client: Address | None, server: Address | None) -> int | None:
         endpoints = _parse(*client), _parse(*server)
     except ValueError:
         return None
+    port = f":{client[1]:04X}"  # decoding every line of a server with thousands of connections would take too long
     for table in _TABLES:
         try:
             lines = table.read_text(encoding="ascii").splitlines()[1:]
@@ -37,7 +38,9 @@ def peer_uid(client: Address | None, server: Address | None) -> int | None:
             continue
         for line in lines:
             fields = line.split()
-            if fields[3] == _ESTABLISHED and (_decode(fields[1]), _decode(fields[2])) == endpoints:
+            if not fields[1].endswith(port) or fields[3] != _ESTABLISHED:
+                continue
+            if (_decode(fields[1]), _decode(fields[2])) == endpoints:
                 return int(fields[7])
     return None
 

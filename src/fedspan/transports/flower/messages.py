@@ -20,7 +20,14 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedspan.federation.protocol import Envelope
-from fedspan.transports.flower.adapter import ObjectPullError, ObjectTree, array_layout, inflate_message, pull_tree
+from fedspan.transports.flower.adapter import (
+    ObjectPullError,
+    ObjectTree,
+    array_layout,
+    inflate_message,
+    pull_all,
+    tree_ids,
+)
 from fedspan.transports.flower.signing import Sealed
 
 __all__ = [
@@ -102,13 +109,16 @@ class TooLarge(ObjectPullError):
     """Raised when a message's objects exceed the maximum size."""
 
 
-def fetch_objects(tree: ObjectTree, pull: Callable[[str], bytes], limit: int) -> dict[str, bytes]:
+def fetch_objects(
+    tree: ObjectTree, pull: Callable[[str], bytes], limit: int, known: Mapping[str, bytes]
+) -> dict[str, bytes]:
     """Fetch a message's objects; after the one that exceeds the maximum size, no other is fetched.
 
     Args:
         tree: The ids of the message's objects.
         pull: Fetches one object.
         limit: Maximum size of all objects together, in bytes.
+        known: Objects that came along, by id.
 
     Returns:
         The objects' contents by id.
@@ -117,7 +127,9 @@ def fetch_objects(tree: ObjectTree, pull: Callable[[str], bytes], limit: int) ->
         TooLarge: If the objects exceed the maximum size.
         ObjectPullError: If an object is missing.
     """
-    size = 0
+    ids = tree_ids(tree)
+    contents = {id: known[id] for id in ids if id in known}
+    size = sum(map(len, contents.values()))
 
     def pull_counted(id: str) -> bytes:
         nonlocal size
@@ -128,7 +140,10 @@ def fetch_objects(tree: ObjectTree, pull: Callable[[str], bytes], limit: int) ->
                 return data
         raise TooLarge(id, describe_limit(limit))
 
-    return pull_tree(tree, pull_counted)
+    if size > limit:
+        raise TooLarge(tree.object_id, describe_limit(limit))
+    missing = [id for id in ids if id not in contents]
+    return contents | pull_all(missing, pull_counted) if missing else contents
 
 
 def assemble_message(id: str, contents: dict[str, bytes], limit: int) -> Message:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 
 import httpx
 from flwr.app import Error, Message
@@ -24,7 +27,7 @@ from fedspan.transports.flower.adapter import (
     NodeConnection,
     ObjectPullError,
     ObjectPushError,
-    ObjectTree,
+    ReceivedOrder,
     RunNotRunningException,
     connect_node,
     set_identity,
@@ -41,8 +44,11 @@ from fedspan.transports.flower.signing import NodeSigner, Signer, UnsignedSigner
 
 __all__ = ["Link", "serve"]
 
-_MIN_POLL = 0.1
-"""Initial polling interval after a message, as a fraction of the link's; it grows to the full interval."""
+_STOP = 0.5
+"""Seconds after which a node that waits for an order notices that it is to stop."""
+_PROMPT = 1.0
+"""Seconds within which an empty answer means that the server does not wait for orders, as another process asks for
+them with the same key; then the node waits itself."""
 _RECONNECT = 2.0, 30.0
 """Seconds before reconnecting after a lost connection: initial and maximum."""
 _RETRIES = 2
@@ -70,11 +76,10 @@ class Link:
         authority: File with the certificate of the authority that signed the SuperLink's; None: an insecure connection.
         keys: Key pair of the node; None: an unauthenticated node.
         limit: Maximum size of a message, in bytes.
-        poll: Maximum polling interval for messages, in seconds.
     """
 
-    def __init__(self, address: str, authority: Path | None, keys: Keys | None, limit: int, poll: float = 1.0) -> None:
-        self.address, self.authority, self.keys, self.limit, self.poll = address, authority, keys, limit, poll
+    def __init__(self, address: str, authority: Path | None, keys: Keys | None, limit: int) -> None:
+        self.address, self.authority, self.keys, self.limit = address, authority, keys, limit
 
     def signer(self) -> Signer:
         """Return the signer of this node: with keys, only orders that the server signed are carried out.
@@ -98,7 +103,7 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
     Raises:
         FedspanError: If the SuperLink refuses this node, or the authority's file has no certificate of an order key.
     """
-    signer = link.signer()
+    signer, received = link.signer(), _Received()
     pause, give_up_at = _RECONNECT[0], time.monotonic() + _REFUSED
     while not stop.is_set():
         try:
@@ -107,7 +112,7 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
                 log.info("connected to %s as node %d", link.address, connection.node_id)
                 pause = _RECONNECT[0]
                 try:
-                    _answer(connection, link, signer, answering, stop)
+                    _answer(connection, link, signer, answering, stop, received)
                 finally:
                     give_up_at = time.monotonic() + _REFUSED
         except httpx.HTTPStatusError as error:
@@ -127,42 +132,77 @@ def _describe(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _answer(connection: NodeConnection, link: Link, signer: Signer, answering: Answering, stop: Event) -> None:
-    pause = _MIN_POLL * link.poll
+@dataclass
+class _Received:
+    """What a node remembers over connections: the id of the last order that it received as a whole."""
+
+    id: str = ""
+
+
+def _answer(
+    connection: NodeConnection, link: Link, signer: Signer, answering: Answering, stop: Event, received: _Received
+) -> None:
     while not stop.is_set():
+        started = time.monotonic()
         try:
-            received = connection.receive()
-            if received is not None:
-                message, tree = received
-                _answer_one(connection, message, tree, link.limit, signer, answering)
+            order = _next_order(connection, received.id, stop)
+            if order is not None:
+                _answer_one(connection, order, link.limit, signer, answering, received)
+            elif time.monotonic() - started < _PROMPT:
+                stop.wait(_PROMPT)
         except _OVER as error:
             log.warning(
                 "a message can no longer be fetched or answered; its run has probably ended (%s)",
                 type(error).__name__,
             )
-            received = None
-        if received is not None:
-            pause = _MIN_POLL * link.poll
-            continue
-        stop.wait(pause)
-        pause = min(1.5 * pause, link.poll)
+
+
+def _next_order(connection: NodeConnection, received: str, stop: Event) -> ReceivedOrder | None:
+    """Wait for the next order; None: there is none yet, or ``stop`` is set."""
+    results = SimpleQueue[ReceivedOrder | BaseException | None]()
+
+    def take() -> None:
+        try:
+            results.put(connection.take_order(received))
+        except BaseException as error:  # raised in the thread that waits
+            results.put(error)
+
+    Thread(target=take, daemon=True).start()
+    while not stop.is_set():
+        with suppress(Empty):
+            result = results.get(timeout=_STOP)
+            if isinstance(result, BaseException):
+                raise result
+            return result
+    return None
 
 
 def _answer_one(
-    connection: NodeConnection, message: Message, tree: ObjectTree, limit: int, signer: Signer, answering: Answering
+    connection: NodeConnection,
+    order: ReceivedOrder,
+    limit: int,
+    signer: Signer,
+    answering: Answering,
+    received: _Received,
 ) -> None:
-    run = message.metadata.run_id
+    message, run = order.message, order.message.metadata.run_id
     set_identity(1, run, connection.node_id)
     started = time.monotonic()
+    known = len(order.contents)
     try:
-        contents = fetch_objects(tree, partial(connection.pull_object, run), limit)
+        contents = fetch_objects(order.tree, partial(connection.pull_object, run), limit, order.contents)
     except TooLarge:
         contents = None
-    connection.confirm(run, message.metadata.message_id)
+    except ObjectPullError:  # it was deleted; it is not sent again
+        received.id = message.metadata.message_id
+        raise
+    received.id = message.metadata.message_id
+    if contents is None or len(contents) > known:  # a large order is deleted at once, a small one with its reply
+        connection.confirm(run, message.metadata.message_id)
     reply = _reply(message, contents, limit, connection.node_id, signer, answering)
     try:
         connection.send_reply(run, reply, time.monotonic() - started)
-    except httpx.HTTPStatusError as error:  # `receive` fails next if this node is no longer accepted
+    except httpx.HTTPStatusError as error:  # `take_order` fails next if this node is no longer accepted
         log.warning("the SuperLink does not take the reply (%d)", error.response.status_code)
 
 

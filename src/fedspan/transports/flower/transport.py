@@ -34,6 +34,7 @@ from fedspan.transports.flower.adapter import (
 from fedspan.transports.flower.messages import assemble_message, describe_limit, from_records, new_salt, to_records
 from fedspan.transports.flower.server import ServerLink, call_flower
 from fedspan.transports.flower.signing import Signer, UnsignedSigner
+from fedspan.transports.flower.wire import BATCH_BYTES
 
 __all__ = ["Grid", "GridTransport", "attach", "invite", "roll_call"]
 
@@ -44,6 +45,12 @@ _REINVITE_SECONDS = 5.0
 _REVOKED = "its node's key was revoked"
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
+
+
+_WAIT = 1.0
+"""Seconds for which the server's answer waits for replies."""
+_BATCH, _OVERHEAD = 64, 2048
+"""Maximum number of orders of a request, and the size of an order's objects beside its header and body, in bytes."""
 
 
 class Grid(Protocol):
@@ -105,31 +112,35 @@ class GridTransport(Transport):
                     yield sent.to, _REVOKED
             online = set(self.grid.get_node_ids()) if unsent else set[int]()
             salt = new_salt()
-            for id in [id for id in unsent if self.nodes[id] in online]:  # one by one: their bodies may be large
+            for batch in _batches(orders, [id for id in unsent if self.nodes[id] in online]):
                 lifetime = max(deadline - time.monotonic(), 0) + 60
+                addressed = [(id, self.nodes[id], envelope) for id, envelope in batch]
                 try:
-                    sent = _send(self.grid, self.signer, orders[id], id, self.nodes[id], "train", lifetime, salt)
-                except ObjectPushError:  # its node deleted the message while it was sent
-                    del unsent[id]
+                    sent = _send(self.grid, self.signer, addressed, "train", lifetime, salt)
+                except (
+                    ObjectPushError
+                ):  # its node deleted the message while it was sent; only a large one is sent alone
                     salt = new_salt()  # no object of the next message may have a name that this node knows
-                    yield id, "its node confirmed an order that it had not received"
+                    for id, _ in batch:
+                        del unsent[id]
+                        yield id, "its node confirmed an order that it had not received"
                     continue
                 except httpx.HTTPStatusError as error:
-                    if error.response.status_code < 500:
+                    if error.response.status_code < 500 and error.response.status_code != httpx.codes.CONFLICT:
                         raise
                     salt = (
                         new_salt()
                     )  # somebody announced the body's name with other children: sent again under another
                     continue
-                if sent:
-                    pending.update(sent)
-                    del unsent[id]
+                pending.update(sent)
+                for one in sent.values():
+                    del unsent[one.to]
             if time.monotonic() >= offline_until:
                 reason = f"was not online for {offline_until - started:g} s" if patient else "is not online"
                 for id in sorted(unsent):
                     yield id, f"its node {reason}"
                 unsent.clear()
-            received_any = False
+            received_any, polled = False, time.monotonic()
             for id, reply in _receive(self.grid, self.signer, pending):
                 received_any = True
                 yield id, reply
@@ -138,7 +149,7 @@ class GridTransport(Transport):
             if time.monotonic() > deadline:
                 break
             pause = _POLL[0] if received_any else min(2 * pause, _POLL[1])
-            time.sleep(pause)
+            time.sleep(max(0.0, polled + pause - time.monotonic()))  # a grid may have waited itself
         for id in sorted(sent.to for sent in pending.values()):
             yield id, f"no reply within {seconds:g} s"
         for id in sorted(unsent):
@@ -154,14 +165,44 @@ class _Sent(Generic[A]):
     nonce: bytes
 
 
+def _batches(orders: Orders, ids: Iterable[str]) -> Iterator[list[tuple[str, Envelope]]]:
+    """Yield orders with their clients in batches that are sent in one request; a large order is one of its own."""
+    batch, size = list[tuple[str, Envelope]](), 0
+    for id in ids:
+        envelope = orders[id]
+        own = len(envelope.body) + len(envelope.header) + _OVERHEAD
+        if batch and (size + own > BATCH_BYTES or len(batch) == _BATCH):
+            yield batch
+            batch, size = [], 0
+        batch.append((id, envelope))
+        size += own
+    if batch:
+        yield batch
+
+
 def _send(
-    grid: Grid, signer: Signer, envelope: Envelope, to: A, node: int, kind: str, seconds: float, salt: bytes
+    grid: Grid, signer: Signer, addressed: Iterable[tuple[A, int, Envelope]], kind: str, seconds: float, salt: bytes
 ) -> dict[str, _Sent[A]]:
-    """Send an envelope, and return it by its message id; empty if Flower accepts no message for the node."""
-    sealed = signer.seal(envelope, node)
-    message = Message(to_records(sealed, salt), dst_node_id=node, message_type=kind, ttl=seconds)
-    (id,) = grid.push_messages([message]) or (None,)
-    return {id: _Sent(to, node, sealed.nonce)} if id else {}
+    """Send envelopes in one request.
+
+    Args:
+        grid: Flower's grid.
+        signer: Signs the envelopes.
+        addressed: Whom each envelope is sent to, Flower's id of the node, and the envelope.
+        kind: Type of the messages.
+        seconds: Lifetime of the messages.
+        salt: Salt of their bodies.
+
+    Returns:
+        By message id, what was sent; without those that Flower did not take.
+    """
+    sent = list[_Sent[A]]()
+    messages = list[Message]()
+    for to, node, envelope in addressed:
+        sealed = signer.seal(envelope, node)
+        messages.append(Message(to_records(sealed, salt), dst_node_id=node, message_type=kind, ttl=seconds))
+        sent.append(_Sent(to, node, sealed.nonce))
+    return {id: one for id, one in zip(grid.push_messages(messages), sent, strict=False) if id}
 
 
 def _receive(grid: Grid, signer: Signer, pending: dict[str, _Sent[A]]) -> Iterator[tuple[A, Envelope | str]]:
@@ -242,19 +283,24 @@ def invite(
     signer = signer or UnsignedSigner()
     while time.monotonic() < deadline:
         salt, now = new_salt(), time.monotonic()
-        for node in sorted(set(grid.get_node_ids())):
-            if node in invited_at and (node not in to_reinvite or now - invited_at[node] < _REINVITE_SECONDS):
-                continue
-            remaining = max(1.0, deadline - now)
-            invited_at[node] = now
-            to_reinvite.discard(node)
+        due = [
+            node
+            for node in sorted(set(grid.get_node_ids()))
+            if node not in invited_at or (node in to_reinvite and now - invited_at[node] >= _REINVITE_SECONDS)
+        ]
+        for start in range(0, len(due), _BATCH):
+            addressed = [(node, node, envelope) for node in due[start : start + _BATCH]]
+            invited_at |= dict.fromkeys(due[start : start + _BATCH], now)
+            to_reinvite.difference_update(due[start : start + _BATCH])
             try:
-                pending.update(_send(grid, signer, envelope, node, node, "query", remaining + 60, salt))
-            except ObjectPushError:
+                pending.update(_send(grid, signer, addressed, "query", max(1.0, deadline - now) + 60, salt))
+            except ObjectPushError:  # only of a large invitation
                 salt = new_salt()
-                yield node, "it confirmed an invitation that it had not received"
+                for node, *_ in addressed:
+                    yield node, "it confirmed an invitation that it had not received"
+        polled = time.monotonic()
         yield from _receive(grid, signer, pending)
-        time.sleep(_POLL[1] / 2)
+        time.sleep(max(0.0, polled + _POLL[1] / 2 - time.monotonic()))  # a grid may have waited itself
 
 
 _RECORDS = 16
@@ -267,9 +313,9 @@ class _Partial:
     """A reply whose objects have not all been fetched."""
 
     def __init__(self, head: ReplyHead) -> None:
-        self.head, self.missing = head, tree_ids(head.tree)
-        self.contents: dict[str, bytes] = {}
-        self.size = 0
+        self.head, self.contents = head, dict(head.contents)
+        self.missing = [] if self.contents else tree_ids(head.tree)
+        self.size = sum(map(len, self.contents.values()))
 
 
 class LimitedGrid(TaskGrid):
@@ -290,13 +336,15 @@ class LimitedGrid(TaskGrid):
         for reply in self._partial.values():
             if reply.head.reply_to not in requested:
                 self.confirm(reply.head)
-        for head in self.list_replies(sorted(requested - partial.keys())):
+        unanswered = sorted(requested - partial.keys())
+        for head in self.take_replies(unanswered, 0.0 if partial else _WAIT) if unanswered else ():
             partial.setdefault(head.reply_to, _Partial(head))
         messages: list[Message] = []
         for reply_to, reply in list(partial.items()):
             message = self._continue(reply)
             if message is not None:
-                self.confirm(reply.head)
+                if not reply.head.contents:
+                    self.confirm(reply.head)
                 messages.append(message)
                 del partial[reply_to]
         self._partial = partial
@@ -307,6 +355,8 @@ class LimitedGrid(TaskGrid):
         try:
             if len(reply.missing) + len(reply.contents) > _RECORDS + self.limit // PIECE_BYTES:
                 raise ValueError("the reply has too many objects")
+            if reply.size > self.limit:
+                raise ValueError(f"the reply has {describe_limit(self.limit)}")
             while reply.missing:
                 content = self.pull_object(reply.missing[-1])
                 reply.size += len(content)

@@ -1,0 +1,161 @@
+"""The only package that uses names of Flower that are not its public interface, and what it relies on.
+
+Range: Flower 1.41.0 only (``flwr==1.41.0`` in ``pyproject.toml``). ``tests/transports/flower/test_flower_adapter.py``
+checks each item against the installed Flower; run it first after an upgrade. Public are ``flwr.app``,
+``flwr.clientapp``, ``flwr.serverapp`` and ``flwr.simulation``, which any module of this package may import.
+
+Messages and their objects (``objects``):
+
+- ``flwr.supercore.task_identity.TaskIdentity``: ``task_id``, ``run_id`` and ``node_id`` can be set; ``Message`` needs
+  them.
+- ``Message.metadata.__dict__["_message_id"]`` is the message's id; ``Message.object_id`` is the hash of its content.
+- ``flwr.supercore.inflatable.inflatable_object``: ``get_all_nested_objects``, ``get_object_tree``, ``get_object_id``,
+  ``iterate_object_tree``, ``no_object_id_recompute``, ``get_object_type_from_object_content``,
+  ``get_object_children_ids_from_object_content``, ``get_object_body``. The body of an ``Array`` is JSON, in which
+  ``arraychunk_ids`` lists positions in the list of its children.
+- ``flwr.supercore.inflatable.inflatable_utils``: ``inflate_object_from_contents`` removes the objects that it used;
+  ``pull_objects`` stops at the first error and raises it; ``push_object_contents_from_iterable``; ``push_objects``;
+  ``ObjectPullError(id, reason)``, whose text ends with ``': `` and the reason; ``ObjectPushError``;
+  ``ObjectUnavailableError``, raised for an object that was announced and has not arrived.
+- ``flwr.supercore.inflatable.inflatable_protobuf_utils``: ``make_pull_object_fn_protobuf``,
+  ``make_push_object_fn_protobuf``.
+- ``flwr.common.serde``: ``message_from_proto``, ``message_to_proto``; ``flwr.app.message.remove_content_from_message``.
+- ``flwr.common.constant.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE``, the maximum size of a piece of an array.
+- ``flwr.supercore.run.RunNotRunningException``: what Flower raises for a request for a run that has ended.
+
+The node's connection (``node``):
+
+- The paths of the node API begin with ``/v1/fleet/`` and take and return the messages ``ActivateNodeRequest``,
+  ``ActivateNodeResponse``, ``DeactivateNodeRequest``, ``RegisterNodeFleetRequest``, ``UnregisterNodeFleetRequest``,
+  ``PullMessagesResponse``, ``PushMessagesRequest`` and ``PushMessagesResponse`` of ``flwr.proto.fleet_pb2``;
+  ``SendNodeHeartbeatRequest`` and ``SendNodeHeartbeatResponse`` of ``flwr.proto.heartbeat_pb2``; ``PullObjectResponse``
+  and ``PushObjectResponse`` of ``flwr.proto.message_pb2``; ``Node`` of ``flwr.proto.node_pb2``.
+- ``flwr.common.constant``: ``HEARTBEAT_DEFAULT_INTERVAL``, ``HEARTBEAT_CALL_TIMEOUT``.
+- The headers with which a node signs a request: ``flwr.supercore.constant.FLEET_HTTP_PUBLIC_KEY_HEADER`` and
+  ``FLEET_HTTP_SIGNATURE_HEADER``, ``flwr.common.constant.TIMESTAMP_HEADER``, ``TIMESTAMP_TOLERANCE`` and
+  ``SYSTEM_TIME_TOLERANCE``, and ``flwr.supercore.primitives.asymmetric``: ``generate_key_pairs``, ``sign_message``,
+  ``public_key_to_bytes``, ``bytes_to_public_key`` and ``verify_signature``.
+
+The server of a run (``run``):
+
+- ``flwr.superlink.grid.HttpGrid``: ``_runtime_client``, ``_retry_invoker`` with ``max_tries`` and ``invoke``, ``node``,
+  ``set_run``, ``get_node_ids``, ``close``. The task's token is in the header
+  ``flwr.supercore.constant.TASK_TOKEN_HEADER``.
+- ``flwr.supercore.runtime.RuntimeHttpClient``: ``from_server_address``, ``AcquireTask``, ``PullTaskInput``,
+  ``PushTaskOutput``, ``PullObject``, ``PushObject``, ``ConfirmMessageReceived``, ``close``. Errors are ``httpx``'s.
+- The messages ``AcquireTaskRequest``, ``PullTaskInputRequest``, ``PushTaskOutputRequest``, ``PullAppMessagesRequest``,
+  ``PullAppMessagesResponse``, ``PushAppMessagesRequest`` and ``PushAppMessagesResponse`` of
+  ``flwr.proto.runtime_pb2``, and ``ConfirmMessageReceivedRequest`` of ``flwr.proto.message_pb2``;
+  ``flwr.common.serde.run_from_proto``.
+- ``flwr.supercore.heartbeat``: ``HeartbeatSender``, ``make_task_heartbeat_fn_http``.
+- ``flwr.supercore.interceptors``: ``RuntimeVersionHttpInterceptor``, ``SuperExecAuthHttpInterceptor``, with the method
+  name ``/flwr.proto.Runtime/AcquireTask`` and the task type ``flwr-serverapp``.
+- ``flwr.supercore.retry.make_simple_http_retry_invoker``.
+- ``flwr.app.message.make_message`` takes metadata and an error. ``flwr.common.constant.ErrorCode.MESSAGE_UNAVAILABLE``,
+  ``flwr.supercore.constant.SYSTEM_MESSAGE_TYPE`` and ``flwr.supercore.date.now`` fill the error reply that ``HttpGrid``
+  makes itself for a missing reply.
+
+The SuperLink's database (``store``), through the app's ``state.linkstate_factory.state()``:
+
+- The link state: ``session``, within which all of its methods and those of its ``object_store`` are one transaction;
+  ``get_message_ins``, ``delete_messages``, ``start_session``, ``store_message_and_object_tree``, ``store_object``,
+  ``get_task_by_token``.
+- Its ``object_store``: ``get_object_tree``, which raises ``flwr.supercore.object_store.NoObjectInStoreError``, ``get``,
+  ``delete`` and ``in``.
+- ``flwr.server.superlink.utils.check_abort`` with ``flwr.common.constant.Status``: the reason why a run takes no reply.
+- ``flwr.superlink.servicer.fleet.fleet_handlers.send_node_heartbeat``; ``push_messages`` and ``pull_messages`` of
+  ``flwr.superlink.servicer.runtime.runtime_handlers``, which need no more of a ``Task`` than its ``run_id``.
+- ``flwr.supercore.inflatable.inflatable_utils.validate_object_content``, which raises
+  ``flwr.supercore.inflatable.inflatable_object.UnexpectedObjectContentError``.
+
+The SuperLink and Flower's commands (``superlink``):
+
+- ``flwr.superlink.extensions.get_middleware``, called through its module when ``flower_superlink`` of
+  ``flwr.superlink.cli.flower_superlink`` makes the app, and that module's ``uvicorn.run``. The paths of the node API,
+  and no others, begin with ``/v1/fleet/``.
+- The app's ``state.enable_supernode_auth`` and ``state.linkstate_factory.state().get_node_id_by_public_key``.
+- ``flwr.proto.fleet_pb2.PushMessagesRequest``; ``flwr.common.constant.SUPERLINK_NODE_ID``.
+- ``flwr.cli.app.app``: the command ``flwr``.
+- The table ``node`` of the SuperLink's SQLite database has ``node_id`` (as a signed number), ``public_key`` (PEM) and
+  ``status``, which is ``NodeStatus.UNREGISTERED`` of ``flwr.supercore.constant`` for a removed node; PEM as
+  ``public_key_to_bytes`` of ``flwr.supercore.primitives.asymmetric`` writes it.
+"""
+
+from __future__ import annotations
+
+from fedspan.transports.flower.adapter.node import Keys, NodeConnection, ReceivedOrder, connect_node
+from fedspan.transports.flower.adapter.objects import (
+    OBJECT_BYTES,
+    PIECE_BYTES,
+    ObjectPullError,
+    ObjectPushError,
+    ObjectTree,
+    ObjectUnavailableError,
+    RunNotRunningException,
+    array_layout,
+    deflate_message,
+    inflate_message,
+    object_id,
+    pull_all,
+    pull_failure,
+    set_identity,
+    tree_ids,
+)
+from fedspan.transports.flower.adapter.run import ReplyHead, TaskGrid, acquire_task
+from fedspan.transports.flower.adapter.store import GivenOrder, MessageStore, StoredReply
+from fedspan.transports.flower.adapter.superlink import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    NODE_API,
+    TASK_TOKEN_HEADER,
+    TIMESTAMP_HEADER,
+    PushedReply,
+    find_node_id,
+    flwr_command,
+    read_node_id,
+    read_pushed_reply,
+    requires_node_keys,
+    run_superlink,
+    verify_node_headers,
+)
+
+__all__ = [
+    "FLEET_HTTP_PUBLIC_KEY_HEADER",
+    "FLEET_HTTP_SIGNATURE_HEADER",
+    "NODE_API",
+    "OBJECT_BYTES",
+    "PIECE_BYTES",
+    "TASK_TOKEN_HEADER",
+    "TIMESTAMP_HEADER",
+    "GivenOrder",
+    "Keys",
+    "MessageStore",
+    "NodeConnection",
+    "ObjectPullError",
+    "ObjectPushError",
+    "ObjectTree",
+    "ObjectUnavailableError",
+    "PushedReply",
+    "ReceivedOrder",
+    "ReplyHead",
+    "RunNotRunningException",
+    "StoredReply",
+    "TaskGrid",
+    "acquire_task",
+    "array_layout",
+    "connect_node",
+    "deflate_message",
+    "find_node_id",
+    "flwr_command",
+    "inflate_message",
+    "object_id",
+    "pull_all",
+    "pull_failure",
+    "read_node_id",
+    "read_pushed_reply",
+    "requires_node_keys",
+    "run_superlink",
+    "set_identity",
+    "tree_ids",
+    "verify_node_headers",
+]

@@ -1,0 +1,234 @@
+"""Orders and replies in a SuperLink's database, with all of their objects in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flwr.common.constant import Status
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PushAppMessagesRequest
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
+from flwr.supercore.inflatable.inflatable_utils import validate_object_content
+
+from fedspan.transports.flower.adapter.objects import ObjectTree, RunNotRunningException, object_id, tree_ids
+from fedspan.transports.flower.wire import BATCH_BYTES, INLINE_BYTES, pack
+
+if TYPE_CHECKING:
+    from flwr.proto.task_pb2 import Task
+
+__all__ = ["GivenOrder", "MessageStore", "StoredReply"]
+
+
+class GivenOrder(NamedTuple):
+    """An order that a node was sent.
+
+    Args:
+        id: Id of the order.
+        head: Flower's answer to a request for orders: the message without its content, and the tree of its objects.
+        tree: The tree of its objects.
+        until: Time at which it ends, in seconds since 1970.
+    """
+
+    id: str
+    head: bytes
+    tree: ObjectTree
+    until: float
+
+
+class StoredReply(NamedTuple):
+    """What became of a reply.
+
+    Args:
+        run: Flower's id of the run.
+        reply_to: Id of the order that it replies to; empty: the reply was not stored.
+        answer: Flower's answer, with the objects that are still missing.
+    """
+
+    run: int
+    reply_to: str
+    answer: bytes
+
+
+class MessageStore:
+    """The orders and replies of a SuperLink. Every method is a transaction, and none is called in an event loop.
+
+    Args:
+        app: The SuperLink's app.
+    """
+
+    def __init__(self, app: Any) -> None:
+        from flwr.server.superlink.utils import check_abort  # the whole SuperLink, which only its own process needs
+        from flwr.supercore.object_store import NoObjectInStoreError
+        from flwr.superlink.servicer.fleet import fleet_handlers
+        from flwr.superlink.servicer.runtime import runtime_handlers
+
+        self._state = app.state.linkstate_factory.state()
+        self._objects = self._state.object_store
+        self._check_abort: Callable[..., str | None] = check_abort
+        self._fleet, self._runtime, self._missing = fleet_handlers, runtime_handlers, NoObjectInStoreError
+
+    def acknowledge_heartbeat(self, body: bytes, node: int | None) -> bytes:
+        """Process a heartbeat.
+
+        Args:
+            body: Flower's request.
+            node: Flower's id of the node that sent it; None: any.
+
+        Raises:
+            ValueError: If it is no heartbeat, or one in the name of another node.
+        """
+        request = _parse(SendNodeHeartbeatRequest, body)
+        if node is not None and request.node.node_id != node:
+            raise ValueError("a heartbeat in the name of another node")
+        try:
+            return self._fleet.send_node_heartbeat(request, self._state).SerializeToString()
+        except Exception as error:
+            raise ValueError(f"no heartbeat ({type(error).__name__})") from error
+
+    def take_order(self, node: int) -> tuple[GivenOrder, bytes] | None:
+        """Take the next order for a node.
+
+        Returns:
+            The order, and the answer with those of its objects that fit; None: there is no order.
+        """
+        with self._state.session():
+            while messages := self._state.get_message_ins(node_id=node, limit=1):
+                id = messages[0].metadata.message_id
+                try:
+                    tree = self._objects.get_object_tree(id)
+                except self._missing:
+                    self._state.delete_messages(message_ins_ids={id})
+                    continue
+                head = PullMessagesResponse(
+                    messages_list=[message_to_proto(messages[0])], message_object_trees=[tree]
+                ).SerializeToString()
+                until = messages[0].metadata.created_at + messages[0].metadata.ttl
+                return GivenOrder(id, head, tree, until), pack([head, *self._contents(tree, INLINE_BYTES)])
+        return None
+
+    def repeat_order(self, order: GivenOrder) -> bytes | None:
+        """Return the answer with an order that was sent before; None: it has ended, or was confirmed."""
+        with self._state.session():
+            if now().timestamp() > order.until or order.id not in self._objects:
+                return None
+            return pack([order.head, *self._contents(order.tree, INLINE_BYTES)])
+
+    def delete(self, id: str) -> None:
+        """Delete a message's objects."""
+        self._objects.delete(id)
+
+    def store_reply(self, head: bytes, contents: Sequence[bytes]) -> StoredReply:
+        """Store a node's reply with its objects, and delete the order that it replies to.
+
+        Args:
+            head: Flower's request with the reply without its content; the door has checked that it is the node's own.
+            contents: The contents of those of its objects that came along.
+
+        Raises:
+            RunNotRunningException: If the run has ended.
+            ValueError: If the reply or an object is not valid.
+        """
+        request = _parse(PushMessagesRequest, head)
+        try:
+            message = message_from_proto(request.messages_list[0])
+        except Exception as error:  # Flower's code assumes that Flower wrote the message
+            raise ValueError(f"no message of Flower's ({type(error).__name__})") from error
+        run, reply_to = message.metadata.run_id, message.metadata.reply_to_message_id
+        with self._state.session():
+            if self._check_abort(run, [Status.PENDING, Status.STARTING, Status.FINISHED], self._state):
+                raise RunNotRunningException
+            session = self._state.start_session(run)
+            tree = request.message_object_trees[0]
+            stored, missing = self._state.store_message_and_object_tree(message, tree, session)
+            answer = PushMessagesResponse(results={message.metadata.message_id: 0}, session_id=session)
+            answer.objects_to_push.extend(self._store_objects(run, session, missing, contents))
+            if stored:
+                self._objects.delete(reply_to)
+        return StoredReply(run, reply_to if stored else "", answer.SerializeToString())
+
+    def find_task(self, token: str) -> Task | None:
+        """Return the task of a run's server by its token; None: the token is not valid."""
+        return self._state.get_task_by_token(token)
+
+    def store_orders(self, task: Task, head: bytes, contents: Sequence[bytes]) -> tuple[set[int], bytes]:
+        """Store a run's orders with their objects.
+
+        Args:
+            task: The task of the run's server.
+            head: Flower's request with the orders without their content.
+            contents: The contents of those of their objects that came along.
+
+        Returns:
+            The nodes that they are for, and Flower's answer, with the objects that are still missing.
+
+        Raises:
+            ValueError: If an order or an object is not valid.
+        """
+        request = _parse(PushAppMessagesRequest, head)
+        with self._state.session():
+            answer = self._runtime.push_messages(request, self._state, task)
+            missing = self._store_objects(task.run_id, answer.session_id, answer.objects_to_push, contents)
+            del answer.objects_to_push[:]
+            answer.objects_to_push.extend(missing)
+        return {one.metadata.dst_node_id for one in request.messages_list}, answer.SerializeToString()
+
+    def take_replies(self, task: Task, ids: Iterable[str]) -> bytes:
+        """Take the replies to a run's orders; those whose objects come along are deleted.
+
+        Args:
+            task: The task of the run's server.
+            ids: Ids of the orders.
+
+        Returns:
+            Flower's answer, with the objects of those replies that are complete and fit.
+        """
+        with self._state.session():
+            request = PullAppMessagesRequest(message_ids=list(ids))
+            answer = self._runtime.pull_messages(request, self._state, task)
+            parts, left = [answer.SerializeToString()], BATCH_BYTES
+            for tree in answer.message_object_trees:
+                contents = self._contents(tree, min(left, INLINE_BYTES))
+                if len(contents) == len(tree_ids(tree)):
+                    parts += contents
+                    left -= sum(map(len, contents))
+                    self._objects.delete(tree.object_id)
+        return pack(parts)
+
+    def _contents(self, tree: ObjectTree, most: int) -> list[bytes]:
+        """Return the contents of a tree's objects that have arrived, up to a size."""
+        contents = list[bytes]()
+        for id in tree_ids(tree):
+            content = self._objects.get(id)
+            if content:
+                most -= len(content)
+                if most < 0:
+                    break
+                contents.append(content)
+        return contents
+
+    def _store_objects(self, run: int, session: str, missing: Iterable[str], contents: Sequence[bytes]) -> list[str]:
+        """Store the contents of missing objects, and return the ids of those that are still missing."""
+        lacking = dict.fromkeys(missing)
+        for content in contents:
+            id = object_id(content)
+            if id not in lacking:
+                continue
+            try:
+                validate_object_content(content)
+            except UnexpectedObjectContentError as error:
+                raise ValueError("an object that is not Flower's") from error
+            if not self._state.store_object(run, session, id, content):
+                raise ValueError("an object was not stored")
+            del lacking[id]
+        return list(lacking)
+
+
+def _parse(kind: Any, body: bytes) -> Any:
+    try:
+        return kind.FromString(body)
+    except Exception as error:  # protobuf's own error class depends on its implementation
+        raise ValueError(f"no {kind.__name__}") from error

@@ -1,0 +1,212 @@
+"""What the door and the supervision of a SuperLink need of it."""
+
+from __future__ import annotations
+
+import binascii
+import logging
+import socket
+import sqlite3
+import sys
+from base64 import b64decode
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.common.constant import (
+    SUPERLINK_NODE_ID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
+)
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    TASK_TOKEN_HEADER,
+    NodeStatus,
+)
+from flwr.supercore.date import now
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, public_key_to_bytes, verify_signature
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from starlette.middleware import Middleware
+
+from fedspan.transports.flower.wire import NODE_PATH, RUN_PATH
+
+__all__ = [
+    "FLEET_HTTP_PUBLIC_KEY_HEADER",
+    "FLEET_HTTP_SIGNATURE_HEADER",
+    "NODE_API",
+    "TASK_TOKEN_HEADER",
+    "TIMESTAMP_HEADER",
+    "PushedReply",
+    "find_node_id",
+    "flwr_command",
+    "read_node_id",
+    "read_pushed_reply",
+    "requires_node_keys",
+    "run_superlink",
+    "verify_node_headers",
+]
+
+_IDLE = 75
+"""Seconds after which an idle connection is closed, longer than a node's; a new one costs a TLS handshake."""
+
+NODE_API = "/v1/fleet/"
+"""Beginning of the paths of the SuperLink's node API."""
+
+
+def _is_remarkable(record: logging.LogRecord) -> bool:
+    """Return whether an entry of the access log is none of the door's own requests that succeeded."""
+    match record.args:
+        case (_, _, str(path), _, int(status)):
+            return status >= 400 or not path.startswith((NODE_PATH, RUN_PATH))
+        case _:
+            return True
+
+
+def run_superlink(
+    middleware: Sequence[Middleware],
+    protocol: type[asyncio.Protocol],
+    listen: Callable[[socket.socket], socket.socket],
+) -> None:
+    """Run ``flower-superlink`` with this process's arguments.
+
+    Args:
+        middleware: Middleware that comes before Flower's own extensions.
+        protocol: uvicorn's protocol class for connections.
+        listen: Makes the socket that accepts connections of the bound one.
+    """
+    import uvicorn
+    from flwr.superlink import extensions  # the whole SuperLink, which only its own process needs
+
+    command = import_module("flwr.superlink.cli.flower_superlink")  # its package has a function of the same name
+    original = extensions.get_middleware
+    extensions.get_middleware = lambda: (*middleware, *original())
+
+    def run(**options: Any) -> None:
+        # An upgrade would leave the protocol, and its bounds; another loop than asyncio's would not call `accept`.
+        config = uvicorn.Config(**options, http=protocol, ws="none", loop="asyncio", timeout_keep_alive=_IDLE)
+        logging.getLogger("uvicorn.access").addFilter(_is_remarkable)
+        uvicorn.Server(config).run([listen(config.bind_socket())])
+
+    command.__dict__["uvicorn"] = SimpleNamespace(run=run)
+    command.flower_superlink()
+
+
+def requires_node_keys(app: Any) -> bool:
+    """Return whether a SuperLink's app serves admitted nodes only."""
+    return bool(app.state.enable_supernode_auth)
+
+
+def find_node_id(app: Any, public_key: bytes) -> int | None:
+    """Return Flower's id of the admitted node with a public key; None: there is none.
+
+    Args:
+        app: The SuperLink's app.
+        public_key: The key as PEM.
+    """
+    return app.state.linkstate_factory.state().get_node_id_by_public_key(public_key)
+
+
+def verify_node_headers(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Verify the signed time in a request's headers.
+
+    Args:
+        headers: The headers by name in lower case.
+
+    Returns:
+        The public key as PEM that signed it; None: the headers are not valid now.
+    """
+    try:
+        key = b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER.encode()], validate=True)
+        signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER.encode()], validate=True)
+        stamp = headers[TIMESTAMP_HEADER.encode()]
+        age = (now() - datetime.fromisoformat(stamp.decode("ascii"))).total_seconds()
+        if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+            return None
+        return key if verify_signature(bytes_to_public_key(key), stamp, signature) else None
+    except (KeyError, ValueError, TypeError, AttributeError, binascii.Error):
+        return None
+
+
+class PushedReply(NamedTuple):
+    """What a node announces when it sends a message.
+
+    Args:
+        node: Flower's id of the node that claims to send the request.
+        sender: Flower's id of the message's sender.
+        is_to_server: Whether the message is addressed to the server.
+        reply_to: Id of the message that it replies to; empty: it is no reply.
+        objects: Number of its objects.
+        depth: Depth of the tree of its objects.
+    """
+
+    node: int
+    sender: int
+    is_to_server: bool
+    reply_to: str
+    objects: int
+    depth: int
+
+
+def read_pushed_reply(body: bytes) -> PushedReply | None:
+    """Read what a node announces; None: it is not exactly one message with the tree of its objects.
+
+    Args:
+        body: The body of a request to ``push-messages``.
+    """
+    request = PushMessagesRequest()
+    try:
+        request.ParseFromString(body)
+    except Exception:  # protobuf's own error class depends on its implementation
+        return None
+    if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+        return None
+    head, tree = request.messages_list[0].metadata, request.message_object_trees[0]
+    if head.message_id != tree.object_id:
+        return None
+    objects, depth, level = 0, 0, [tree]
+    while level:
+        objects, depth = objects + len(level), depth + 1
+        level = [child for parent in level for child in parent.children]
+    return PushedReply(
+        request.node.node_id,
+        head.src_node_id,
+        head.dst_node_id == SUPERLINK_NODE_ID,
+        head.reply_to_message_id,
+        objects,
+        depth,
+    )
+
+
+def read_node_id(database: Path, key: bytes) -> tuple[int | None, bool]:
+    """Return Flower's id of the node that was registered with a key, from a SuperLink's database.
+
+    Args:
+        database: The SuperLink's database; nothing is written.
+        key: The public key in OpenSSH's format.
+
+    Returns:
+        The id (None: no node was), and whether the node is still registered.
+    """
+    try:
+        pem = public_key_to_bytes(load_ssh_public_key(key))  # pyright: ignore[reportArgumentType]
+        with closing(sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            row = connection.execute("SELECT node_id, status FROM node WHERE public_key = ?", (pem,)).fetchone()
+    except (sqlite3.Error, ValueError, UnsupportedAlgorithm, AttributeError):
+        return None, False
+    return (None, False) if row is None else (row[0] % 2**64, row[1] != NodeStatus.UNREGISTERED)
+
+
+def flwr_command(*arguments: str) -> list[str]:
+    """Return the command line of ``flwr`` in this Python environment."""
+    return [sys.executable, "-c", "from flwr.cli.app import app; app()", *arguments]

@@ -1,0 +1,224 @@
+"""Requests that the door answers itself: who is woken up, when, and how long an answer waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+exchanges = pytest.importorskip(
+    "fedspan.transports.flower.exchange", reason="the extra fedspan[flower] is not installed"
+)
+adapter = pytest.importorskip("fedspan.transports.flower.adapter")
+
+RUN = SimpleNamespace(run_id=5)
+
+
+class Store:
+    """A database with an order's id as its answer; counts the queries."""
+
+    def __init__(self) -> None:
+        self.orders: defaultdict[int, list[str]] = defaultdict(list)
+        self.deleted, self.queries, self.asked = list[str](), 0, list[set[str]]()
+        self.ended: set[str] = set()
+
+    def take_order(self, node: int) -> Any:
+        self.queries += 1
+        if not self.orders[node]:
+            return None
+        id = self.orders[node].pop(0)
+        return adapter.GivenOrder(id, b"", adapter.ObjectTree(), 0.0), id.encode()
+
+    def repeat_order(self, order: Any) -> bytes | None:
+        return None if order.id in self.ended else f"again {order.id}".encode()
+
+    def delete(self, id: str) -> None:
+        self.deleted.append(id)
+
+    def store_reply(self, head: bytes, contents: Sequence[bytes]) -> Any:
+        return adapter.StoredReply(RUN.run_id, head.decode(), b"stored")
+
+    def store_orders(self, task: Any, head: bytes, contents: Sequence[bytes]) -> tuple[set[int], bytes]:
+        node, _, id = head.decode().partition(":")
+        self.orders[int(node)].append(id)
+        return {int(node)}, b"sent"
+
+    def take_replies(self, task: Any, ids: set[str]) -> bytes:
+        self.asked.append(ids)
+        return ",".join(sorted(ids)).encode()
+
+
+def run(scenario: Callable[[Any, Store], Awaitable[None]], **limits: Any) -> None:
+    store = Store()
+
+    async def made() -> None:
+        await scenario(exchanges.Exchange(store, exchanges.ExchangeLimits(**{"seconds": 30.0, **limits})), store)
+
+    asyncio.run(asyncio.wait_for(made(), 60))
+
+
+def take(exchange: Any, node: int = 7, received: str = "", gone: Awaitable[Any] | None = None) -> asyncio.Task[bytes]:
+    return asyncio.ensure_future(exchange.take_order(node, received, gone or asyncio.Event().wait()))
+
+
+async def settle() -> None:
+    await asyncio.sleep(0.1)
+
+
+def test_an_order_wakes_up_its_node_and_no_other() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        own, other = take(exchange), take(exchange, 8)
+        await settle()
+        assert not own.done()
+        queries = store.queries
+        assert await exchange.send_orders(RUN, b"7:first", []) == b"sent"
+        assert await asyncio.wait_for(own, 5) == b"first"
+        await settle()
+        assert not other.done()
+        assert store.queries == queries + 1
+        other.cancel()
+
+    run(scenario)
+
+
+def test_an_answer_without_an_order_comes_in_time_and_costs_one_query() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        began = time.monotonic()
+        for _ in range(3):
+            assert await take(exchange) == b""
+        assert 0.9 <= time.monotonic() - began < 10
+        assert store.queries == 1
+
+    run(scenario, seconds=0.3)
+
+
+def test_an_order_that_was_not_received_is_sent_again_until_it_is() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        store.orders[7] = ["first", "second"]
+        assert await take(exchange) == b"first"
+        assert await take(exchange) == b"again first"
+        assert await take(exchange, received="another") == b"again first"
+        assert await take(exchange, received="first") == b"second"
+        assert store.deleted == ["first"]
+        assert await exchange.send_reply(7, b"second", []) == b"stored"
+        assert await take(exchange, received="second") == b""
+        assert store.deleted == ["first"]  # the reply deleted the other one
+
+    run(scenario, seconds=0.3)
+
+
+def test_an_order_that_has_ended_is_not_sent_again() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        store.orders[7], store.ended = ["first", "second"], {"first"}
+        assert await take(exchange) == b"first"
+        assert await take(exchange) == b"second"
+
+    run(scenario)
+
+
+def test_a_node_waits_with_one_request() -> None:
+    """Each further one ends the one before: a node that sends many holds no more of them than one that sends one."""
+
+    async def scenario(exchange: Any, store: Store) -> None:
+        requests = [take(exchange) for _ in range(50)]
+        await settle()
+        assert [one.done() for one in requests] == [*49 * [True], False]
+        await exchange.send_orders(RUN, b"7:first", [])
+        assert await requests[-1] == b"first"
+        assert {one.result() for one in requests[:-1]} == {b""}
+
+    run(scenario)
+
+
+def test_a_node_that_is_gone_is_sent_nothing() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        gone = asyncio.Event()
+        request = take(exchange, gone=gone.wait())
+        await settle()
+        gone.set()
+        assert await request == b""
+        await exchange.send_orders(RUN, b"7:first", [])
+        assert store.orders[7] == ["first"]
+        assert await take(exchange) == b"first"
+
+    run(scenario)
+
+
+def test_a_node_that_was_forgotten_is_looked_up() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        for node in (1, 2, 3):
+            assert await take(exchange, node) == b""
+        store.orders[1].append("first")  # while nothing is known of the node
+        assert await take(exchange, 1) == b"first"
+        assert len(exchange._nodes) == 2
+
+    run(scenario, seconds=0.1, nodes=2)
+
+
+def test_orders_that_were_stored_otherwise_are_found_when_somebody_says_so() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        request = take(exchange)
+        await settle()
+        store.orders[7].append("first")
+        exchange.wake_nodes()
+        assert await asyncio.wait_for(request, 5) == b"first"
+
+    run(scenario)
+
+
+def test_replies_are_answered_together_and_those_of_others_are_not_asked_for() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        ids = ["a", "b", "c"]
+        assert await exchange.take_replies(RUN, ids, 0.0) == b"a,b,c"  # nothing is known yet: all are checked
+        waiting = asyncio.ensure_future(exchange.take_replies(RUN, ids, 20.0))
+        await settle()
+        assert not waiting.done()
+        for id in (b"b", b"foreign", b"a"):
+            await exchange.send_reply(7, id, [])
+        assert await asyncio.wait_for(waiting, 5) == b"a,b"
+        began = time.monotonic()
+        assert await exchange.take_replies(RUN, ["c"], 0.3) == b""
+        assert 0.3 <= time.monotonic() - began < 5
+        assert exchange._runs[5].ready == set()
+
+    run(scenario, check=60.0, gather=0.3)
+
+
+def test_the_last_reply_is_answered_at_once() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        await exchange.take_replies(RUN, ["a", "b"], 0.0)
+        waiting = asyncio.ensure_future(exchange.take_replies(RUN, ["a", "b"], 20.0))
+        for id in (b"a", b"b"):
+            await exchange.send_reply(7, id, [])
+        assert await asyncio.wait_for(waiting, 5) == b"a,b"
+
+    run(scenario, check=60.0, gather=30.0)
+
+
+def test_an_answer_has_few_replies_and_all_orders_are_checked_now_and_then() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        ids = [f"{number}" for number in range(6)]
+        await exchange.take_replies(RUN, ids, 0.0)
+        for id in ids[:4]:
+            await exchange.send_reply(7, id.encode(), [])
+        assert await exchange.take_replies(RUN, ids, 20.0) == b"0,1"
+        assert await exchange.take_replies(RUN, ids, 20.0) == b"2,3"
+        assert await exchange.take_replies(RUN, ids[4:], 20.0) == b"4,5"  # after `check` seconds, without a reply
+
+    run(scenario, replies=2, check=0.5)
+
+
+def test_replies_that_were_stored_otherwise_are_found_when_somebody_says_so() -> None:
+    async def scenario(exchange: Any, store: Store) -> None:
+        await exchange.take_replies(RUN, ["a"], 0.0)
+        waiting = asyncio.ensure_future(exchange.take_replies(RUN, ["a"], 20.0))
+        await settle()
+        exchange.wake_runs()
+        assert await asyncio.wait_for(waiting, 5) == b"a"
+
+    run(scenario, check=60.0)

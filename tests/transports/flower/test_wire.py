@@ -1,0 +1,35 @@
+"""Parts of the door's own requests: what is joined comes apart again, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedspan.transports.flower.wire import fitting, pack, unpack
+
+
+@pytest.mark.parametrize("parts", [[], [b""], [b"", b"a", bytes(1000)], [b"abc"] * 64])
+def test_what_is_joined_comes_apart(parts: list[bytes]) -> None:
+    assert unpack(pack(parts), 64) == parts
+
+
+@pytest.mark.parametrize("data", [b"\0", b"\0\0\0", b"\0\0\0\1", b"\xff\xff\xff\xff" + bytes(9), pack([b"abc"])[:-1]])
+def test_what_was_not_joined_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not at most 64 parts"):
+        unpack(data, 64)
+
+
+def test_parts_are_few() -> None:
+    with pytest.raises(ValueError, match="not at most 2 parts"):
+        unpack(pack([b""] * 3), 2)
+
+
+def test_contents_come_along_up_to_a_size() -> None:
+    computed: list[int] = []
+
+    def contents() -> object:
+        for size in (3, 4, 9, 1):
+            computed.append(size)
+            yield bytes(size)
+
+    assert fitting(contents(), 8) == [bytes(3), bytes(4)]  # type: ignore[arg-type]
+    assert computed == [3, 4, 9]
