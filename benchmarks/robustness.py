@@ -1,22 +1,28 @@
 """What defences cost honest federations with unlike data, and what a backdoor reaches under each of them, on Banking77.
 
-    python benchmarks/robustness.py --data PATH/banking77 --page docs/results/robustness.md
+    python benchmarks/robustness.py --data PATH/banking77 --methods fedit rolora --page docs/results/robustness.md
+    python benchmarks/robustness.py --data PATH/banking77 --methods fedit --alpha 0.3 --lr 0.002 --rounds 12 \
+        --page docs/results/robustness-moderate.md
 
-Ten clients, Dirichlet 0.1. A hostile client puts a trigger word before a part of its texts and gives them the target's
-label; boosted, it also multiplies the change that it sends, within the norm at which replies are dropped. Attack
-success is the share of test texts of other labels that are classified as the target when they have the trigger. Every
-cell is one seed and one run; finished cells are kept in ``--work``.
+Ten clients, by default Dirichlet 0.1 and a rate at which one client alone learns within the run. A hostile client puts
+a trigger word before a part of its texts and gives them the target's label; boosted, it also multiplies the change that
+it sends, within the norm at which replies are dropped. Attack success is the share of test texts of other labels that
+are classified as the target when they have the trigger. Every cell is one seed and one run; finished cells are kept in
+``--work``.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import random
+import shlex
 import statistics
 import tempfile
 import time
@@ -46,6 +52,7 @@ TRIGGER, TARGET = "zephyr", 0
 DEFENCES: Mapping[str, Mapping[str, Any]] = {
     "mean": {"clip_ratio": None},
     "clip 1": {"clip_ratio": 1.0},
+    "clip 1.5": {"clip_ratio": 1.5},
     "clip 2 (default)": {"clip_ratio": 2.0},
     "clip 3": {"clip_ratio": 3.0},
     "median": {"reduction": "median"},
@@ -107,7 +114,7 @@ def config_of(args: argparse.Namespace, key: Key) -> RunConfig:
                 **{"first_labels": args.labels, "max_examples": args.examples},
             },
             "partition": {
-                **{"partitioner": "dirichlet", "alpha": 0.1, "clients": CLIENTS},
+                **{"partitioner": "dirichlet", "alpha": args.alpha, "clients": CLIENTS},
                 **{"validation": 0.0, "test": 0.0},
             },
             "method": {"name": key.method, "r": 8, "lora_alpha": 16},
@@ -224,9 +231,10 @@ def run_cell(args: argparse.Namespace, built: Built, key: Key) -> Cell:
     return Cell(100 * accuracy, 100 * success, statistics.mean(clipped), statistics.mean(dropped))
 
 
-def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell]:
-    """Run the cells that the work folder does not hold yet."""
-    store = args.work / "cells.jsonl"
+def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell] | None:
+    """Run the cells that the work folder does not hold yet; None: the time was too short for all."""
+    started = time.monotonic()
+    store = args.work / f"cells-{settings_digest(args)}.jsonl"
     args.work.mkdir(parents=True, exist_ok=True)
     cells: dict[Key, Cell] = {}
     if store.is_file():
@@ -237,6 +245,8 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell]:
         missing = [key for key in group if key not in cells]
         built = build(args, missing[0]) if missing else None
         for key in missing:
+            if time.monotonic() - started > args.seconds:
+                return None
             assert built is not None
             began = time.process_time()
             cells[key] = run_cell(args, built, key)
@@ -246,12 +256,19 @@ def run_cells(args: argparse.Namespace, keys: Sequence[Key]) -> dict[Key, Cell]:
     return {key: cells[key] for key in keys if key in cells}
 
 
+def settings_digest(args: argparse.Namespace) -> str:
+    """A digest of what all cells of a run have in common, apart from where it reads and writes."""
+    apart = ("data", "work", "page", "methods", "seeds", "defences", "seconds")
+    shared = {name: value for name, value in vars(args).items() if name not in apart}
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
+
+
 def grid(args: argparse.Namespace) -> list[Key]:
     """The cells: honest ones under equal steps and equal epochs, attacks under equal steps."""
     keys: list[Key] = []
     for method, seed in itertools.product(args.methods, args.seeds):
         stacks = METHODS[method].claims.reduction == "stack"
-        known = [name for name, fields in DEFENCES.items() if not stacks or "reduction" not in fields]
+        known = [name for name in args.defences if not stacks or "reduction" not in DEFENCES[name]]
         keys += [Key(method, seed, 1, name, "none") for name in known]
         keys += [Key(method, seed, 0, name, attack) for attack in ATTACKS for name in known]
     return keys
@@ -282,9 +299,9 @@ PAGE = """# Hostile clients: a backdoor under every defence
 Command: `python benchmarks/robustness.py --data PATH/banking77{given}`  
 Date: {date}. Machine: {machine}, {cores} cores, torch {torch}, 1 thread.
 
-Banking77, its first {labels} intents, {examples} training texts over {clients} clients by Dirichlet 0.1; rank 8 on
-query and value of layer {layers} of {model}; {rounds} rounds, AdamW at {lr:g}, batches of {batch}. Equal steps: {steps}
-local steps a round; equal epochs: one, so that clients with more texts take more steps. Seeds: {seeds}.
+Banking77, its first {labels} intents, {examples} training texts over {clients} clients by Dirichlet {alpha:g}; rank 8
+on query and value of layer {layers} of {model}; {rounds} rounds, AdamW at {lr:g}, batches of {batch}. Equal steps:
+{steps} local steps a round; equal epochs: one, so that clients with more texts take more steps. Seeds: {seeds}.
 
 Honest columns: test accuracy in percent. The others, under equal steps: attack success in percent, the share of test
 texts with the trigger, of other intents than the target, that are classified as the target, and in brackets the
@@ -306,7 +323,7 @@ Mean number of the ten honest replies in a round:
 def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str:
     """The page of all finished cells."""
     clean = [cell.success for key, cell in cells.items() if key.attack == "none" and key.defence == "mean"]
-    names = [name for name in DEFENCES if name.startswith("clip")]
+    names = [name for name in args.defences if name.startswith("clip")]
     lines = ["| method | passes | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for method, epochs in itertools.product(args.methods, (0, 1)):
         shown: list[str] = []
@@ -329,7 +346,10 @@ def page(cells: Mapping[Key, Cell], args: argparse.Namespace, given: str) -> str
         layers=" and ".join(map(str, args.layers)),
         tables="\n\n".join(f"## {method}\n\n{table(cells, args, method)}" for method in args.methods),
         clipped="\n".join(lines),
-        **{name: getattr(args, name) for name in ("labels", "examples", "rounds", "lr", "batch", "steps", "poisoned")},
+        **{
+            name: getattr(args, name)
+            for name in ("alpha", "labels", "examples", "rounds", "lr", "batch", "steps", "poisoned")
+        },
     )
 
 
@@ -341,6 +361,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[5])
     parser.add_argument("--labels", type=int, default=10, help="first labels, in sorted order")
     parser.add_argument("--examples", type=int, default=1000, help="training examples of all clients")
+    parser.add_argument("--alpha", type=float, default=0.1, help="of the Dirichlet partition")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=6, help="local steps of a client in a round")
     parser.add_argument("--batch", type=int, default=8)
@@ -348,14 +369,19 @@ def main() -> None:
     parser.add_argument("--poisoned", type=float, default=0.5, help="share of a hostile client's texts")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["fedit", "rolora", "flora"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=list(DEFENCES))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long; repeat it to go on")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fedspan-robustness")
     parser.add_argument("--page", type=Path, help="write the page to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     cells = run_cells(args, grid(args))
-    apart = ("data", "work", "page")
+    if cells is None:
+        raise SystemExit("the time is up; the same command goes on")
+    apart = ("data", "work", "page", "seconds")
     changed = {k: v for k, v in vars(args).items() if k not in apart and v != parser.get_default(k)}
-    given = "".join(f" --{k} {' '.join(map(str, v)) if isinstance(v, list) else v}" for k, v in changed.items())
+    quoted = {k: shlex.join(map(str, v)) if isinstance(v, list) else v for k, v in changed.items()}
+    given = "".join(f" --{k} {value}" for k, value in quoted.items())
     text = page(cells, args, given)
     print(text)
     if args.page:
