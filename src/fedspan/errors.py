@@ -36,6 +36,9 @@ class FedspanError(Exception):
         # File names and JSON may hold half a character, which no terminal can print.
         super().__init__(line.encode(errors="backslashreplace").decode())
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (self.field, self.value, self.expected, self.problem)
+
     def at(self, field: str | None = None, value: object = None, note: str = "") -> FedspanError:
         """Return the same error at another place.
 
@@ -49,6 +52,10 @@ class FedspanError(Exception):
         if note:
             problem = f"{_end(_default_problem(value) if problem is None else problem)} {note}"
         return FedspanError(self.field if field is None else field, value, self.expected, problem=problem)
+
+
+def _restore(field: str, value: object, expected: str, problem: str | None) -> FedspanError:
+    return FedspanError(field, value, expected, problem=problem)
 
 
 def _default_problem(value: object) -> str:

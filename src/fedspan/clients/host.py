@@ -136,6 +136,21 @@ class Host:
         """Return the number of examples on which a client trains in a round, each as often as it is used."""
         return self.engine.settings.workload(len(self.clients[id].train))
 
+    def tokens(self, id: str) -> int:
+        """Return the approximate number of tokens on which a client trains in a round, counting repeated uses."""
+        own = self.clients[id].train
+        return round(self.workload(id) * float(self.examples.lengths[own].mean())) if len(own) else 0
+
+    def first_assignments(self, orders: Iterable[Order]) -> list[Assignment]:
+        """Return the first jobs of orders to train, which are not carried out.
+
+        Raises:
+            FedspanError: If ``answer`` would raise it.
+            ValueError: If ``answer`` would raise it.
+        """
+        keep = self.engine.settings.keep_optimizer
+        return [one.assignment(one.job, keep) for one in map(self._open, orders)]
+
     def ready(self, ids: Iterable[str]) -> None:
         """Precompute what passes over clients' training examples can then skip; each client's part separately."""
         self.engine.ready(self.examples, [self.clients[id].train for id in ids])

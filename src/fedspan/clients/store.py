@@ -34,6 +34,7 @@ from fedspan.files import (
 __all__ = [
     "MEMORY",
     "MOMENTS",
+    "STATE",
     "ClientState",
     "ClientStore",
     "DiskClientStore",
@@ -237,16 +238,24 @@ class Kind(Generic[V]):
         path = self.path(clients, key, round)
         data = read_whole(path)
         try:
-            reader = Reader(data, self.name)
-            digest = expect(reader.structure, "sha256", str)
-            blank = data.replace(digest.encode(), _BLANK, 1)
-            if hashlib.sha256(blank).hexdigest() != digest:
-                raise ValueError(f"does not have the SHA-256 {digest}")
-            if (expect(reader.structure, "of", str), expect(reader.structure, "round", int)) != (key, round):
-                raise ValueError(f"is of {reader.structure['of']!r} in round {reader.structure['round']}")
-            return self.read(reader, expect(reader.structure, "value", dict))
+            return self.decode(data, key, round)
         except ValueError as error:
             raise DamagedFileError(path, str(error)) from error
+
+    def decode(self, data: bytes, key: str, round: int) -> V:
+        """Decode a file's content and check every byte of it.
+
+        Raises:
+            ValueError: If it differs from what ``encode`` returned for this key and round.
+        """
+        reader = Reader(data, self.name)
+        digest = expect(reader.structure, "sha256", str)
+        blank = data.replace(digest.encode(), _BLANK, 1)
+        if hashlib.sha256(blank).hexdigest() != digest:
+            raise ValueError(f"does not have the SHA-256 {digest}")
+        if (expect(reader.structure, "of", str), expect(reader.structure, "round", int)) != (key, round):
+            raise ValueError(f"is of {reader.structure['of']!r} in round {reader.structure['round']}")
+        return self.read(reader, expect(reader.structure, "value", dict))
 
 
 def _memory(reader: Reader, structure: object) -> Tensors:
@@ -389,7 +398,7 @@ def _read(reader: Reader, structure: object) -> ClientState:
     )
 
 
-_KEPT: Kind[ClientState] = Kind("kept", _structure, _read)
+STATE: Kind[ClientState] = Kind("kept", _structure, _read)
 
 
 class DiskClientStore:
@@ -405,19 +414,19 @@ class DiskClientStore:
     def load(self, client: str, round: int) -> ClientState:
         """``ClientStore.load``."""
         try:
-            return _KEPT.load(self._of(client), client, round)
+            return STATE.load(self._of(client), client, round)
         except DamagedFileError as error:
             raise LostStateError(client, round, str(error.value)) from error
 
     def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
         """``ClientStore.store``."""
         own = self._of(client)
-        target = _KEPT.path(own, client, round)
+        target = STATE.path(own, client, round)
         with disk_errors(self.folder, "free some space; the last accepted round is intact"):
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(target, _KEPT.encode(client, round, state))
+            write_atomic(target, STATE.encode(client, round, state))
             fsync_folder(target.parent)
-            stay = {_KEPT.path(own, client, kept) for kept in (round, *needed)}
+            stay = {STATE.path(own, client, kept) for kept in (round, *needed)}
             for path in own.glob("round-*/*.safetensors"):
                 if path not in stay:
                     path.unlink()

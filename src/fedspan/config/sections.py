@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from fedspan.config.cluster import ClusterConfig
 from fedspan.config.defaults import with_dataset
 from fedspan.config.engine import EngineConfig
 from fedspan.config.evaluation import EvaluationConfig
@@ -227,6 +228,11 @@ class RunConfig(Section):
     )
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    cluster: ClusterConfig | None = Field(
+        default=None,
+        description="Train the clients in several processes, on one machine or many, with Ray; needs fedspan[cluster]. "
+        "Left out: in this process. See docs/cluster.md.",
+    )
     baselines: list[Literal["local", "centralised"]] = Field(
         default_factory=list, description="What to train beside the federation, for comparison, with equal passes."
     )
@@ -258,6 +264,7 @@ class RunConfig(Section):
                 problem = "it cannot be combined with privacy, because diagnostics inspect updates without noise"
                 raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, problem=problem)
         self._require_simulated()
+        self._require_cluster()
         self._require_head()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         self._require_training_fit()
@@ -361,6 +368,30 @@ class RunConfig(Section):
             raise FedspanError(
                 "simulation.faults.kind", "label-flip", problem=f"label-flip needs labels, and {self.task} has none"
             )
+
+    def _require_cluster(self) -> None:
+        """Check that a cluster fits the rest of the run.
+
+        Raises:
+            FedspanError: If it does not.
+        """
+        cluster = self.cluster
+        if cluster is None:
+            return
+        if self.engine.name == "flower-sim":
+            problem = "it has processes of its own, which cannot be combined with cluster"
+            raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
+        if self.evaluation.diagnostics is not None:
+            problem = "it cannot be combined with cluster, because no process sees both ends of an update"
+            raise FedspanError("evaluation.diagnostics", self.evaluation.diagnostics, problem=problem)
+        if cluster.gpus_per_worker and (self.baselines or self.training.lr == "auto"):
+            field = "baselines" if self.baselines else "training.lr"
+            problem = "it trains in the driver's process, which leaves the GPUs to the workers. Run it without cluster"
+            raise FedspanError(field, self.baselines or "auto", problem=problem)
+        wanted = "cuda" if cluster.gpus_per_worker else "cpu"
+        if self.device not in ("auto", wanted):
+            expected = f"auto or {wanted}, because cluster.gpus_per_worker is {cluster.gpus_per_worker:g}"
+            raise FedspanError("device", self.device, expected)
 
     def simulation_rules(self) -> ReplyRules | None:
         """Return the rules by which a simulated round is accepted; None: every selected client has to reply.

@@ -115,6 +115,9 @@ def server_config(values: Mapping[str, Any]) -> RunConfig:
             values["simulation"],
             problem="it cannot be set in a deployment, because real nodes have conditions of their own",
         )
+    if values.get("cluster") is not None:
+        problem = "it cannot be set in a deployment, whose clients train on their own machines"
+        raise FedspanError("cluster", values["cluster"], problem=problem)
     if (values.get("training") or {}).get("lr") == "auto":
         problem = "auto cannot be used in a deployment, because the server has no examples to test rates on"
         raise FedspanError("training.lr", "auto", "a number", problem=problem)

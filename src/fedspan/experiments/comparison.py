@@ -29,6 +29,7 @@ from fedspan.methods.registry import method_class
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.training.prefix_rows import shared_prefixes
+from fedspan.transports.ray.sharing import shared_teams
 from fedspan.wrappers.registry import WRAPPERS
 
 __all__ = [
@@ -409,7 +410,7 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Compare
     )
     open_series(folder, COMPARE, settings, plan.steps)
     watcher.series_started(plan.steps)
-    with shared_prefixes():
+    with shared_prefixes(), shared_teams():
         reports = {step.name: run_step(step, folder, watcher, heldout_score) for step in plan.steps}
     report = build_report(plan, reports, str(folder))
     title = f"Comparison of {', '.join(plan.methods)}"

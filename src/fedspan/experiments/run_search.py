@@ -20,6 +20,7 @@ from fedspan.runs.folder import RunFolder
 from fedspan.runs.session import RunReport
 from fedspan.tasks.metrics import METRICS
 from fedspan.training.prefix_rows import shared_prefixes
+from fedspan.transports.ray.sharing import shared_teams
 
 __all__ = ["BEST", "SWEEP", "resume_sweep", "sweep"]
 
@@ -101,7 +102,7 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> SweepRe
     plan = plan_sweep(settings["config"], settings["over"], settings["trials"], settings["rounds"], settings["seeds"])
     open_series(folder, SWEEP, settings, plan.steps)
     watcher.series_started(plan.steps)
-    with shared_prefixes():
+    with shared_prefixes(), shared_teams():
         reports, failures = _run_trials(plan, folder, watcher)
     trials = trials_of(plan, reports, failures)
     best = None if trials[0].failed else folder / BEST

@@ -195,11 +195,11 @@ class Round:
                 last_rounds={**self._last_rounds, **dict.fromkeys(replies, state.round)},
                 optimizers=optimizers,
             ),
-            transfers=tuple(sorted(tally.transfers, key=lambda transfer: (transfer.client, transfer.direction))),
+            transfers=tally.sorted_transfers(),
             cohort=context.ids,
             lr=self.lr,
             loss=_mean_loss(replies.values(), context.settings.max_weight_ratio),
-            failures=tuple(tally.failures),
+            failures=tally.sorted_failures(),
             charges=tuple(self._charges),
             simulated_seconds=context.transport.simulated_seconds(),
             late=tuple(id for id in context.ids if id not in self.aggregation.replies and id not in failed),
@@ -324,13 +324,20 @@ class Federation:
 
     def with_training(self, training: TrainingSettings) -> Federation:
         """Return the federation with other settings of local training, over the same transport."""
+        return self._copy(self.transport, training)
+
+    def with_transport(self, transport: Transport) -> Federation:
+        """Return the federation over another transport to the same clients."""
+        return self._copy(transport, self.training)
+
+    def _copy(self, transport: Transport, training: TrainingSettings) -> Federation:
         return Federation(
             self.method,
             self.engine,
             self.clients,
             self.examples,
             self.settings,
-            self.transport,
+            transport,
             self.rules,
             self.aggregating,
             self.run,

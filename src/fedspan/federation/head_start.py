@@ -180,7 +180,7 @@ def start_head(federation: Federation, progress: Progress, head: HeadStart) -> P
         try:
             reduced, _ = round.reduce()
         finally:
-            for event in (*round.tally.transfers, *round.tally.failures):
+            for event in (*round.tally.sorted_transfers(), *round.tally.sorted_failures()):
                 federation.record(replace(event, purpose="statistics"))
     aggregation = round.aggregation  # examples count as far as the weights do
     examples = sum(clients[id].client.examples * aggregation.lowered.get(id, 1) for id in aggregation.replies)

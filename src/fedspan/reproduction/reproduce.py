@@ -30,6 +30,7 @@ from fedspan.reproduction.verdicts import COSTS, CellScore, Judged, judge, verdi
 from fedspan.runs.curves import curve_of
 from fedspan.runs.folder import RunFolder
 from fedspan.training.prefix_rows import shared_prefixes
+from fedspan.transports.ray.sharing import shared_teams
 
 __all__ = ["Reproduction", "reproduce", "resume_reproduction"]
 
@@ -168,7 +169,7 @@ def _run(settings: Mapping[str, Any], folder: Path, watcher: Watcher) -> Reprodu
             _require_paths(values)
             parse_config(values)
     reusable = [*map(Path, settings["reuse"]), *([folder] if folder.is_dir() else [])]
-    with shared_prefixes(), nullcontext() if preset.timed else finished_runs(reusable):
+    with shared_prefixes(), shared_teams(), nullcontext() if preset.timed else finished_runs(reusable):
         _open_folder(folder, settings)
         scores = tuple(
             _row(preset, scale, cell, label, folder / cell.name / name, watcher)

@@ -19,6 +19,7 @@ STAGES: Mapping[StageName, str] = {
     "data": "reading the data",
     "model": "loading the model",
     "encoding": "encoding the examples",
+    "workers": "starting the workers",
     "hidden states": "outputs of the frozen layers",
     "statistics": "statistics for the head's start",
     "stacking": "trying how many clients to train at once",

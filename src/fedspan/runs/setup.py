@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Prepared",
+    "RunTrainer",
+    "build_trainer",
     "choose_device",
     "client_ranks",
     "client_scaling",
@@ -58,6 +60,7 @@ __all__ = [
     "max_length",
     "prepare",
     "require_private_model",
+    "simulated_federation",
 ]
 
 
@@ -289,44 +292,25 @@ def prepare(
     objects, stages = objects or Objects(), stages or Stages()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = choose_device(config.device)
+    device = choose_device("cpu" if config.cluster is not None else config.device)  # workers have the GPUs
     sources = None if objects.data is None else objects.data.sources
     with stages.stage("data"):
         data = load(config.data, seed=config.data_seed, task=config.task, sources=sources)
         parts = given or partition(data.train, config.partition, config.data_seed, groups=data.groups)
     if parts.examples != len(data.train):
         raise FedspanError("data.train", len(data.train), f"the {parts.examples} examples with which the run began")
-    with stages.stage("model"):
-        built = build_model(config, data.labels, device, objects.model)
-    adapted = built.adapted
-    require_private_model(config, adapted)
     if config.evaluation.metric == "f1" and len(data.labels) != 2:
         expected = f"macro_f1, because there are {len(data.labels)} labels and f1 is for two"
         raise FedspanError("evaluation.metric", "f1", expected)
-    facts = Facts.of(config, data.labels, max_length(config, built.processor, adapted.model), adapted.model)
-    task = PROBLEMS[config.task].task(built.processor, facts, config)
-    method = config.build_method(replace(adapted.spec, clients=len(parts.clients)))
-    engine = make_engine(config, adapted, task, config.training_settings(key), stages)
+    trainer = build_trainer(config, data.labels, len(parts.clients), device, key, stages, objects.model)
+    built, facts, task, engine = trainer.model, trainer.facts, trainer.task, trainer.engine
     with stages.stage("model"):
         head, notes = head_start_of(config, built)
     with stages.stage("encoding"):
         train = task.encode(data.train)
         test = None if data.test is None else task.encode(data.test)
-    require_size(config, adapted.model, task, train, device)
-    members, conditions = _members(config, method, parts), None
-    if config.simulation is not None:
-        conditions = config.simulation.conditions(config.seed)
-    federation = simulate(
-        config.wrapped(method),
-        engine,
-        members,
-        _flipped(train, members, conditions, len(data.labels)),
-        config.round_settings(key),
-        config.simulation_rules(),
-        aggregation_of(config),
-        _secure_clients(config, members),
-        conditions,
-    )
+    require_size(config, built.adapted.model, task, train, device)
+    federation = simulated_federation(config, trainer, parts, train, key)
     return Prepared(
         config=config,
         labels=data.labels,
@@ -347,6 +331,91 @@ def prepare(
             *notes,
         ),
         head=head,
+    )
+
+
+@dataclass(frozen=True)
+class RunTrainer:
+    """What trains the clients of a run, without their examples.
+
+    Args:
+        model: The model that the engine trains.
+        facts: Facts about the task that the model needs.
+        task: The learning problem.
+        engine: The engine.
+        method: The method, without the run's wrappers.
+    """
+
+    model: RunModel
+    facts: Facts
+    task: RunTask
+    engine: Engine
+    method: RegisteredMethod
+
+
+def build_trainer(
+    config: RunConfig,
+    labels: tuple[str, ...],
+    clients: int,
+    device: torch.device,
+    key: bytes | None,
+    stages: Stages | None = None,
+    objects: ModelObjects | None = None,
+) -> RunTrainer:
+    """Load a run's model and build what trains it.
+
+    Args:
+        config: Config of the run.
+        labels: Names of the labels by index.
+        clients: Number of the federation's clients.
+        device: Device of the model.
+        key: Secret key of the noise, if it has one.
+        stages: Reports the progress of long work; None: nobody is told.
+        objects: Model and tokenizer that were passed from Python, in place of those that the config names.
+
+    Raises:
+        FedspanError: If anything in the config does not fit the model.
+    """
+    stages = stages or Stages()
+    with stages.stage("model"):
+        built = build_model(config, labels, device, objects)
+    adapted = built.adapted
+    require_private_model(config, adapted)
+    facts = Facts.of(config, labels, max_length(config, built.processor, adapted.model), adapted.model)
+    task = PROBLEMS[config.task].task(built.processor, facts, config)
+    method = config.build_method(replace(adapted.spec, clients=clients))
+    engine = make_engine(config, adapted, task, config.training_settings(key), stages)
+    return RunTrainer(built, facts, task, engine, method)
+
+
+def simulated_federation(
+    config: RunConfig, trainer: RunTrainer, parts: Partition, train: Examples, key: bytes | None
+) -> Federation:
+    """Build a run's federation, with all clients in this process.
+
+    Args:
+        config: Config of the run.
+        trainer: What trains the clients.
+        parts: The clients' examples.
+        train: The encoded examples.
+        key: Secret key of the noise, if it has one.
+
+    Raises:
+        FedspanError: If the config does not fit the clients.
+    """
+    members, conditions = _members(config, trainer.method, parts), None
+    if config.simulation is not None:
+        conditions = config.simulation.conditions(config.seed)
+    return simulate(
+        config.wrapped(trainer.method),
+        trainer.engine,
+        members,
+        _flipped(train, members, conditions, len(trainer.facts.labels)),
+        config.round_settings(key),
+        config.simulation_rules(),
+        aggregation_of(config),
+        _secure_clients(config, members),
+        conditions,
     )
 
 

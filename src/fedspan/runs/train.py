@@ -15,6 +15,7 @@ from fedspan.errors import FedspanError
 from fedspan.models.names import FROM_PYTHON
 from fedspan.runs import session
 from fedspan.runs.callbacks import Listener, Listeners
+from fedspan.runs.cluster import cluster_simulation
 from fedspan.runs.extension import require_extensible
 from fedspan.runs.folder import RunFolder
 from fedspan.runs.integrity import read_config, require_intact
@@ -24,6 +25,7 @@ from fedspan.runs.remote import flower_simulation
 from fedspan.runs.session import RunReport, is_run, read_report
 from fedspan.runs.setup import prepare
 from fedspan.transports.flower import require
+from fedspan.transports.ray import require as require_ray
 
 __all__ = ["resume", "run"]
 
@@ -115,6 +117,9 @@ def _with_objects(
     if parsed.engine.name == "flower-sim":
         problem = "Flower's simulation runs in other processes, to which objects cannot be passed"
         raise FedspanError("engine.name", "flower-sim", "batched or loop", problem=problem)
+    if parsed.cluster is not None and (model is not None or tokenizer is not None):
+        problem = "workers load the model themselves, by its name; only data can be passed to a run on a cluster"
+        raise FedspanError("model" if model is not None else "tokenizer", None, problem=problem)
     objects = objects_of(parsed, "fedspan.run", data, model, tokenizer)
     if objects.data is not None:
         if "test" in objects.data.sources:
@@ -213,6 +218,9 @@ def _go_on(
 
 def _host(config: RunConfig) -> session.Host | None:
     """Return the host that connects a run to its clients; None: they are simulated in this process."""
+    if config.cluster is not None:
+        require_ray()
+        return cluster_simulation
     if config.engine.name != "flower-sim":
         return None
     require(simulation=True)

@@ -18,6 +18,7 @@ StageName = Literal[
     "data",
     "model",
     "encoding",
+    "workers",
     "hidden states",
     "statistics",
     "stacking",
@@ -27,9 +28,9 @@ StageName = Literal[
     "diagnostics",
     "export",
 ]
-"""``hidden states``: those that leave the frozen prefix, computed once an example. ``statistics``: those from which the
-head starts. ``stacking``: measuring how many clients train at once. ``learning rate``: the range test. ``training``: a
-round's clients, and the server's half of the round after them."""
+"""``workers``: their start on a cluster. ``hidden states``: those that leave the frozen prefix, computed once an
+example. ``statistics``: those from which the head starts. ``stacking``: measuring how many clients train at once.
+``learning rate``: the range test. ``training``: a round's clients, and the server's half of the round after them."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from fedspan.federation.aggregation.reply_buffer import ReplyBuffer
 from fedspan.federation.conditions import PHASES, Conditions, corrupt
 from fedspan.federation.federation import Federation, clients_by_id
 from fedspan.federation.progress import ClientData, Progress
-from fedspan.federation.protocol import OnReply, OnTrained, Order, Orders, Reply, Transport, decode_order
+from fedspan.federation.protocol import Envelope, OnReply, OnTrained, Order, Orders, Reply, Transport, decode_order
 from fedspan.federation.secagg.messages import decode_phase
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules, untrained_jobs
@@ -147,9 +147,7 @@ class InProcess(Transport):
             self._train(orders, responding, on_reply, seconds, waits_for_dropped=bool(dropped))
             return
         if orders.task == "statistics":
-            self.host.ready(responding)
-            for id in responding:
-                on_reply(id, self.host.answer(decode_order(orders[id])).envelope())
+            self.carry_out(orders, responding, on_reply)
             return
         if dropped and self.simulated_seconds() is not None:
             self._clock += seconds  # of a secure sum: the server waits for clients that stopped replying
@@ -189,14 +187,11 @@ class InProcess(Transport):
             seconds: Deadline, in simulated seconds.
             waits_for_dropped: Whether the server waits until the deadline, for clients that do not reply.
         """
-        replies: dict[str, Reply] = {}
+        replies: dict[str, Envelope | str] = {}
         conditions = self.conditions
         if conditions is None or conditions.speed is None:
-
-            def pass_on(reply: Reply) -> None:  # all come at once: the order in which the engine ends decides nothing
-                on_reply(reply.id, reply.envelope())
-
-            self.host.train(_LazyOrders(orders, responding), pass_on)
+            # All come at once: the order in which the engine ends decides nothing.
+            self.carry_out(orders, responding, on_reply)
             return
         times = {id: conditions.seconds(id, self.host.workload(id)) for id in responding}
         in_time = [id for id in responding if times[id] <= seconds]
@@ -206,14 +201,19 @@ class InProcess(Transport):
                 del envelope
         waiting = ReplyBuffer()  # replies wait for their turn on the simulated clock
 
-        def hold(reply: Reply) -> None:
-            waiting.store(reply.id, reply.body)
-            replies[reply.id] = replace(reply, body=b"")
+        def hold(id: str, reply: Envelope | str) -> None:
+            if isinstance(reply, Envelope):
+                waiting.store(id, reply.body)
+                reply = replace(reply, body=b"")
+            replies[id] = reply
 
         try:
-            self.host.train(_LazyOrders(orders, in_time), hold)
+            self.carry_out(orders, in_time, hold)
             for id in sorted(in_time, key=lambda id: (times[id], id)):
-                if on_reply(id, replace(replies.pop(id), body=waiting.load(id)).envelope()):
+                reply = replies.pop(id)
+                if isinstance(reply, Envelope):
+                    reply = replace(reply, body=waiting.load(id))
+                if on_reply(id, reply):
                     self._clock += times[id]
                     return
         finally:
@@ -223,6 +223,25 @@ class InProcess(Transport):
                 on_reply(id, f"no reply within {seconds:g} s (simulated: {times[id]:.3g} s)")
         all_replied = not waits_for_dropped and len(in_time) == len(responding)
         self._clock += max(times.values(), default=0.0) if all_replied else seconds
+
+    def carry_out(self, orders: Orders, ids: Sequence[str], take: Callable[[str, Envelope | str], object]) -> None:
+        """Have clients train, or compute statistics.
+
+        Args:
+            orders: Orders of the exchange.
+            ids: Ids of the clients that carry them out.
+            take: Called with each client's reply, in any order.
+        """
+        if orders.task == "train":
+
+            def pass_on(reply: Reply) -> None:
+                take(reply.id, reply.envelope())
+
+            self.host.train(_LazyOrders(orders, ids), pass_on)
+            return
+        self.host.ready(ids)
+        for id in ids:
+            take(id, self.host.answer(decode_order(orders[id])).envelope())
 
     def _tamper(self, order: Order, order_message: Message, reply: Message) -> Message:
         """Return a client's reply, corrupted if the client is faulty."""

@@ -88,6 +88,14 @@ class Tally:
     failures: list[Failure] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
 
+    def sorted_transfers(self) -> tuple[Transfer, ...]:
+        """Return the transfers by client and direction: they happen in no particular order."""
+        return tuple(sorted(self.transfers, key=lambda transfer: (transfer.client, transfer.direction)))
+
+    def sorted_failures(self) -> tuple[Failure, ...]:
+        """Return the failures by attempt and client: they happen in no particular order."""
+        return tuple(sorted(self.failures, key=lambda failure: (failure.attempt, failure.client)))
+
 
 class Aggregation(Protocol):
     """One round's aggregation."""

@@ -1,0 +1,53 @@
+"""Workers of a simulation on a Ray cluster."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, field_validator
+
+from fedspan.config.section import Section
+
+__all__ = ["ClusterConfig"]
+
+_ADDRESS = re.compile(r"(ray://)?[^\s/:]+:\d{1,5}")
+
+
+class ClusterConfig(Section):
+    """Workers that train the clients, each in a process of its own with the engine of ``engine``."""
+
+    address: str = Field(
+        default="local",
+        description="local: a Ray of this machine for the time of the run, which no other machine can reach. auto: "
+        "the cluster that this machine belongs to (RAY_ADDRESS, or ray start). HOST:PORT or ray://HOST:PORT: a cluster "
+        "elsewhere. Whoever reaches a cluster runs code on it: see docs/security.md.",
+    )
+    workers: int = Field(
+        ge=1,
+        le=4096,
+        description="Number of workers. Clients are divided among them by their tokens; with engine.name: loop the "
+        "results do not depend on the number, with batched they agree to rounding.",
+    )
+    threads_per_worker: int = Field(
+        default=1, ge=1, le=1024, description="CPU threads of a worker, in place of threads."
+    )
+    gpus_per_worker: float = Field(
+        default=0.0,
+        ge=0,
+        le=64,
+        allow_inf_nan=False,
+        description="GPUs of a worker; 0.5: two workers share one. 0: workers train on the CPU.",
+    )
+    start_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that workers may take to start, or to start again when all have died.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ("local", "auto") and not _ADDRESS.fullmatch(value):
+            raise ValueError("local, auto, HOST:PORT or ray://HOST:PORT")
+        return value

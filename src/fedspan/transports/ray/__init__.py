@@ -1,0 +1,29 @@
+"""A simulation whose clients train in the actors of a Ray cluster. Nothing else in fedspan imports ``ray``.
+
+Importing this package disables Ray's usage statistics. Set ``RAY_USAGE_STATS_ENABLED`` beforehand to enable them.
+
+Ray transmits Python objects as pickles and lets whoever reaches its ports run code: driver and workers are one user's
+own machines, on a network of their own.
+"""
+
+import importlib.util
+import os
+
+from fedspan.errors import FedspanError
+
+__all__ = ["require"]
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns; workers without GPUs use none anyway
+
+
+def require() -> None:
+    """Check that Ray is installed.
+
+    Raises:
+        FedspanError: If Ray is missing.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise FedspanError(
+            "ray", None, problem="the config's cluster needs this package. Run: pip install 'fedspan[cluster]'"
+        )

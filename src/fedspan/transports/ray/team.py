@@ -1,0 +1,320 @@
+"""The workers of a run: their start, the work that they share, and the loss of one of them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import ray
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from fedspan.clients.host import Host
+from fedspan.core.base import BaseUpdate
+from fedspan.core.values import Message
+from fedspan.errors import FedspanError
+from fedspan.federation import serialization
+from fedspan.transports.ray.adapter import own_token
+from fedspan.transports.ray.sharing import shared_or_new
+from fedspan.transports.ray.worker import BaseVersion, Worker
+
+__all__ = ["LOSSES", "Member", "Piece", "Queues", "Resources", "Team", "open_team"]
+
+T = TypeVar("T")
+
+LOSSES = 2
+"""Number of workers that may die while they do one piece of work; after one more it counts as failed."""
+_RESTARTS = 3
+"""How often Ray starts a worker again that has died."""
+_LOST = (NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Where workers run, and what each of them takes.
+
+    Args:
+        address: ``local``: a Ray of this machine, for the time of the run; ``auto``: the cluster that this machine
+            belongs to; otherwise the address of a cluster.
+        workers: Number of workers.
+        threads: CPU threads of a worker.
+        gpus: GPUs of a worker, or a share of one.
+        start_seconds: Time limit for the start of the workers, in seconds.
+    """
+
+    address: str
+    workers: int
+    threads: int = 1
+    gpus: float = 0.0
+    start_seconds: float = 300.0
+
+
+@contextmanager
+def _connection(resources: Resources) -> Generator[None]:
+    """Connect this process to a cluster; a connection that it has already is used and left open.
+
+    Raises:
+        FedspanError: If there is no cluster at the address.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    # Ray listens on all of a machine's addresses and runs what it is sent: only who has the token may send.
+    with own_token() if resources.address == "local" else nullcontext():
+        _init(resources)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _init(resources: Resources) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if resources.address != "local":
+            ray.init(address=resources.address, **quiet)
+            return
+        ray.init(
+            address="local",
+            num_cpus=resources.workers * resources.threads,
+            num_gpus=None if resources.gpus else 0,
+            include_dashboard=False,
+            **quiet,
+        )
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        problem = f"no Ray cluster answers at {resources.address!r} ({' '.join(str(error).split())[:200]})"
+        raise FedspanError("cluster.address", resources.address, problem=problem) from error
+
+
+@contextmanager
+def _new_team(resources: Resources) -> Generator[Team]:
+    with _connection(resources), closing(Team(resources)) as team:
+        yield team
+
+
+def open_team(resources: Resources) -> AbstractContextManager[Team]:
+    """Start workers for the time of a run, or use those of an earlier run of the same series.
+
+    Raises:
+        FedspanError: If there is no cluster at the address.
+    """
+    return shared_or_new(resources, _new_team(resources))
+
+
+class Member:
+    """A worker, as the driver sees it.
+
+    Args:
+        actor: The actor.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.version: int | None = None
+        """Version of the base that it has; None: the pretrained base."""
+        self.lost = False
+        """Whether Ray has given it up."""
+
+
+class Piece(Generic[T]):
+    """A piece of work that moves between workers as a whole.
+
+    Args:
+        content: The work.
+        load: Its approximate amount.
+    """
+
+    def __init__(self, content: T, load: int) -> None:
+        self.content, self.load = content, load
+        self.losses = 0
+        """Number of workers that died while they did it."""
+
+
+class Team:
+    """The workers of a run.
+
+    Args:
+        resources: Number and size of the workers.
+
+    Raises:
+        FedspanError: If the workers do not start in time.
+    """
+
+    def __init__(self, resources: Resources) -> None:
+        options = {"num_cpus": resources.threads, "num_gpus": resources.gpus, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(Worker).options(**options, max_restarts=_RESTARTS, max_task_retries=0)
+        self.members = [Member(actor.remote(resources.threads)) for _ in range(resources.workers)]
+        self.resources = resources
+        self._recovering: dict[Any, Member] = {}
+        self._plan: tuple[Any, ...] = ()
+        self._base, self._number = BaseUpdate(), 0
+        self._rounds: dict[int, int] = {}
+        self._patches: dict[int | None, Any] = {}
+
+    def build(self, build: Callable[[Any], Host], kit: object) -> None:
+        """Build the hosts of a run.
+
+        Args:
+            build: Builds the host of a worker from the kit; a module-level function.
+            kit: Everything that a host is built from; it is put into the object store once.
+
+        Raises:
+            FedspanError: If a host cannot be built, or the workers do not start in time.
+        """
+        self._plan = build, ray.put(kit)  # kept: a worker that is started again needs it, too
+        self._base, self._patches, self._rounds = BaseUpdate(), {}, {}
+        self._recovering = dict(map(self._rebuild, self.members))
+        waiting, wanted = list(self._recovering), self.resources
+        ready, rest = ray.wait(waiting, num_returns=len(waiting), timeout=wanted.start_seconds)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                raise _cause_of(error) from error
+            del self._recovering[ref]
+        if rest:
+            there = ray.cluster_resources()
+            problem = (
+                f"{len(ready)} of {wanted.workers} workers started within {wanted.start_seconds:g} s. Each takes "
+                f"{wanted.threads} CPUs and {wanted.gpus:g} GPUs; the cluster has {there.get('CPU', 0):g} CPUs and "
+                f"{there.get('GPU', 0):g} GPUs"
+            )
+            raise FedspanError("cluster.workers", wanted.workers, problem=problem)
+
+    def _rebuild(self, member: Member) -> tuple[Any, Member]:
+        """Begin to build the host of a worker, and return the reference of the end of it."""
+        member.version = None
+        return member.actor.build.remote(*self._plan), member
+
+    def close(self) -> None:
+        """End the workers."""
+        for member in self.members:
+            ray.kill(member.actor)
+
+    def set_base(self, base: BaseUpdate) -> None:
+        """Set the base with which work is done; each worker receives its change with the next piece of work."""
+        self._base, self._number, self._patches = base, self._number + 1, {}
+        self._rounds[self._number] = base.round
+
+    def base_for(self, member: Member) -> tuple[BaseVersion, Any]:
+        """Return the version of the base, and a reference to the change since the one that a worker has, or None."""
+        known, member.version = member.version, self._number
+        if known not in self._patches:
+            patch = self._base.since(None if known is None else self._rounds[known])
+            self._patches[known] = None if patch is None else ray.put(serialization.encode(Message(base=patch)))
+        return BaseVersion(self._number, known), self._patches[known]
+
+    def share(
+        self,
+        queues: Sequence[Sequence[Piece[T]]],
+        send: Callable[[Member, T], Any],
+        done: Callable[[T, Any], None],
+        failed: Callable[[T, str], None],
+    ) -> None:
+        """Have work done: each worker its own pieces first, and then those that others have not begun.
+
+        Args:
+            queues: Pieces of each worker, in the order in which it does them.
+            send: Begins a piece on a worker and returns the reference of its result, which is None if the worker has no
+                host.
+            done: Takes a piece and its result.
+            failed: Takes a piece that lost too many workers, and the reason.
+
+        Raises:
+            FedspanError: If a worker raises it, or all workers are lost.
+        """
+        left = Queues(queues)
+        idle = deque(one for one in self.members if not one.lost and one not in self._recovering.values())
+        running: dict[Any, tuple[Member, Piece[T]]] = {}
+
+        def dispatch() -> None:
+            while idle and left:
+                member = idle.popleft()
+                piece = left.take(self.members.index(member))
+                running[send(member, piece.content)] = member, piece
+
+        dispatch()
+        while running or left:
+            ref = self._next(running)
+            if ref in self._recovering:
+                idle += self._recovered(ref)
+                dispatch()
+                continue
+            member, piece = running.pop(ref)
+            try:
+                result = ray.get(ref)
+            except _LOST:
+                piece.losses += 1
+                self._recovering.update([self._rebuild(member)])
+                if piece.losses <= LOSSES:
+                    left.put_back(piece)
+                    dispatch()
+                else:
+                    failed(piece.content, f"{piece.losses} workers died while they carried out its order")
+                continue
+            except RayTaskError as error:
+                raise _cause_of(error) from error
+            if result is None:  # it was started again since its last work
+                self._recovering.update([self._rebuild(member)])
+                left.put_back(piece)
+            else:
+                idle.append(member)
+            dispatch()  # before the result is processed, for which workers need not wait
+            if result is not None:
+                done(piece.content, result)
+
+    def _next(self, running: Mapping[Any, object]) -> Any:
+        """Return the reference of the next result, or of a worker that was started again."""
+        waiting, ready = [*running, *self._recovering], list[Any]()
+        if waiting:
+            seconds = None if running else self.resources.start_seconds
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=seconds)
+        if not ready:
+            problem = "all workers died. The state before the round is stored: fix the cause and resume"
+            raise FedspanError("cluster.workers", len(self.members), problem=problem)
+        return ready[0]
+
+    def _recovered(self, ref: Any) -> list[Member]:
+        """Return the worker that was started again; empty if Ray has given it up."""
+        member = self._recovering.pop(ref)
+        try:
+            ray.get(ref)
+        except _LOST:
+            member.lost = True
+            return []
+        return [member]
+
+
+class Queues(Generic[T]):
+    """The pieces that no worker has begun."""
+
+    def __init__(self, queues: Sequence[Sequence[Piece[T]]]) -> None:
+        self._own = [deque(queue) for queue in queues]
+        self._first: deque[Piece[T]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._first) or any(self._own)
+
+    def put_back(self, piece: Piece[T]) -> None:
+        """Return a piece, which the next worker takes."""
+        self._first.append(piece)
+
+    def take(self, worker: int) -> Piece[T]:
+        """Take the next piece of a worker: its own, or the last of the worker with the most work left."""
+        if self._first:
+            return self._first.popleft()
+        if self._own[worker]:
+            return self._own[worker].popleft()
+        return max(self._own, key=lambda queue: sum(piece.load for piece in queue)).pop()
+
+
+def _cause_of(error: RayError) -> BaseException:
+    """Return the error to raise for one of Ray's: that of the worker if a user can correct it."""
+    if isinstance(error, _LOST):
+        reason = " ".join(str(error).split())[:300]
+        return FedspanError("cluster.workers", None, problem=f"a worker died while it started ({reason})")
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, FedspanError) else error

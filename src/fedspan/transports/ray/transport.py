@@ -1,0 +1,157 @@
+"""The transport of a cluster: orders travel to the workers in stacks of clients that share their passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from fedspan.clients.host import Host
+from fedspan.clients.store import STATE, ClientState
+from fedspan.errors import FedspanError
+from fedspan.federation.conditions import Conditions
+from fedspan.federation.progress import Progress
+from fedspan.federation.protocol import Envelope, OnTrained, Orders, decode_order
+from fedspan.training.batched import BatchedEngine, balance
+from fedspan.training.stacking import StackingPlan
+from fedspan.transports.in_process import InProcess
+from fedspan.transports.ray.team import Member, Piece, Team
+from fedspan.transports.ray.worker import Outcome, StackedOrder
+
+__all__ = ["ClusterTransport", "cut_stacks"]
+
+_TRIED = 16
+"""Clients on whose first jobs the stacking plan is measured."""
+
+
+def cut_stacks(work: Mapping[str, int], most: int, workers: int) -> list[list[str]]:
+    """Cut a cohort into stacks of about equal work, the clients with the most work first.
+
+    Clients of a stack follow each other in the order of their work, so that their training ends together.
+
+    Args:
+        work: Each client's work.
+        most: Largest number of clients in a stack.
+        workers: Number of workers; the number of stacks is a multiple of it where the clients suffice.
+    """
+    if not work:
+        return []
+    most = min(most, math.ceil(len(work) / workers))
+    count = min(len(work), workers * math.ceil(len(work) / (most * workers)))
+    share = max(1, sum(work.values())) / count
+    stacks: list[list[str]] = []
+    done, last = 0.0, -1
+    for id in sorted(work, key=lambda id: (-work[id], id)):
+        at = int((done + work[id] / 2) / share)
+        if at != last or len(stacks[-1]) == most:
+            stacks.append([])
+        stacks[-1].append(id)
+        done, last = done + work[id], at
+    return stacks
+
+
+class ClusterTransport(InProcess):
+    """Passes orders to workers; all else of a round is in this process: client stores, conditions, key exchanges.
+
+    Args:
+        host: The host of all clients, which answers what is no work for a worker.
+        team: The workers.
+        conditions: Simulated conditions, under which the workers' hosts are built, too; None: none.
+    """
+
+    def __init__(self, host: Host, team: Team, conditions: Conditions | None = None) -> None:
+        super().__init__(host, conditions)
+        self.team = team
+        self._last: tuple[bytes, Any] | None = None
+
+    def begin(self, progress: Progress, on_trained: OnTrained | None = None) -> None:
+        """``Transport.begin``.
+
+        Raises:
+            ValueError: If jobs are to be observed, because they are trained in other processes.
+        """
+        if on_trained is not None:
+            raise ValueError("clients in other processes cannot be watched")
+        super().begin(progress)
+        self.team.set_base(progress.state.base)
+
+    def carry_out(self, orders: Orders, ids: Sequence[str], take: Callable[[str, Envelope | str], object]) -> None:
+        """``InProcess.carry_out``, by the workers."""
+        if not ids:  # a Poisson sample may be empty
+            return
+        workers, most, plan = len(self.team.members), 1, None
+        if isinstance(engine := self.host.engine, BatchedEngine):
+            if engine.stacking is None:
+                engine.stacking = self._measure(orders, ids)
+                if engine.settled is not None:
+                    engine.settled(engine.stacking)
+            plan = engine.stacking
+            most = plan.at_once * plan.workers
+        work = {id: self.host.tokens(id) for id in ids}
+        pieces = {
+            stack[0]: Piece(stack, sum(map(work.__getitem__, stack))) for stack in cut_stacks(work, most, workers)
+        }
+        queues = balance({name: piece.load for name, piece in pieces.items()}, workers)
+
+        def send(member: Member, stack: list[str]) -> Any:
+            bodies, stacked = self._pack(orders, stack)
+            return member.actor.answer.remote(*self.team.base_for(member), bodies, stacked, plan)
+
+        def done(stack: list[str], outcomes: Sequence[Outcome]) -> None:
+            for one in outcomes:
+                if one.state is not None:
+                    state = STATE.decode(one.state, one.id, self._round)
+                    self.host.store.store(one.id, self._round, state, frozenset())
+                if one.session is not None and self.host.secure is not None:
+                    self.host.secure[one.id].vault.store(one.id, one.session)
+                take(one.id, one.envelope)
+
+        def failed(stack: list[str], reason: str) -> None:
+            for id in stack:
+                take(id, reason)
+
+        self.team.share([[pieces[name] for name in queue] for queue in queues], send, done, failed)
+
+    def _measure(self, orders: Orders, ids: Sequence[str]) -> StackingPlan:
+        """Have a worker measure how many clients train at once; it does so alone, and nothing is trained."""
+        share, found = math.ceil(len(ids) / len(self.team.members)), list[StackingPlan]()
+
+        def send(member: Member, stack: Sequence[str]) -> Any:
+            bodies, stacked = self._pack(orders, stack)
+            return member.actor.settle.remote(*self.team.base_for(member), bodies, stacked, share)
+
+        def done(stack: Sequence[str], plan: StackingPlan) -> None:
+            found.append(plan)
+
+        def failed(stack: Sequence[str], reason: str) -> None:
+            raise FedspanError("engine.clients_at_once", None, "a number", problem=f"it cannot be measured: {reason}")
+
+        measured = Piece(ids[:_TRIED], 1)
+        queues = [[measured], *([] for _ in self.team.members[1:])]
+        self.team.share(queues, send, done, failed)
+        return found[0]
+
+    def _pack(self, orders: Orders, ids: Sequence[str]) -> tuple[list[Any], list[StackedOrder]]:
+        """Return references of the orders' messages, each once, and what else belongs to the orders."""
+        bodies: list[Any] = []
+        stacked: list[StackedOrder] = []
+        for id in ids:
+            envelope = orders[id]
+            if self._last is None or self._last[0] is not envelope.body:  # clients with one message follow each other
+                self._last = envelope.body, ray.put(envelope.body)
+            if not bodies or bodies[-1] is not self._last[1]:
+                bodies.append(self._last[1])
+            session = None if self.host.secure is None else self.host.secure[id].vault.load(id)
+            stacked.append(StackedOrder(envelope.header, len(bodies) - 1, self._state(id, envelope), session))
+        return bodies, stacked
+
+    def _state(self, id: str, envelope: Envelope) -> bytes | None:
+        client = decode_order(envelope).client
+        if client is None or client.last_round is None:
+            return None
+        kept = self.host.store.load(id, client.last_round)
+        if not kept.memory and not kept.moments:
+            return None
+        return STATE.encode(id, client.last_round, ClientState(kept.memory, dict(kept.moments)))

@@ -1,0 +1,204 @@
+"""A worker: an actor with a host, which carries out orders for the clients of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from fedspan.clients.host import Host
+from fedspan.clients.store import STATE, ClientState, OverlayMapping
+from fedspan.core.base import BaseUpdate, apply_patch
+from fedspan.federation import serialization
+from fedspan.federation.protocol import Envelope, Order, Reply, decode_order
+from fedspan.training.batched import BatchedEngine
+from fedspan.training.stacking import StackingPlan
+
+if TYPE_CHECKING:
+    from fedspan.clients.secagg import Session
+
+__all__ = ["BaseVersion", "Outcome", "StackedOrder", "Worker"]
+
+
+@dataclass(frozen=True)
+class BaseVersion:
+    """The base with which orders are carried out.
+
+    Args:
+        number: Number of the version, which increases with every base that the driver sets.
+        known: Number of the version that the patch continues from; None: the pretrained base.
+    """
+
+    number: int
+    known: int | None
+
+
+@dataclass(frozen=True)
+class StackedOrder:
+    """An order to one client of a stack.
+
+    Args:
+        header: Header of the order's envelope.
+        body: Position of its encoded message among those that are sent with the stack.
+        state: The client's stored state, encoded; None: it has none.
+        session: The client's session of secure aggregation; None: there is none.
+    """
+
+    header: str
+    body: int
+    state: bytes | None
+    session: Session | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A client's reply with what the client stores.
+
+    Args:
+        id: Id of the client.
+        envelope: The reply.
+        state: The client's new state, encoded; None: it stores nothing.
+        session: The client's session of secure aggregation; None: there is none.
+    """
+
+    id: str
+    envelope: Envelope
+    state: bytes | None
+    session: Session | None
+
+
+class _StateInTransit:
+    """The client store of a worker: states that came with orders, and states that go back with replies."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[str, ClientState] = {}
+        self.departing: dict[str, bytes] = {}
+
+    def load(self, client: str, round: int) -> ClientState:
+        """``ClientStore.load``; a stack brings one version of each client, the accepted one."""
+        return self.arrived[client]
+
+    def store(self, client: str, round: int, state: ClientState, needed: frozenset[int]) -> None:
+        """``ClientStore.store``; of the moments, only those of this round's phases go back."""
+        moments = state.moments.changes if isinstance(state.moments, OverlayMapping) else state.moments
+        self.departing[client] = STATE.encode(client, round, ClientState(state.memory, moments))
+
+
+class Worker:
+    """Carries out orders on a host of its own.
+
+    Args:
+        threads: Number of torch's threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._host: Host | None = None
+        self._store = _StateInTransit()
+        self._base, self._version = BaseUpdate(), -1
+        self._bodies: dict[ray.ObjectRef[bytes], bytes] = {}
+
+    def build(self, build: Callable[[Any], Host], kit: object) -> None:
+        """Build the host, in place of an earlier run's.
+
+        Args:
+            build: Builds the host from ``kit``.
+            kit: Everything that the host is built from.
+        """
+        self._host = None  # before the next one needs its memory
+        self._base, self._version, self._bodies = BaseUpdate(), -1, {}
+        self._host = build(kit)
+        self._host.store = self._store = _StateInTransit()
+
+    def settle(
+        self,
+        version: BaseVersion,
+        patch: bytes | None,
+        bodies: Sequence[ray.ObjectRef[bytes]],
+        stack: Sequence[StackedOrder],
+        clients: int,
+    ) -> StackingPlan | None:
+        """Measure how many clients train at once in a round of ``clients`` clients for each worker.
+
+        Returns:
+            The stacking plan; None if the worker was started again and has no host.
+        """
+        if (host := self._host) is None:
+            return None
+        self._set_base(host, version, patch)
+        assert isinstance(host.engine, BatchedEngine)
+        return host.engine.settle(host.first_assignments(self._open(host, bodies, stack)), clients, host.examples)
+
+    def answer(
+        self,
+        version: BaseVersion,
+        patch: bytes | None,
+        bodies: Sequence[ray.ObjectRef[bytes]],
+        stack: Sequence[StackedOrder],
+        plan: StackingPlan | None,
+    ) -> list[Outcome] | None:
+        """Carry out the orders of a stack.
+
+        Args:
+            version: Version of the base.
+            patch: Encoded message with the change of the base since the known version; None: there is none.
+            bodies: The encoded messages of the orders, in the object store.
+            stack: The orders.
+            plan: The stacking plan; None: the engine has none.
+
+        Returns:
+            The replies; None if the worker was started again and has no host.
+
+        Raises:
+            FedspanError: If ``Host.train`` or ``Host.answer`` raises it.
+        """
+        if (host := self._host) is None:
+            return None
+        self._set_base(host, version, patch)
+        if isinstance(host.engine, BatchedEngine):
+            host.engine.stacking = plan
+        orders = self._open(host, bodies, stack)
+        if orders[0].task == "train":
+            replies: list[Reply] = []
+            host.train({order.to: order for order in orders}, replies.append)
+        else:
+            host.ready([order.to for order in orders])
+            replies = [host.answer(order) for order in orders]
+        made = self._store.departing
+        return [Outcome(one.id, one.envelope(), made.pop(one.id, None), _session(host, one.id)) for one in replies]
+
+    def _set_base(self, host: Host, version: BaseVersion, patch: bytes | None) -> None:
+        if version.number == self._version:
+            return
+        assert version.known is None or version.known == self._version, "the driver knows what this host has"
+        if version.known is None:
+            self._base = BaseUpdate()
+        if patch is not None:
+            self._base = apply_patch(self._base, serialization.decode(patch).base)
+        self._version = version.number
+        host.share_base(self._base)
+
+    def _open(self, host: Host, bodies: Sequence[ray.ObjectRef[bytes]], stack: Sequence[StackedOrder]) -> list[Order]:
+        """Decode orders, and take in what their clients stored."""
+        # A message that several stacks share stays one object, which the host decodes once.
+        self._bodies = {ref: self._bodies[ref] if ref in self._bodies else ray.get(ref) for ref in bodies}
+        orders = [decode_order(Envelope(one.header, self._bodies[bodies[one.body]])) for one in stack]
+        self._store.arrived.clear()
+        self._store.departing.clear()
+        for order, one in zip(orders, stack, strict=True):
+            state = ClientState()
+            if one.state is not None:
+                assert order.client is not None
+                assert order.client.last_round is not None
+                state = STATE.decode(one.state, order.to, order.client.last_round)
+            self._store.arrived[order.to] = ClientState(state.memory, OverlayMapping(state.moments, {}))
+            if one.session is not None and host.secure is not None:
+                host.secure[order.to].vault.store(order.to, one.session)
+        return orders
+
+
+def _session(host: Host, id: str) -> Session | None:
+    return None if host.secure is None else host.secure[id].vault.load(id)

@@ -1,0 +1,175 @@
+"""Runs on two workers of a local Ray against the same runs in one process."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedspan
+from fedspan.errors import FedspanError
+from fedspan.federation.protocol import Orders
+from fedspan.runs import checkpoint
+from fedspan.runs.folder import RunFolder
+from fedspan.transports.ray.sharing import shared_teams
+from helpers import tiny, tiny_decoders, tiny_images
+from helpers.run_content import content
+
+pytest.importorskip("ray", reason="the extra fedspan[cluster] is not installed")
+
+WORKERS = {"cluster": {"workers": 2}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers() -> Iterator[None]:
+    """Two workers for all tests here: their processes take seconds to start."""
+    with shared_teams():
+        yield
+
+
+def files(folder: Path) -> dict[str, object]:
+    """All that a run left, apart from its config, which names the cluster."""
+    return {name: value for name, value in content(folder).items() if not name.endswith("config.yaml")}
+
+
+def require_same(settings: dict[str, Any], folder: Path) -> None:
+    """Run in this process and on the workers, and compare every bit that is left."""
+    fedspan.run(settings, folder / "here", progress=False)
+    fedspan.run({**settings, **WORKERS}, folder / "there", progress=False)
+    assert files(folder / "there") == files(folder / "here")
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "fedit": {"federation": {"clients_per_round": 3}},
+    "base-moves": {"method": {"name": "flora"}},
+    "two-phases-and-memory": {"method": {"name": "pfedlora"}},
+    "projectors": {"method": {"name": "fedgalore"}},
+    "moments-stay": {"training": {"optimizer_state": "keep"}},
+    "ranks-differ": {"method": {"name": "hetlora"}, "federation": {"ranks": [1, 2]}},
+    "variates": {
+        "method": {"name": "fedit", "wrappers": [{"name": "scaffold"}]},
+        "training": {"optimizer": "sgd", "lr": 0.1},
+    },
+    "head-from-statistics": {"model": {"head_init": "lda"}},
+    "dp-sgd": {"privacy": {"mechanism": "dp-sgd", "clip": 1.0, "noise": 1.0}},
+    "local-privacy": {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 1.0}},
+    "dropout-and-faults": {
+        "federation": {"clients_per_round": None},
+        "simulation": {"dropout": 0.3, "faults": {"share": 0.3, "kind": "noise"}},
+    },
+    "flipped-labels": {"simulation": {"faults": {"share": 0.5, "kind": "label-flip"}, "validation": False}},
+    "speeds-and-deadline": {
+        "federation": {"clients_per_round": 2, "over_select": 1, "deadline": 60.0},
+        "simulation": {"speed": {"median": 1.0, "spread": 4.0}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_loop_engine_has_the_same_bits_on_workers(name: str, tiny_folder: Path, tmp_path: Path) -> None:
+    require_same(tiny.settings(tiny_folder, **SAME[name]), tmp_path)
+
+
+def test_central_privacy_and_its_empty_cohorts(tiny_folder: Path, tmp_path: Path) -> None:
+    change = {
+        "privacy": {"mechanism": "central", "clip": 1.0, "noise": 1.0},
+        "federation": {"clients_per_round": 1, "weights": "uniform"},
+    }
+    settings = tiny.settings(tiny_folder, **change)
+    require_same({**settings, "federation": {**settings["federation"], "rounds": 6}}, tmp_path)
+    rows = map(json.loads, (tmp_path / "there" / "metrics.jsonl").read_text().splitlines())
+    assert [] in [row["cohort"] for row in rows]
+
+
+def test_language_models_and_images(decoders: Path, images: Path, tmp_path: Path) -> None:
+    for name, settings in (("text", tiny_decoders.settings(decoders)), ("image", tiny_images.settings(images, "vit"))):
+        require_same({**settings, "engine": {"name": "loop"}}, tmp_path / name)
+
+
+def test_secure_sums_have_the_same_model(tiny_folder: Path, tmp_path: Path) -> None:
+    """Keys are random, and so are the masked vectors; their sum is not."""
+    pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+    settings = tiny.settings(tiny_folder, federation={"secure": {}, "clients_per_round": None})
+    for name, more in (("here", {}), ("there", WORKERS)):
+        fedspan.run({**settings, **more}, tmp_path / name, progress=False)
+    adapters = [(tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("here", "there")]
+    assert adapters[0] == adapters[1]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the last checkpoint."""
+    found = checkpoint.resume(RunFolder(folder))
+    assert found is not None
+    return dict(found.progress.state.tensors)
+
+
+def test_the_batched_engine_repeats_to_the_bit_and_agrees_to_rounding(tiny_folder: Path, tmp_path: Path) -> None:
+    engine = {"name": "batched", "clients_at_once": 2, "workers": 1}
+    settings = tiny.settings(tiny_folder, engine=engine, federation={"clients_per_round": None})
+    for name, more in (("here", {}), ("there", WORKERS), ("again", WORKERS)):
+        fedspan.run({**settings, **more}, tmp_path / name, progress=False)
+    assert files(tmp_path / "again") == files(tmp_path / "there")
+    here, there = tensors_of(tmp_path / "here"), tensors_of(tmp_path / "there")
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        torch.testing.assert_close(there[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_stacking_plan_is_measured_by_a_worker_and_stored(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = tiny.settings(tiny_folder, engine={"name": "batched"}, federation={"rounds": 1})
+    fedspan.run({**settings, **WORKERS}, tmp_path / "run", progress=False)
+    plan = json.loads((tmp_path / "run" / "engine.json").read_text())
+    assert plan["workers"] == 1  # a worker has one thread
+    assert plan["at_once"] >= 1
+
+
+def test_data_may_be_passed_and_a_model_may_not(tiny_folder: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"lab{number % 8} word{number % 12}", "label": tiny.LABELS[number % 4]} for number in range(60)]
+    settings = {**tiny.settings(tiny_folder), "data": {}, "partition": {"clients": 3}, **WORKERS}
+    report = fedspan.run(settings, tmp_path / "run", data=rows, progress=False)
+    assert report.rounds == 3
+    model = tiny.fresh_classifier(tiny_folder / "bert")
+    with pytest.raises(FedspanError, match="workers load the model themselves"):
+        fedspan.run({**settings, "model": {"target_modules": tiny.BERT}}, tmp_path / "refused", data=rows, model=model)
+
+
+def test_an_error_in_training_ends_the_run_as_it_does_here(tiny_folder: Path, tmp_path: Path) -> None:
+    settings = tiny.settings(tiny_folder, training={"lr": 1e30, "optimizer": "sgd", "max_grad_norm": 0.0})
+    errors: list[str] = []
+    for name, more in (("here", {}), ("there", WORKERS)):
+        with pytest.raises(FedspanError) as refused:
+            fedspan.run({**settings, **more}, tmp_path / name, progress=False)
+        assert refused.value.field == "training.lr"
+        errors.append(str(refused.value).replace("client", "").split("became")[1])
+    assert errors[0] == errors[1]
+
+
+def test_a_message_enters_the_object_store_once(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    put, made, orders = ray.put, Counter[bytes](), Counter[str]()
+
+    def count(value: Any) -> Any:
+        if isinstance(value, bytes):
+            made[value] += 1
+        return put(value)
+
+    get = Orders.__getitem__
+
+    def count_order(self: Orders, id: str) -> Any:
+        orders[id] += 1
+        return get(self, id)
+
+    monkeypatch.setattr(ray, "put", count)
+    monkeypatch.setattr(Orders, "__getitem__", count_order)
+    settings = tiny.settings(tiny_folder, federation={"clients_per_round": None, "rounds": 2})
+    fedspan.run({**settings, **WORKERS}, tmp_path / "run", progress=False)
+    assert sum(made.values()) == len(made) == 2  # one of each round
+    assert sum(orders.values()) == 2 * len(tiny.SITES)
