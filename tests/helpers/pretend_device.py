@@ -33,10 +33,15 @@ class _Module:
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: 1)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
-    manual_seed = manual_seed_all = synchronize = staticmethod(lambda *_: None)
+    manual_seed = manual_seed_all = staticmethod(lambda *_: None)
     empty_cache = staticmethod(lambda: None)
     get_rng_state = staticmethod(lambda *_: torch.zeros(16, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda *_: None)
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        for counter in _counters:
+            counter["synchronize"] += 1
 
 
 _setup_privateuseone_for_python_backend("pretend", backend_module=_Module())
@@ -133,6 +138,8 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
     for counter in _counters:
         if (here and name in _WAITING) or _reads_back(name, args, options, here, on_device):
             counter[name.removeprefix("aten::")] += 1
+        elif _is_blocking_upload(name, args):
+            counter["upload"] += 1
     own = {key: _mapped(value, _unwrap) for key, value in options.items()}
     if requested is not None:
         own["device"] = torch.device("cpu")
@@ -152,6 +159,13 @@ def _run(operator: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> An
     return _mapped(result, wrap)
 
 
+def _is_blocking_upload(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator copies from memory that is not pinned, or waits for its copy."""
+    if name != "aten::copy_" or not isinstance(args[0], Pretend) or isinstance(args[1], Pretend):
+        return False
+    return not (len(args) > 2 and args[2] and getattr(args[1], "pinned", False))
+
+
 def _require_one_device(name: str, args: tuple[Any, ...], tensors: list[Tensor], here: list[Pretend]) -> None:
     """Refuse what CUDA refuses: scalars on the CPU may stand beside tensors on the device, and so may indices."""
     away = [value for value in tensors if not isinstance(value, Pretend) and value.dim()]
@@ -169,6 +183,14 @@ def _reads_back(
     return name in _INDEXING and any(value.dtype in (torch.bool, torch.uint8) for value in here[1:])
 
 
+def _pin_memory(tensor: Tensor) -> Tensor:
+    """``Tensor.pin_memory``: a marked copy."""
+    pinned = tensor.clone()
+    pinned.pinned = True  # pyright: ignore[reportAttributeAccessIssue]
+    return pinned
+
+
+Tensor.pin_memory = _pin_memory  # pyright: ignore[reportAttributeAccessIssue]
 _LIBRARY = torch.library.Library("_", "IMPL")
 
 

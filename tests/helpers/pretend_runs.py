@@ -2,7 +2,7 @@
 
 Writes one JSON object: under ``names``, the names of all runs; under ``runs``, for every run that was asked for, the
 largest relative distance between the two results, or the error on the device; under ``refusals``, what the device
-answers to mistakes.
+answers to mistakes; under ``waits``, how often the host waits for it in the inner loop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from fedspan.config import parse_config
 from fedspan.federation.head_start import start_head
 from fedspan.methods.registry import METHODS
 from fedspan.runs.setup import Prepared, prepare
+from fedspan.training.stacking import wait_for
 from fedspan.wrappers.registry import WRAPPERS
 from helpers import pretend_device, tiny, tiny_decoders, tiny_images
 from helpers.watched_rounds import OPTIONS, flat
@@ -115,7 +117,8 @@ def result(settings: dict[str, Any], device: str) -> dict[str, Any]:
     while progress.state.round < prepared.federation.settings.rounds:
         progress = prepared.federation.run_round(progress).progress
     assert prepared.test is not None
-    scores = [prepared.evaluator.clients(progress), prepared.evaluator.heldout(progress, prepared.test, thorough=True)]
+    evaluator = prepared.evaluator
+    scores = evaluator.evaluate_clients(progress), evaluator.evaluate_heldout(progress, prepared.test, generate=True)
     return flat([progress, scores])
 
 
@@ -182,6 +185,31 @@ def compare(settings: dict[str, Any], engine: str) -> float | str:
         return traceback.format_exc()
 
 
+def inner_waits(settings: dict[str, Any]) -> dict[str, int]:
+    """How often more the host waits in a round of six batched steps by client than in one of two, by operator."""
+    counts: list[Counter[str]] = []
+    for steps in (2, 6):
+        values = copy.deepcopy(settings)
+        values["model"].setdefault("attention", "eager")
+        values |= {"device": str(pretend_device.DEVICE), "engine": ENGINES["batched"]}
+        values["training"]["local_steps"] = steps
+        prepared = prepare(parse_config(values))
+        progress = prepared.federation.begin()
+        with pretend_device.count_synchronizations() as counter:
+            prepared.federation.run_round(progress)
+        assert counter  # results are read at the end of a job
+        counts.append(Counter(counter))
+    return dict(counts[1] - counts[0])
+
+
+def clock_waits() -> dict[str, int]:
+    """How often a clock waits for the device, and for the CPU."""
+    with pretend_device.count_synchronizations() as counter:
+        wait_for(pretend_device.DEVICE)
+        wait_for(torch.device("cpu"))
+    return dict(counter)
+
+
 def main(target: Path, names: list[str]) -> None:
     """Run the named runs (``NAME/ENGINE``; without names all, with each engine) on both devices."""
     torch.set_num_threads(1)
@@ -196,7 +224,10 @@ def main(target: Path, names: list[str]) -> None:
             run, _, engine = name.partition("/")
             start = time.perf_counter()
             results[name] = {"gap": compare(RUNS[run](folder), engine), "seconds": time.perf_counter() - start}
-    target.write_text(json.dumps({"names": list(RUNS), "runs": results, "refusals": refusals()}), encoding="utf-8")
+        waits = {name: inner_waits(RUNS[name](folder)) for name in ("method fedit", "task causal-lm", "task images")}
+        waits["clock"] = clock_waits()
+    found = {"names": list(RUNS), "runs": results, "refusals": refusals(), "waits": waits}
+    target.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 
 from fedspan.config import parse_config
 from fedspan.core.values import Job
+from fedspan.models import unpadded
+from fedspan.models.adapted import AdaptedModel
 from fedspan.models.layout import TokenLayout
+from fedspan.models.unpadded import Unpadded
 from fedspan.runs.setup import Prepared, prepare
 from fedspan.training.batched import BatchedEngine
 from fedspan.training.batching import Padding
@@ -62,21 +66,107 @@ def trained(prepared: Prepared, padding_free: bool) -> tuple[Mapping[str, Tensor
     return {**made.tensors, "loss": torch.tensor(made.metrics["loss"])}, engine
 
 
+def require_equal_to_padded(prepared: Prepared, limit: float = 1e-6) -> None:
+    """Check that a job ends where it ends with padding.
+
+    Factors, and softmax or norms of decoders, are float32 in a float64 model, too.
+    """
+    expected, _ = trained(prepared, padding_free=False)
+    found, engine = trained(prepared, padding_free=True)
+    assert engine.padding.why_not is None
+    for name, value in expected.items():
+        apart = (found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-3)
+        assert apart < limit, name
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_ends_where_it_ends_with_padding(
     kind: str, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
 ) -> None:
     prepared = built(kind, tiny_folder, decoders)
     prepared.engine.adapted.model.double()
-    expected, _ = trained(prepared, padding_free=False)
-    assert not packed
-    found, engine = trained(prepared, padding_free=True)
-    assert engine.padding.why_not is None
+    require_equal_to_padded(prepared)
     assert packed
-    for name, value in expected.items():
-        # Factors, and softmax or norms of decoders, are float32 in a float64 model, too.
-        apart = (found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-3)
-        assert apart < 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama-lm"])
+def test_fused_attention_in_bins(kind: str, tiny_folder: Path, decoders: Path, packed: list[TokenLayout]) -> None:
+    prepared = built(kind, tiny_folder, decoders, model={"attention": "sdpa"})
+    prepared.engine.adapted.model.double()
+    require_equal_to_padded(prepared)
+    assert all(layout.fused for layout in packed)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``torch.nn.attention.varlen.varlen_attn``, text by text on the CPU."""
+    assert ends_q.dtype == torch.int32
+    assert (q.shape[1] != k.shape[1]) == enable_gqa
+    assert max(ends_q.diff()) == longest_q == longest_k
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    outputs: list[Tensor] = []
+    for start, end in zip(ends_q[:-1].tolist(), ends_k[1:].tolist(), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end]) * (scale or q.shape[2] ** -0.5)
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        left, right = window_size
+        hidden = (distance > (left if left >= 0 else end)) | (-distance > (right if right >= 0 else end))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[start:end]))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over texts of variable length, as on a GPU in half precision."""
+    begin = Unpadded.__init__
+
+    def start(self: Unpadded, adapted: AdaptedModel) -> None:
+        begin(self, adapted)
+        self.variable = True
+
+    monkeypatch.setattr(Unpadded, "__init__", start)
+    monkeypatch.setattr(unpadded, "varlen_attn", reference_attention)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("variable")
+def test_attention_over_texts_of_variable_length(
+    kind: str, tiny_folder: Path, decoders: Path, packed: list[TokenLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TokenLayout, "attend", None)
+    prepared = built(kind, tiny_folder, decoders)
+    prepared.engine.adapted.model.double()
+    require_equal_to_padded(prepared)
+    assert packed
+
+
+@pytest.mark.usefixtures("variable")
+def test_where_the_gpu_has_no_such_attention_texts_stand_in_bins(
+    tiny_folder: Path, decoders: Path, packed: list[TokenLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    monkeypatch.setattr(unpadded, "varlen_attn", refuse)
+    require_equal_to_padded(built("bert", tiny_folder, decoders), 1e-4)
+    assert packed
+
+
+def test_pytorch_has_the_attention_that_is_used() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="PyTorch before 2.10")
+    known = list(inspect.signature(varlen.varlen_attn).parameters)
+    assert known[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa"} <= set(known)
 
 
 @pytest.mark.parametrize("layers", [None, [1]])
@@ -120,11 +210,11 @@ def verified_padding(prepared: Prepared) -> Padding:
     return padding
 
 
-def batch_of_one_length(prepared: Prepared) -> Any:
-    """Return a batch of four training texts of the most frequent length."""
+def batch_of_one_length(prepared: Prepared) -> tuple[Any, np.ndarray]:
+    """Return a batch of four training texts of the most frequent length, and their lengths."""
     lengths = np.asarray(prepared.train.lengths)
     alike = np.flatnonzero(lengths == np.bincount(lengths).argmax())[:4].tolist()
-    return prepared.task.batch(prepared.train, alike, torch.device("cpu"))
+    return prepared.task.batch(prepared.train, alike, torch.device("cpu")), lengths[alike]
 
 
 @pytest.mark.parametrize(
@@ -144,11 +234,11 @@ def test_where_batches_stay_padded(
     assert reason in why_not
 
 
-def test_other_attention_than_the_eager_one_is_left_alone(tiny_folder: Path, decoders: Path) -> None:
+def test_other_attention_than_eager_and_sdpa_is_left_alone(tiny_folder: Path, decoders: Path) -> None:
     prepared = built("bert", tiny_folder, decoders)
     model: Any = prepared.engine.adapted.model
-    model.set_attn_implementation("sdpa")
-    assert "eager" in str(verified_padding(prepared).why_not)
+    model.set_attn_implementation("flex_attention")
+    assert "eager or sdpa" in str(verified_padding(prepared).why_not)
 
 
 def test_a_model_that_looks_at_its_neighbours_is_found_out(tiny_folder: Path, decoders: Path) -> None:
@@ -164,9 +254,9 @@ def test_batches_of_one_length_are_left_as_they_are(
     tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
 ) -> None:
     prepared = built("bert", tiny_folder, decoders)
-    padding, batch = verified_padding(prepared), batch_of_one_length(prepared)
+    padding, (batch, lengths) = verified_padding(prepared), batch_of_one_length(prepared)
     packed.clear()
-    with padding.remove_padding(batch):
+    with padding.remove_padding(batch, lengths):
         prepared.task.loss(prepared.engine.adapted.model, batch)
     assert not packed
 
@@ -174,13 +264,13 @@ def test_batches_of_one_length_are_left_as_they_are(
 def test_texts_of_one_length_of_which_some_are_nobody_s(
     tiny_folder: Path, decoders: Path, packed: list[TokenLayout]
 ) -> None:
-    """Then Transformers makes no mask: a client's batch is smaller than the others', and no text is padded."""
+    """Transformers would make no mask: one client's batch is smaller than the other's, and no text is padded."""
     prepared = built("bert", tiny_folder, decoders)
-    padding, batch = verified_padding(prepared), batch_of_one_length(prepared)
+    padding, (batch, lengths) = verified_padding(prepared), batch_of_one_length(prepared)
     packed.clear()
     model, mask = prepared.engine.adapted.model, torch.eye(3, 4)
     expected = prepared.task.losses(model, batch, mask)
-    with padding.remove_padding(batch, 2, np.array([True, True, True, False])):
+    with padding.remove_padding(batch, lengths, 2, np.array([True, True, True, False])):
         losses = prepared.task.losses(model, batch, mask)
     assert packed
     torch.testing.assert_close(losses, expected)

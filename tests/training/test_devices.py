@@ -88,5 +88,13 @@ def test_the_device_refuses_what_accelerators_refuse(quick: dict[str, Any]) -> N
     assert all(refusals.values())
 
 
+def test_the_host_waits_for_no_step(quick: dict[str, Any]) -> None:
+    """More steps, no more waits: batches are copied from pinned memory, and losses are read when a job has ended."""
+    waits = quick["waits"]
+    assert waits["task causal-lm"] == waits["task images"] == {}
+    assert waits["clock"] == {"synchronize": 1}
+    assert set(waits["method fedit"]) <= {"_local_scalar_dense"}  # Transformers' mask of a pass with little padding
+
+
 def test_the_table_holds_every_run(quick: dict[str, Any]) -> None:
     assert quick["names"] == NAMES

@@ -41,7 +41,7 @@ class EngineConfig(Section):
     padding_free: bool = Field(
         default=True,
         description="Let the tokens of a batch stand in one row between the first block and the last, with attention "
-        "in bins of whole texts; batched only, where the model has Transformers' eager attention.",
+        "in bins of whole texts; batched only, where the model has Transformers' eager or sdpa attention.",
     )
     compile: bool = Field(
         default=False,

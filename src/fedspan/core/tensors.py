@@ -29,6 +29,7 @@ __all__ = [
     "split_extras",
     "subtract",
     "tensor_name",
+    "to_device",
 ]
 
 Tensors = Mapping[str, Tensor]
@@ -96,6 +97,16 @@ def subtract(left: Tensors, right: Tensors) -> dict[str, Tensor]:
 def scale(tensors: Tensors, factor: float) -> dict[str, Tensor]:
     """Compute ``factor * tensors``."""
     return map_tensors(lambda value: value * factor, tensors)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; from the CPU to an accelerator through pinned memory, so that the host does not wait.
+
+    A tensor that is on the device already is returned as it is.
+    """
+    if tensor.device.type != "cpu" or device.type in ("cpu", "mps", "meta"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def norm(tensors: Tensors) -> float:

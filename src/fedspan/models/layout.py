@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedspan.core.tensors import to_device
+
 __all__ = ["Move", "Padded", "TokenLayout", "pack_bins", "round_up"]
 
 
@@ -38,7 +40,7 @@ class Bins:
 
     def masked(self, mask: Tensor) -> Tensor:
         """Return the additive mask (bins, 1, W, W): the batch's (B, 1, 1 or T, T) within a text, masked elsewhere."""
-        text, at = (torch.from_numpy(array).to(mask.device) for array in (self.text, self.position))
+        text, at = (to_device(torch.from_numpy(array), mask.device) for array in (self.text, self.position))
         own = (text[:, :, None] == text[:, None, :]) & (text >= 0)[:, :, None]
         query = at[:, :, None] if mask.shape[2] > 1 else torch.zeros_like(at)[:, :, None]
         additive = mask[text.clamp(min=0)[:, :, None], 0, query, at[:, None, :]]
@@ -127,7 +129,7 @@ class Move:
         target = np.full(rows, -1, dtype=np.int64)
         target[source[filled]] = filled
         parts = (np.maximum(source, 0), np.flatnonzero(source < 0), np.maximum(target, 0), np.flatnonzero(target < 0))
-        return cls(*(torch.from_numpy(part).to(device) for part in parts))
+        return cls(*(to_device(torch.from_numpy(part), device) for part in parts))
 
     @property
     def reverse(self) -> Move:
@@ -176,7 +178,10 @@ class TokenLayout:
         self._masks: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._moves: dict[int, Move] = {}
         self._grouped: tuple[Tensor, Tensor] | None = None
-        self._open: Tensor | None = None
+        self.fused = False
+        """Whether attention in bins is PyTorch's fused one, not the model's own."""
+        self.variable = False
+        """Whether attention takes texts of variable length in place of bins."""
 
     @property
     def padding(self) -> float:
@@ -236,6 +241,13 @@ class TokenLayout:
         return self._by_client.reverse(x_CSD.flatten(0, 1))
 
     @cached_property
+    def text_ends(self) -> tuple[Tensor, int]:
+        """Where each text ends in the row, int32, from 0 on, and the longest text; empty places are a text, too."""
+        lengths = [*self.lengths[self.lengths > 0].tolist(), self.places - self.used]
+        ends = np.cumsum([0, *(length for length in lengths if length)]).astype(np.int32)
+        return to_device(torch.from_numpy(ends), self.device), max(lengths)
+
+    @cached_property
     def _bins(self) -> list[Bins]:
         return pack_bins(self.lengths)
 
@@ -271,12 +283,12 @@ class TokenLayout:
         """Run a model's own attention bin by bin.
 
         Args:
-            forward: Transformers' eager attention of the model's family.
+            forward: Transformers' eager attention of the model's family, or its fused one.
             module: Attention module that calls it.
             query: Queries, (1, heads, P, d).
             key: Keys, shaped like the queries but possibly with fewer heads.
             value: Values, shaped like the keys.
-            mask: Additive mask of the padded batch, (B or 1, 1, 1 or T, T); None: no text is padded.
+            mask: Additive mask of the padded batch, (B or 1, 1, 1 or T, T).
             options: Other arguments of ``forward``.
 
         Returns:
@@ -285,7 +297,7 @@ class TokenLayout:
         parts = zip(*(self._parts(tensor) for tensor in (query, key, value)), strict=True)
         outputs = [
             forward(module, *own, masked, **options)[0].flatten(0, 1)
-            for own, masked in zip(parts, self._bin_masks(mask, query), strict=True)
+            for own, masked in zip(parts, self._bin_masks(mask), strict=True)
         ]
         heads, width = outputs[0].shape[1:]
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -301,13 +313,7 @@ class TokenLayout:
         parts = rows.split([count * heads * size for count, _, size, _ in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def _bin_masks(self, mask: Any, like: Tensor) -> list[Tensor]:
-        if mask is None:  # Transformers omits it if no text is padded, although some texts may belong to no client
-            if ((self.lengths > 0) & (self.lengths < self.tokens)).any():
-                raise Padded("attention is given no mask although texts differ in length")
-            if self._open is None:
-                self._open = like.new_zeros(1, 1, 1, self.tokens)
-            mask = self._open
+    def _bin_masks(self, mask: Any) -> list[Tensor]:
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[3] != self.tokens:
             raise Padded("attention is given a mask of a form of its own")
         if not mask.is_floating_point():

@@ -2,7 +2,7 @@
 
 Texts of a batch differ in length, and most operations of a block (products with weights, norms, activations) work token
 by token. Only attention needs to know which tokens form one text: it takes them in bins, each with several short texts
-or one long text.
+or one long text, or, in half precision on a GPU, in PyTorch's attention over texts of variable length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # PyTorch before 2.10
+    varlen_attn = None
 
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import DROPOUTS, HIDDEN, block_chains, hidden_of, replace_forward, trace_calls
@@ -39,14 +45,58 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     layout = current_layout()
-    forward = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if layout is None or forward is None or query.shape[:3:2] != (1, layout.places) or key.shape[2] != layout.places:
+    if layout is None or query.shape[:3:2] != (1, layout.places) or key.shape[2] != layout.places:
+        raise Padded("its attention is not one that Transformers lets be replaced")
+    if layout.variable:
+        return _attend_variable(layout, module, query, key, value, options), None
+    forward = sdpa_attention_forward
+    if not layout.fused:
+        forward = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if forward is None:
         raise Padded("its attention is not one that Transformers lets be replaced")
     return layout.attend(forward, module, query, key, value, attention_mask, options), None
 
 
+def _attend_variable(
+    layout: TokenLayout, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Run attention over texts of variable length: (1, heads, P, d) -> (1, P, heads, d).
+
+    Raises:
+        Padded: If the model's attention has more than a scale, causality and a window.
+    """
+    others = ("softcap", "position_bias", "s_aux")
+    if varlen_attn is None or options.get("dropout") or any(options.get(name) is not None for name in others):
+        raise Padded("its attention has parts that attention over texts of variable length has not")
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    window = options.get("sliding_window")
+    reach = -1 if window is None else window - 1
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    ends, longest = layout.text_ends
+    output = varlen_attn(
+        *(q, k, v, ends, ends, longest, longest),
+        scale=options.get("scaling"),
+        window_size=(reach, 0 if causal else reach),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def _mask(*args: Any, **options: Any) -> Any:
+    """Make the additive mask of the padded batch, which the bins' masks come from.
+
+    Transformers would leave it out where no text is padded, for which the host has to wait for the device.
+    """
+    layout = current_layout()
+    if layout is not None and layout.variable:
+        return None
+    return eager_mask(*args, **{**options, "allow_is_bidirectional_skip": False})
+
+
 AttentionInterface.register(_ATTENTION, _attention)
-AttentionMaskInterface.register(_ATTENTION, eager_mask)
+AttentionMaskInterface.register(_ATTENTION, _mask)
 
 
 class Unpadded:
@@ -64,8 +114,8 @@ class Unpadded:
         self._config: Any = getattr(model, "config", None)
         if getattr(model, "main_input_name", None) != "input_ids":
             raise Padded("the model does not take tokens")
-        if getattr(self._config, "_attn_implementation", None) != "eager":
-            raise Padded("attention is not Transformers' eager one")
+        if getattr(self._config, "_attn_implementation", None) not in ("eager", "sdpa"):
+            raise Padded("attention is not Transformers' eager or sdpa one")
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise Padded("activations are computed again in the backward pass (gradient checkpointing)")
         if any(isinstance(module, DROPOUTS) and module.p > 0 for module in model.modules()):
@@ -87,6 +137,10 @@ class Unpadded:
             if path.startswith(inside) and not isinstance(layer.operator, Linear):
                 raise Padded(f"{path} is no linear layer")
 
+        narrow = torch.finfo(next(model.parameters()).dtype).bits == 16
+        self.variable = varlen_attn is not None and narrow and adapted.device.type == "cuda"
+        """Whether attention takes texts of variable length, which PyTorch has for GPUs in half precision."""
+
     @contextmanager
     def within(self, layout: TokenLayout) -> Generator[None]:
         """Run forward passes of a batch without padding within this context.
@@ -97,7 +151,9 @@ class Unpadded:
         Raises:
             Padded: If a forward pass within the context can't run without padding.
         """
-        attention, token = self._config._attn_implementation, _CURRENT.set(layout)
+        attention = self._config._attn_implementation
+        layout.fused, layout.variable = attention == "sdpa", self.variable
+        token = _CURRENT.set(layout)
         try:
             with ExitStack() as contexts:
                 for block in self._blocks:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from fedspan.core.tensors import to_device
 from fedspan.errors import FedspanError
 from fedspan.tasks.answers import answers_agree
 from fedspan.tasks.encoding import Ragged
@@ -26,6 +27,8 @@ from fedspan.tasks.prompts import Prompt, cut, render, tokenise
 __all__ = ["CausalLM", "EncodedPrompts", "Generation", "sees_across"]
 
 _IGNORED = -100
+_ANSWERS = "answer_tokens"
+"""Key of a batch's numbers of answer tokens by row, (B,), on the CPU: they are shapes, which the host must know."""
 _CHUNK = 4096  # rows tokenised at once: lists of Python integers are many times as large as the ids
 _SUMS = 3  # columns of a prediction: loss, tokens, correct tokens; generated ids follow
 
@@ -178,14 +181,14 @@ class CausalLM:
                 "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
                 "labels": torch.tensor([[id for row in labels for id in row]]),
             }
-            return {key: value.to(device) for key, value in batch.items()}
+            return _complete(batch, device)
         pad = int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
         batch = {
             "input_ids": _pad(rows, pad),
             "attention_mask": _pad([[1] * len(row) for row in rows], 0),
             "labels": _pad(labels, _IGNORED),
         }
-        return {key: value.to(device) for key, value in batch.items()}
+        return _complete(batch, device)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean negative log-likelihood of the batch's answer tokens, in float32 or better."""
@@ -200,14 +203,17 @@ class CausalLM:
 
     def _answer_logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits (S, V) of a batch's S answer tokens, these tokens, and their examples' numbers, (S,)."""
-        logits_BTV = model(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False).logits
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", _ANSWERS)}
+        logits_BTV = model(**inputs, use_cache=False).logits
         labels_BT = batch["labels"][:, 1:]
-        targets_BT = labels_BT != _IGNORED
         if "position_ids" in batch:
             numbers_BT = (batch["position_ids"] == 0).cumsum(1)[:, 1:] - 1
         else:
             numbers_BT = torch.arange(len(labels_BT), device=labels_BT.device)[:, None].expand_as(labels_BT)
-        return widen(logits_BTV[:, :-1][targets_BT]), labels_BT[targets_BT], numbers_BT[targets_BT]
+        # A mask as index would make the host wait for a GPU, which alone knows how many tokens it selects.
+        places = torch.nonzero_static((labels_BT != _IGNORED).flatten(), size=int(batch[_ANSWERS].sum()))[:, 0]
+        logits_SV = logits_BTV[:, :-1].flatten(0, 1).index_select(0, places)
+        return widen(logits_SV), labels_BT.flatten()[places], numbers_BT.flatten()[places]
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Return each example's sum of negative log-likelihood over its answer, answer tokens, and correct tokens.
@@ -294,6 +300,12 @@ def sees_across(model: nn.Module, device: torch.device) -> bool:
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
         logits.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 3:])
     return not torch.allclose(logits[0], logits[1], rtol=1e-5)
+
+
+def _complete(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy a batch to a device, and add the numbers of answer tokens, which stay on the CPU."""
+    counts_B = (batch["labels"][:, 1:] != _IGNORED).sum(1)
+    return {**{key: to_device(value, device) for key, value in batch.items()}, _ANSWERS: counts_B}
 
 
 def _pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fedspan.core.tensors import to_device
+
 __all__ = ["EncodedText", "Ragged", "collate", "encode_texts", "full_length"]
 
 
@@ -112,7 +114,7 @@ def collate(
     lengths = torch.from_numpy(examples.encodings["input_ids"].lengths[list(indices)])
     batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     batch["labels"] = torch.from_numpy(examples.labels[list(indices)])
-    return {key: value.to(device) for key, value in batch.items()}
+    return {key: to_device(value, device) for key, value in batch.items()}
 
 
 def full_length(examples: EncodedText, max_length: int) -> tuple[str, ...]:

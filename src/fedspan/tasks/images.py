@@ -18,6 +18,7 @@ import PIL.Image
 import torch
 from torch import Tensor, nn
 
+from fedspan.core.tensors import to_device
 from fedspan.errors import FedspanError
 from fedspan.tasks.labelling import Labelling
 
@@ -97,13 +98,15 @@ class ImageClassification(Labelling):
             raise _unlike(self.processor)
 
     def _scale_pixels(self, pixels: Tensor) -> Tensor:
-        return (pixels.float() * self._scale - self._mean.to(pixels.device)) / self._std.to(pixels.device)
+        return (pixels.float() * self._scale - to_device(self._mean, pixels.device)) / to_device(
+            self._std, pixels.device
+        )
 
     def batch(self, examples: EncodedImages, indices: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Collate ``pixel_values``, (batch, 3, H, W), as the model's processor computes them, and ``labels``."""
         rows = list(indices)
-        scaled = self._scale_pixels(torch.from_numpy(examples.pixels[rows]).to(device))
-        return {"pixel_values": scaled, "labels": torch.from_numpy(examples.labels[rows]).to(device)}
+        scaled = self._scale_pixels(to_device(torch.from_numpy(examples.pixels[rows]), device))
+        return {"pixel_values": scaled, "labels": to_device(torch.from_numpy(examples.labels[rows]), device)}
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor], *, generate: bool = False) -> Tensor:
         """Compute the logits, (images, labels).

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedspan.core.values import Job, Trained
+from fedspan.errors import FedspanError
 from fedspan.models.adapted import AdaptedModel
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import evaluation_batches
@@ -104,7 +105,12 @@ class BatchedEngine:
             )
             for worker, share in zip(workers, shares, strict=True)
         ]
-        run_parallel(calls)
+        try:
+            run_parallel(calls)
+        except torch.OutOfMemoryError as error:
+            problem = f"{self.adapted.device} has too little memory for {stacking.at_once} clients in a pass ({error})"
+            expected = "a smaller number, a smaller training.batch_size, or model.gradient_checkpointing"
+            raise FedspanError("engine.clients_at_once", stacking.at_once, expected, problem=problem) from error
 
     def settle(
         self, works: Sequence[Assignment], clients: int, examples: Examples, rounds: float | None = None

@@ -131,12 +131,19 @@ class Padding:
             if not self._state.verified and self._state.why_not is None:
                 try:
                     self._own = Unpadded(self.adapted)
-                    self._verify(self._own, examples)
+                    try:
+                        self._verify(self._own, examples)
+                    except Padded:
+                        if not self._own.variable:
+                            raise
+                        self._own.variable = self._state.variable = False  # an older GPU: bins can still do
+                        self._verify(self._own, examples)
                 except Padded as error:
                     self._state.why_not = str(error)
             self._state.verified = True
         if self._own is None and self._state.why_not is None:
             self._own = Unpadded(self.adapted)
+            self._own.variable = self._own.variable and self._state.variable
 
     @property
     def possible(self) -> bool:
@@ -144,18 +151,20 @@ class Padding:
         return self._own is not None and self._state.why_not is None
 
     def remove_padding(
-        self, batch: Mapping[str, Tensor], clients: int = 1, real: np.ndarray | None = None
+        self, batch: Mapping[str, Tensor], lengths: np.ndarray, clients: int = 1, real: np.ndarray | None = None
     ) -> AbstractContextManager[None]:
         """Run a batch's forward passes within this context without padding, if that pays.
 
         Args:
             batch: The batch, padded on the right.
+            lengths: Number of tokens of each of its examples, (B,); from the data set, since reading the batch's own
+                mask would make the host wait for the device.
             clients: Number of clients whose examples are stacked in the batch, equally many of each.
             real: (B,), false for filler examples that belong to no client.
         """
         if self._own is None or self._state.why_not is not None:
             return nullcontext()
-        layout = layout_of(batch, clients, real)
+        layout = layout_of(batch, lengths, clients, real)
         return nullcontext() if layout is None or layout.padding < _WORTH else self._own.within(layout)
 
     def _verify(self, own: Unpadded, examples: Examples) -> None:
@@ -170,8 +179,8 @@ class Padding:
         sample = order[np.unique(np.linspace(0, len(order) - 1, _SAMPLE).astype(np.int64))].tolist()
         self.adapted.install({}, {}, frozenset())
         batch = self.task.batch(examples, sample, self.adapted.device)
-        layout = layout_of(batch, 1, None)
-        if layout is None:
+        layout = layout_of(batch, examples.lengths[sample])
+        if layout is None or not _is_padded_right(batch, examples.lengths[sample]):
             raise Padded("its batches have no attention mask with padding on the right")
         with evaluating(self.adapted.model):
             expected = self.task.losses(self.adapted.model, batch, torch.eye(len(sample)).to(self.adapted.device))
@@ -191,18 +200,22 @@ class _State:
     """The state that the replicas share."""
 
     def __init__(self, why_not: str | None) -> None:
-        self.why_not, self.verified, self.lock = why_not, False, Lock()
+        self.why_not, self.verified, self.variable, self.lock = why_not, False, True, Lock()
 
 
-def layout_of(batch: Mapping[str, Tensor], clients: int, real: np.ndarray | None) -> TokenLayout | None:
-    """Return the layout of a batch that is padded on the right; None for any other batch."""
+def layout_of(
+    batch: Mapping[str, Tensor], lengths: np.ndarray, clients: int = 1, real: np.ndarray | None = None
+) -> TokenLayout | None:
+    """Return the layout of a batch that is padded on the right; None if it has no mask by token."""
     mask: Any = batch.get("attention_mask")
-    if mask is None or mask.ndim != 2:
-        return None
-    lengths = mask.sum(1).cpu().numpy()
-    ahead = torch.arange(mask.shape[1]) < torch.from_numpy(lengths)[:, None]
-    if not bool((mask.bool() == ahead.to(mask.device)).all()):
+    if mask is None or mask.ndim != 2 or len(mask) != len(lengths):
         return None
     if real is not None:
         lengths = np.where(real, lengths, 0)
     return TokenLayout(lengths.astype(np.int64), mask.shape[1], mask.device, clients)
+
+
+def _is_padded_right(batch: Mapping[str, Tensor], lengths: np.ndarray) -> bool:
+    """Check that a batch's mask shows each example's tokens first, and then its padding."""
+    mask = batch["attention_mask"].bool().cpu()
+    return torch.equal(mask, torch.arange(mask.shape[1]) < torch.from_numpy(lengths)[:, None])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedspan.core.tensors import EXTRAS, by_layer, generator, is_extra
+from fedspan.core.tensors import EXTRAS, by_layer, generator, is_extra, to_device
 from fedspan.core.values import OptimizerState, Trained
 from fedspan.tasks.task import Examples
 from fedspan.training.batching import job_batches
@@ -52,7 +52,7 @@ class ClientSlot:
         self.steps = 0  # optimizer steps so far
         self.values = layout.row(job.tensors, device)
         self.others = {
-            name: value.detach().to(device, copy=True)
+            name: to_device(value.detach(), device).clone()
             for name, value in _order(job.tensors).items()
             if name not in layout.names
         }
@@ -158,12 +158,12 @@ class ClientSlot:
         if self.steps:
             counts.update(zip(self.layout.names, self.counts.tolist(), strict=True))
             for kind, row in self.moments.items():
-                moments.setdefault(kind, {}).update(self.layout.views(row))
+                moments.setdefault(kind, {}).update(self.layout.views(row.cpu()))
         gradient: dict[str, Tensor] = {}
         if self.gradient is not None:
-            gradient = self.layout.views(self.gradient / max(1, self.steps))
+            gradient = self.layout.views((self.gradient / max(1, self.steps)).cpu())
         return Trained(
-            tensors=_copy(self.tensors()),
+            tensors=_copy({**self.tensors(), **self.layout.views(self.values.cpu())}),  # a row is one copy
             optimizer_state=OptimizerState({kind: _copy(values) for kind, values in moments.items()}, counts),
             steps=self.steps,
             lr_sum=work.lr * self.steps,

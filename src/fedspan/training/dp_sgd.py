@@ -182,7 +182,7 @@ class PrivateTraining:
         rows = indices.tolist()
         batch = trainer.task.batch(examples, rows, trainer.adapted.device)
         held = self.stacked.hold_tensors(work.job.parametrization, {**others, **leaves}, count, count)
-        whole = trainer.padding.remove_padding(batch, count, np.ones(count, dtype=bool))
+        whole = trainer.padding.remove_padding(batch, examples.lengths[indices], count)
         with held, whole, trainer.prefixes.feed(examples, rows):
             losses = trainer.task.losses(trainer.adapted.model, batch, torch.eye(count, device=trainer.adapted.device))
             losses.sum().backward()
@@ -197,7 +197,8 @@ class PrivateTraining:
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         for index in indices.tolist():
             batch = trainer.task.batch(examples, [index], trainer.adapted.device)
-            with trainer.padding.remove_padding(batch), trainer.prefixes.feed(examples, [index]):
+            whole = trainer.padding.remove_padding(batch, examples.lengths[[index]])
+            with whole, trainer.prefixes.feed(examples, [index]):
                 loss = trainer.task.loss(trainer.adapted.model, batch)
             own = torch.autograd.grad(loss, [live[name] for name in names], allow_unused=True)
             losses.append(loss.detach())

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedspan.core.lowrank import LowRank
 from fedspan.core.parametrization import Projected
 from fedspan.core.projectors import draw_projector, reproject, sketch_projector, svd_projector
-from fedspan.core.tensors import generator, tensor_name
+from fedspan.core.tensors import generator, tensor_name, to_device
 from fedspan.core.values import Job, Refresh, Trained
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.head import FeatureTap, find_output_layer
@@ -192,7 +192,7 @@ class Trainer:
 
         def dropout(x: Tensor, layer: str) -> Tensor:
             kept = dropout_mask(x.shape, rate, self.seed, round, client, phase, step, layer)
-            return x * kept.to(x.device, x.dtype) / (1 - rate)
+            return x * to_device(kept, x.device).to(x.dtype) / (1 - rate)
 
         self.adapted.set_dropout(dropout)
 

@@ -81,7 +81,10 @@ class LoopEngine(Trainer):
             batch = self.task.batch(examples, batch_indices.tolist(), adapted.device)
             if offsets is not None:
                 batch = {**batch, OFFSETS: offsets.expand(len(batch_indices), -1)}
-            with self.padding.remove_padding(batch), self.prefixes.feed(examples, batch_indices.tolist()):
+            with (
+                self.padding.remove_padding(batch, examples.lengths[batch_indices]),
+                self.prefixes.feed(examples, batch_indices.tolist()),
+            ):
                 loss = self.task.loss(adapted.model, batch)
             value = float(loss.detach())
             if not math.isfinite(value):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fedspan.core.tensors import to_device
 from fedspan.core.values import Group, Job, OptimizerSpec, OptimizerState
 from fedspan.training.jobs import Assignment, TrainingSettings
 
@@ -204,12 +205,12 @@ class Layout:
     def row(self, tensors: Mapping[str, Tensor], device: torch.device, missing: float = 0.0) -> Tensor:
         """Copy a client's tensors into a row (P,); a missing tensor is filled with ``missing``."""
         parts = [
-            tensors[name].detach().to(device, self.dtype).reshape(-1)
+            tensors[name].detach().to(self.dtype).reshape(-1)
             if name in tensors
-            else torch.full((size,), missing, dtype=self.dtype, device=device)
+            else torch.full((size,), missing, dtype=self.dtype)
             for name, size in zip(self.names, self.sizes, strict=True)
         ]
-        return torch.cat(parts)
+        return to_device(torch.cat(parts), device)  # in one copy
 
     def views(self, rows: Tensor) -> dict[str, Tensor]:
         """Return views of the tensors inside rows (C, P), each (C, ...), or inside one row (P,)."""
@@ -305,6 +306,7 @@ def fused_step(
         moments: Moments by kind, (P,) of each client, updated in place.
         steps: Steps taken by each client, this one included; the same for all of its tensors and both moments.
     """
+    counts = to_device(torch.tensor(steps, dtype=torch.float32) - 1, gradients.device)  # adamw increments them
     for segment in layout.segments:
         columns = slice(segment.start, segment.stop)
         adamw(
@@ -313,7 +315,7 @@ def fused_step(
             [moment[columns] for moment in moments["exp_avg"]],
             [moment[columns] for moment in moments["exp_avg_sq"]],
             [],
-            [torch.tensor(float(count - 1), device=gradients.device) for count in steps],  # adamw increments it
+            list(counts.clone().unbind()),
             fused=True,
             amsgrad=False,
             beta1=spec.betas[0],
@@ -327,8 +329,8 @@ def fused_step(
 
 def _columns(factors: np.ndarray, layout: Layout, like: Tensor, segment: Segment) -> Tensor:
     """Expand factors (C, N): to (C, 1) if all tensors of each client share one factor, else to one a column."""
-    columns = torch.from_numpy(factors).to(like.device, like.dtype)
+    columns = to_device(torch.from_numpy(factors).to(like.dtype), like.device)
     if (factors == factors[:, :1]).all():
         return columns[:, :1]
-    sizes = torch.tensor(layout.sizes, device=like.device)
-    return columns.repeat_interleave(sizes, 1)[:, segment.start : segment.stop]
+    sizes = to_device(torch.tensor(layout.sizes), like.device)
+    return columns.repeat_interleave(sizes, 1, output_size=sum(layout.sizes))[:, segment.start : segment.stop]

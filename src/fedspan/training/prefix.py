@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedspan.core.tensors import to_device
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import evaluating
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
@@ -186,10 +187,7 @@ class PrefixCache:
         if not self.known[chosen].all():
             raise ValueError(f"no hidden states of examples {chosen[~self.known[chosen]].tolist()[:5]} were computed")
         where = self._where(chosen, int(self.tokens[chosen].max()) if tokens is None else tokens)
-        made = self._rows.index_select(0, where.flatten()).view(*where.shape, -1)
-        if self.adapted.device.type == "cuda":
-            made = made.pin_memory()  # without pinned memory the copy would block the host
-        return made.to(self.adapted.device, non_blocking=True)
+        return to_device(self._rows.index_select(0, where.flatten()).view(*where.shape, -1), self.adapted.device)
 
     def verify(self) -> None:
         """Verify the cache on a few examples.

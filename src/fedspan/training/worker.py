@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedspan.core.tensors import to_device
 from fedspan.core.values import Trained
 from fedspan.models.compiled import CompiledBlocks
 from fedspan.models.precision import tolerance
@@ -192,14 +193,15 @@ class Worker:
         if offsets:
             batch = {**batch, OFFSETS: torch.cat(offsets)}
         counted = members.sum(0).numpy() > 0
-        self._verify(group, batch, size, counted)
+        lengths = examples.lengths[rows]
+        self._verify(group, batch, size, lengths, counted)
         self._set_dropout(group, batch, size)
         held = self.stacked.hold_tensors(job.parametrization, {**others, **leaves}, clients, clients * size)
         padding, compiled = self.loop.padding, self.compiled
-        quick = padding.remove_padding(batch, clients, counted) if compiled is None else compiled.within()
+        quick = padding.remove_padding(batch, lengths, clients, counted) if compiled is None else compiled.within()
         with held, quick, self.loop.prefixes.feed(examples, rows):
-            losses = self.task.losses(self.adapted.model, batch, members.to(device))
-            shares = torch.tensor([seat.share for seat in group], dtype=losses.dtype, device=device)
+            losses = self.task.losses(self.adapted.model, batch, to_device(members, device))
+            shares = to_device(torch.tensor([seat.share for seat in group], dtype=losses.dtype), device)
             (losses * shares).sum().backward()
         found = [leaf.grad for leaf in leaves.values()]
         for name in job.buffers:
@@ -272,12 +274,19 @@ class Worker:
                 key = (self.seed, work.round, work.client, work.job.phase, seat.taken, layer)
                 first = number * size
                 kept[first : first + count, : middle[0]] = dropout_mask(shape, rate, *key)
-            return x * kept.to(x.device, x.dtype) / (1 - rate)
+            return x * to_device(kept, x.device).to(x.dtype) / (1 - rate)
 
         self.adapted.set_dropout(dropout)
 
     @torch.no_grad()
-    def _verify(self, group: Sequence[ClientSlot], batch: Mapping[str, Tensor], size: int, counted: np.ndarray) -> None:
+    def _verify(
+        self,
+        group: Sequence[ClientSlot],
+        batch: Mapping[str, Tensor],
+        size: int,
+        lengths: np.ndarray,
+        counted: np.ndarray,
+    ) -> None:
         """Check, before clients first share a pass, that each gets the same result as alone, up to rounding.
 
         Raises:
@@ -290,7 +299,7 @@ class Worker:
         both = {name: value[: 2 * size] for name, value in batch.items()}
         together = {name: torch.stack([one[name] for one in tensors]) for name in tensors[0]}
         held = self.stacked.hold_tensors(job.parametrization, together, 2, 2 * size)
-        with held, self.loop.padding.remove_padding(both, 2, counted[: 2 * size]):
+        with held, self.loop.padding.remove_padding(both, lengths[: 2 * size], 2, counted[: 2 * size]):
             found = self.task.predict(self.adapted.model, both)
         for number, own in enumerate(tensors):
             rows = slice(number * size, (number + 1) * size)
