@@ -40,7 +40,7 @@ def test_every_part_is_measured(script: ModuleType, tmp_path: Path, monkeypatch:
         assert one > 0
     assert [row[1] for row in rows[2:]] == ["0.0e+00"] * 2  # the device is the CPU
     assert "| cpu | " in text
-    assert "pass" not in text
+    assert "pass |" not in text
     assert "FAIL" not in text
 
 
