@@ -250,8 +250,7 @@ def config_of(cell: Cell, args: argparse.Namespace) -> Any:
     train, test = write_data(cell, args)
     path = args.out / "configs" / f"{cell.stem}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    options = {} if isinstance(kind, TextSet) else {"model": str(args.models / "mobilenet_v2")}
-    start(train, path, force=True, **options)
+    start(train, path, force=True, model=None if isinstance(kind, TextSet) else str(args.models / "mobilenet_v2"))
     changes = [
         f"seed={cell.seed}",
         "threads=1",
@@ -265,8 +264,8 @@ def config_of(cell: Cell, args: argparse.Namespace) -> Any:
     for change in SETTINGS[cell.setting]:
         field, _, value = change.partition("=")
         if value[0] in "*/":
-            factor = float(value[1:])
-            value = repr(first.training.lr * factor if value[0] == "*" else first.training.lr / factor)
+            factor = float(value[1:]) if value[0] == "*" else 1 / float(value[1:])
+            value = repr(first.training_settings().optimizer.lr * factor)
         changes.append(f"{field}={value}")
     if not SETTINGS[cell.setting]:
         changes.append("baselines=[centralised]")

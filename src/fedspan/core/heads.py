@@ -23,7 +23,8 @@ cross-validation; q is the number of directions that S was fitted to, n that of 
     q = (1 - a) tr(S^-1 W),   g = 1 / (1 - q / n),   s^2 = sum_c p_c max(0, v_c^2 - g tr(S^-1 W) / n_c)
     k = min(20 / (g tr(S^-1 W) + s^2)^(1/2),   s^2 / v / (g^2 sum_c p_c d_c^T W d_c / v^2)),   v^2 = sum_c p_c v_c^2
 
-Without g, a head on a few hundred examples of a thousand features is several times too sure of itself.
+s^2 is at least v^2 / 10. Without g, a head on a few hundred examples of a thousand features is several times too sure
+of itself.
 
 Numbers (least squares), with the mean g and the covariance F of f:
 
@@ -61,6 +62,9 @@ HeadKind = Literal["class-means", "lda", "least-squares"]
 SCALE = 20.0
 """Factor on the cosines that a head for classes starts with."""
 
+_LEAST_SIGNAL = 0.1
+"""Share of the discriminants' squared length that counts as separation at least: a head of zeros would let no gradient
+through to the adapters."""
 _TINY = 1e-300
 
 
@@ -238,8 +242,9 @@ def _scale(counts: Tensor, v: Tensor, noise: Tensor, along: Tensor, fitted: Tens
     shares, unbiased = counts / examples, examples / free
     beyond = 1 / (1 - (fitted / free).clamp(max=0.99))
     noise = unbiased * beyond * noise
-    signal = (shares * (v.square() - noise / counts.clamp(min=1e-9)).clamp(min=0)).sum()
     length = (shares @ v.square()).clamp(min=_TINY)
+    signal = (shares * (v.square() - noise / counts.clamp(min=1e-9)).clamp(min=0)).sum()
+    signal = torch.maximum(signal, _LEAST_SIGNAL * length)
     variance = (unbiased * beyond.square() * along / length).clamp(min=_TINY)
     return torch.minimum(SCALE / (noise + signal).clamp(min=_TINY).sqrt(), signal / length.sqrt() / variance)
 
