@@ -1,7 +1,7 @@
 """Extension of a run that has begun: more rounds than it was planned with, or more patience.
 
 It is allowed where nothing that has been run depends on the old number, so that the run ends with the same bits as one
-that was planned with the new number from its start.
+that was planned with the new number from its start and stacks as many clients (``training.stacking``).
 """
 
 from __future__ import annotations

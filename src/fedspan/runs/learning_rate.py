@@ -87,6 +87,7 @@ def run_range_test(prepared: Prepared, default: float) -> RangeTest:
     engine = make_engine(prepared.config, prepared.engine.adapted, prepared.task, short, beside=prepared.engine)
     if isinstance(engine, BatchedEngine) and isinstance(prepared.engine, BatchedEngine):
         engine.stacking = prepared.engine.stacking
+        engine.rounds = len(EXPONENTS) * min(ROUNDS, here.settings.rounds)
     trial = simulate(here.method, engine, here.clients, here.examples, here.settings)
     with engine.stages.stage("learning rate", len(EXPONENTS), "rates"):
         return _tested(prepared, trial, short, default)

@@ -253,6 +253,8 @@ class _Session:
         federation, number = self.prepared.federation, progress.state.round
         if has_stalled(self.prepared.config, number, self.best and self.best.round):
             assert self.best is not None
+            if not self.best.round:
+                return "no round is better than the start by validation (federation.early_stopping)"
             return f"the validation score has not improved since round {self.best.round} (federation.early_stopping)"
         if self.budget.limited and not self.budget.allows(federation.next_charges(progress)):
             return "the next one would exceed privacy.epsilon"

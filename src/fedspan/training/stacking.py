@@ -3,7 +3,8 @@
 Stacking pays if a client's own batch is too small to keep the processor busy. Otherwise it costs time, because batches
 of several clients are padded to the longest of them. So the number of stacked clients is measured on the run's own
 first jobs, which it leaves unchanged, and stored in the user's cache folder: a rerun gives the same bits. Measuring
-takes a small share of the run's planned work at most, and a few seconds: a short run trains with the default.
+takes a small share of the run's planned work at most, and a few seconds: a short run trains with the default. What it
+may take is part of the cache's key, so that what other runs measured does not change a rerun's plan.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from fedspan.models.stacked import Unstackable
 from fedspan.tasks.task import Examples
+from fedspan.training.batching import job_batches
 from fedspan.training.client_slot import ClientSlot, select_group
 from fedspan.training.jobs import Assignment
 from fedspan.training.worker import Worker
@@ -44,6 +47,7 @@ _REPEATS, _LONG = 3, 2.0  # runs of each measured pass; one if it takes longer t
 _GAIN = 0.97  # a larger group must take at most this share of the time
 _PATIENCE = 2  # sizes in a row that may be no faster: other load can spoil a measurement
 _MOST = 64  # clients in a pass
+_SIZES = 6  # from 4 to the power of this many passes of a client on, a budget excludes no plan
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ class Budget:
         self.tokens -= int(count) * tokens
         return int(count)
 
+    @property
+    def size(self) -> int:
+        """The budget's order of magnitude, from 0: runs of one size may share a plan."""
+        return int(min(_SIZES, math.log(max(1.0, self.tokens / self._client), 4)))
+
     def affords(self, plans: Sequence[StackingPlan]) -> bool:
         """Check whether one pass of each plan can be measured."""
         return sum(map(self._pass_tokens, plans)) <= self.tokens
@@ -127,7 +136,7 @@ def tune(
         works: The first jobs of the round; they are not changed.
         clients: Number of clients in the round.
         examples: The data set that the jobs' indices point into.
-        rounds: Planned number of rounds; measuring takes at most 5 % of their tokens. None: as many as it needs.
+        rounds: Planned number of rounds; measuring takes at most 5 % of their tokens. None: unlimited.
     """
     if wish.at_once is not None and wish.workers is not None:
         return StackingPlan(wish.at_once, wish.workers)
@@ -138,22 +147,36 @@ def tune(
     default = StackingPlan(wish.at_once or DEFAULT.at_once, wish.workers or min(DEFAULT.workers, threads))
     if probe is None or first.why_not is not None:
         return default
-    tokens = sum(int(examples.lengths[batch].sum()) for batch in probe.batches)
-    budget = Budget(float("inf") if rounds is None else _SHARE * rounds * clients * tokens, tokens / len(probe.batches))
-    allowed, key = budget.tokens, _key(wish, first, probe, clients, examples)
-    known = read_plans().get(key)
-    if known is not None and allowed <= 2 * known.tokens:
-        return known.plan
+    per_client = float(np.mean([_tokens(first, work, examples) for work in works]))
+    planned = float("inf") if rounds is None else _SHARE * rounds * clients * per_client
+    budget = Budget(planned, _tokens(first, works[0], examples) / len(probe.batches))
+    if not budget.affords(_first_plans(wish, clients, threads)):
+        return default
+    key = _key(wish, first, probe, clients, examples, budget)
+    if (known := read_plans().get(key)) is not None:
+        return known
 
     def seconds(stacking: StackingPlan, passes: int) -> float:
         team = workers(stacking.workers)
         return _seconds_a_token(team, together, works, stacking.at_once, examples, passes)
 
-    found = search(wish, clients, threads, seconds, budget)
-    if found is None:
-        return default if known is None else known.plan
-    _store(key, CachedPlan(found, allowed if budget.exhausted else float("inf")))
+    found = search(wish, clients, threads, seconds, budget) or default
+    _store(key, found)
     return found
+
+
+def _tokens(worker: Worker, work: Assignment, examples: Examples) -> int:
+    """Count the tokens of a job."""
+    batches = job_batches(worker.settings, worker.seed, work, examples)
+    return sum(int(examples.lengths[batch].sum()) for batch in batches)
+
+
+def _first_plans(wish: StackingRequest, clients: int, threads: int) -> list[StackingPlan]:
+    """The plans that a search compares first."""
+    best = StackingPlan(wish.at_once or min(4, clients), wish.workers or 1)
+    if wish.workers is None and threads > 1 and clients > 1:
+        return [best, StackingPlan(best.at_once, threads)]
+    return [best]
 
 
 def search(
@@ -163,13 +186,9 @@ def search(
     measure: Callable[[StackingPlan, int], float],
     budget: Budget,
 ) -> StackingPlan | None:
-    """Search the fastest plan among those that the budget allows to measure; None: it does not allow to compare."""
-    best, least = StackingPlan(wish.at_once or min(4, clients), wish.workers or 1), 0.0
-    first = [best]
-    if wish.workers is None and threads > 1 and clients > 1:
-        first.append(StackingPlan(best.at_once, threads))
-    if not budget.affords(first):
-        return None
+    """Search the fastest plan among those that the budget allows to measure; None: there was time for one alone."""
+    first = _first_plans(wish, clients, threads)
+    best, least = first[0], 0.0
 
     def seconds(plan: StackingPlan) -> float:
         passes = budget.passes(plan, least)
@@ -280,7 +299,9 @@ def _seats(
     return [seat for seat in seats if seat is not None]
 
 
-def _key(wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, examples: Examples) -> str:
+def _key(
+    wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, examples: Examples, budget: Budget
+) -> str:
     """Compute the cache key from everything that the plan depends on: machine, model, jobs."""
     model = worker.adapted.model
     parts = {
@@ -294,6 +315,7 @@ def _key(wish: StackingRequest, worker: Worker, seat: ClientSlot, clients: int, 
         "batch": [worker.settings.batch_size, round(float(examples.lengths.mean()), 1), worker.settings.accumulate],
         "clients": min(clients, _MOST * torch.get_num_threads()),  # more make no pass larger
         "wish": asdict(wish),
+        "budget": budget.size,
     }
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
@@ -305,44 +327,22 @@ def cache_file() -> Path:
     return base / "stacking.json"
 
 
-@dataclass(frozen=True)
-class CachedPlan:
-    """A cached plan.
-
-    Args:
-        plan: The plan.
-        tokens: Number of tokens that measuring might take; infinite if all was measured.
-    """
-
-    plan: StackingPlan
-    tokens: float
-
-
-def read_plans() -> dict[str, CachedPlan]:
+def read_plans() -> dict[str, StackingPlan]:
     """Read the cached plans; empty if the file is missing or invalid."""
     try:
         found = json.loads(cache_file().read_text(encoding="utf-8"))
-        return {
-            key: CachedPlan(
-                StackingPlan(int(one["at_once"]), int(one["workers"])),
-                float("inf") if one["tokens"] is None else float(one["tokens"]),
-            )
-            for key, one in found.items()
-        }
+        return {key: StackingPlan(int(one["at_once"]), int(one["workers"])) for key, one in found.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
-def _store(key: str, found: CachedPlan) -> None:
+def _store(key: str, found: StackingPlan) -> None:
     place = cache_file()
-    rows = {
-        name: asdict(one.plan) | {"tokens": one.tokens if math.isfinite(one.tokens) else None}
-        for name, one in {**read_plans(), key: found}.items()
-    }
+    plans = {name: asdict(plan) for name, plan in {**read_plans(), key: found}.items()}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         part = place.with_name(f"{place.name}.{os.getpid()}")
-        part.write_text(json.dumps(rows), encoding="utf-8")
+        part.write_text(json.dumps(plans), encoding="utf-8")
         part.replace(place)
     except OSError:  # the home folder is not writable: measure again next time
         return
