@@ -96,3 +96,11 @@ def test_a_limit_of_an_admission_reaches_the_round(tiny_folder: Path) -> None:
     assert {id: one.max_weight for id, one in clients.items()} == {"clinic": 100, "practice": None}
     # the order has the number that the node declared, since the node compares it with its own
     assert clients["clinic"].client.examples == clients["clinic"].client.weight == 2**53 - 1
+
+
+def test_a_node_that_declares_no_examples_takes_no_part(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it alone replied, the round would have no weight at all."""
+    with pytest.raises(FedspanError, match="declares no training examples"):
+        met(tiny_folder, tmp_path, monkeypatch, [{"examples": 0, "base": "b"}])

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedspan.federation.evaluation import ClientScores, RemoteEvaluator, possible_metrics
+from fedspan.federation.evaluation import ClientScores, RemoteEvaluator
 from fedspan.federation.federation import Federation
+from fedspan.federation.plausibility import possible_metrics
 from fedspan.federation.protocol import Envelope, Reply, decode_order
 from fedspan.runs.callbacks import rate_round
 from fedspan.runs.setup import Prepared, prepare

@@ -65,3 +65,19 @@ def test_a_limit_of_its_own_comes_before_the_common_one(tiny_folder: Path) -> No
     clients = {**federation.clients, "east": replace(federation.clients["east"], max_weight=1.0)}
     # the median of 1, 1, 1 and 9 is 1; with what east declares it would be 5
     assert limit_weights(clients, 2.0) == {"east": 1.0, "north": 1.0, "south": 1.0, "west": 2.0}
+
+
+def test_a_client_that_dominates_a_secure_sum_by_what_it_declares_is_named(tiny_folder: Path) -> None:
+    """Nobody can lower its weight there, and whoever could read one client's change could do that, too."""
+    pytest.importorskip("Crypto", reason="the extra fedspan[secagg] is not installed")
+    pytest.importorskip("cryptography", reason="the extra fedspan[secagg] is not installed")
+
+    def remark(weight: float) -> str:
+        config = tiny.config(tiny_folder, federation={"clients_per_round": None, "secure": {}})
+        federation = prepare(config).federation
+        tiny.reweight(federation, {id: weight if id == "west" else 1.0 for id in federation.clients})
+        federation.run_round(federation.begin())
+        return federation.remark() or ""
+
+    assert "west declared more examples than federation.max_weight_ratio allows" in remark(100.0)
+    assert "declared" not in remark(3.0)

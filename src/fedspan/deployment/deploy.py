@@ -248,10 +248,11 @@ def _read_introduction(
             introduction,
             f"its base model or tokenizer is another (SHA-256 {introduction.base[:12]}, here {base[:12]})",
         )
-    if (
-        admitted is not None and admitted.name and introduction.id != admitted.name
-    ):  # else one owner's node replaces another's
+    if admitted is not None and admitted.name and introduction.id != admitted.name:
+        # else one data owner's node could replace another
         return introduction, f"this node was admitted as {admitted.name}"
+    if introduction.examples < 1:  # a round in which it alone replies would have no weight, and stop the run
+        return introduction, "it declares no training examples"
     most = None if admitted is None else admitted.max_examples
     if masked and most is not None and introduction.examples > most:
         return (

@@ -16,22 +16,20 @@ from fedspan.core.method import Memory
 from fedspan.core.tensors import generator
 from fedspan.core.values import Job
 from fedspan.federation import serialization
-from fedspan.federation.changes import ENOUGH_REPLIES
 from fedspan.federation.federation import Federation
+from fedspan.federation.plausibility import possible_metrics
 from fedspan.federation.progress import ClientData, Failure, Progress, Transfer
 from fedspan.federation.protocol import Envelope, OrderEncoder, Orders, ScoredPart, Scores, open_reply
 from fedspan.federation.weights import weight_limit
 from fedspan.tasks.metrics import METRICS, rank_of
 from fedspan.tasks.task import Examples
 
-__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "possible_metrics", "summarize"]
+__all__ = ["ClientScores", "Evaluator", "RemoteEvaluator", "coarsen", "summarize"]
 
 Metrics = Mapping[str, float]
 
 _REQUIRED = ("accuracy", "loss")
 """Metrics without which a client is not counted where others have them: rounds are compared by them."""
-_FAR = 1000.0
-"""Multiple of the median beyond which a loss or perplexity is not believed."""
 _TRIMMED_FROM = 5
 """Number of clients from which a trimmed mean decides between rounds."""
 
@@ -316,33 +314,6 @@ class RemoteEvaluator(Evaluator):
         return {
             id: float(count) if known[id] or limit is None else min(float(count), limit) for id, count in counts.items()
         }
-
-
-def possible_metrics(reported: Mapping[str, Scores]) -> tuple[dict[str, dict[str, float]], list[tuple[str, str]]]:
-    """Remove metrics that no client can have.
-
-    Impossible are values outside the metric's range and, of metrics without an upper bound, those of more than 1000
-    times the clients' median, or 1000 if the median is smaller than 1.
-
-    Args:
-        reported: Reported metrics by client.
-
-    Returns:
-        The possible ones by client, and the client and the reason of each one that was removed.
-    """
-    rows: dict[str, dict[str, float]] = {id: {} for id in reported}
-    impossible: list[tuple[str, str]] = []
-    for name, metric in METRICS.items():
-        values = {id: row[name] for id, row in reported.items() if name in row}
-        median = float(np.median(list(values.values()))) if len(values) >= ENOUGH_REPLIES else math.inf
-        limit = math.inf if metric.bounded else _FAR * max(1.0, median)
-        for id, value in values.items():
-            if metric.accepts(value) and value <= limit:
-                rows[id][name] = value
-            else:
-                upper = min(metric.most, limit)
-                impossible.append((id, f"{metric.title} {value:.3g} is not from {metric.least:g} to {upper:.3g}"))
-    return rows, impossible
 
 
 def _weighted_mean(rows: Mapping[str, Metrics], weights: Mapping[str, float], name: str) -> float:

@@ -15,6 +15,7 @@ from fedspan.core.tensors import generator
 from fedspan.core.values import Client, Message, Reduced
 from fedspan.federation import serialization
 from fedspan.federation.aggregation.aggregation import AggregationFactory, PlaintextAggregation, RoundContext, Tally
+from fedspan.federation.plausibility import possible_losses
 from fedspan.federation.privacy import expected_charges, poisson_cohort, round_charges
 from fedspan.federation.progress import (
     ClientData,
@@ -187,6 +188,10 @@ class Round:
         context, state, tally = self.context, self.context.state, self._tally
         replies = {id: self.aggregation.replies[id] for id in context.ids if id in self.aggregation.replies}
         failed = {failure.client for failure in tally.failures if failure.attempt == attempt}
+        reported = replies
+        if context.rules.validate:
+            reported, impossible = possible_losses(replies)
+            tally.failures += [Failure(id, attempt, reason, context.task) for id, reason in impossible]
         memories, optimizers = context.transport.stored(replies)
         return RoundResult(
             progress=Progress(
@@ -198,7 +203,7 @@ class Round:
             transfers=tally.sorted_transfers(),
             cohort=context.ids,
             lr=self.lr,
-            loss=_mean_loss(replies.values(), context.settings.max_weight_ratio),
+            loss=_mean_loss(reported.values(), context.settings.max_weight_ratio),
             failures=tally.sorted_failures(),
             charges=tuple(self._charges),
             simulated_seconds=context.transport.simulated_seconds(),

@@ -30,6 +30,7 @@ from fedspan.federation.secagg.messages import MASKED, Agreement, initial_values
 from fedspan.federation.secagg.session import SecureSession
 from fedspan.federation.settings import SecureSettings
 from fedspan.federation.validation import apply_change, origin_of, require_requested
+from fedspan.federation.weights import limit_weights
 
 __all__ = ["SecureAggregation"]
 
@@ -66,6 +67,9 @@ class SecureAggregation:
         self._top = 0.0
         self._total: Integers = np.zeros(0, np.uint32)
         self._ring = Ring(secure.bits, self._clip, len(context.ids))
+        members = {id: context.clients[id] for id in context.ids}
+        limited = limit_weights(members, context.settings.max_weight_ratio)
+        self._heavy = [id for id, one in members.items() if limited[id] < one.client.weight]
         self._remark: str | None = None
 
     def missing(self) -> tuple[str, ...]:
@@ -165,8 +169,14 @@ class SecureAggregation:
         return [id for id in self.context.ids if id not in failed]
 
     def remark(self) -> str | None:
-        """``Aggregation.remark``: the cost of masking."""
-        return self._remark
+        """``Aggregation.remark``: the cost of masking, and the clients that dominate the sum by what they declare."""
+        if self._remark is None or not self._heavy:
+            return self._remark
+        return (
+            f"{self._remark}. {', '.join(self._heavy)} declared more examples than federation.max_weight_ratio allows, "
+            "and nobody can lower a weight under masks. Set federation.weights: uniform, or agree on numbers and admit "
+            "nodes with --max-examples"
+        )
 
     @contextmanager
     def _record_exchanges(self, session: SecureSession) -> Generator[None]:
