@@ -72,6 +72,7 @@ def test_an_order_differs_in_nothing_from_what_was_agreed(asked: tuple[Direct, O
         ({"method": {"name": "fedgalore", "period": 10**12, "steps": 4}}, "method.period is 1000000000000"),
         ({"method": {"name": "fedgalore", "steps": 10**6}}, "limits.steps"),
         ({"model": {"pretrained": False}}, "`limits.from_scratch`: this node does not train models from scratch"),
+        ({"model": {"device_map": "auto"}, "engine": {"name": "loop"}}, "model.device_map"),
         ({"model": {"adapter": "somebody/adapter"}}, "this node does not allow the adapter 'somebody/adapter'"),
         ({"model": {"name": "somebody/model"}}, "this node does not allow 'somebody/model'"),
         ({"model": {"revision": "abc"}}, "@abc'. It allows"),

@@ -5,10 +5,10 @@ Every mistake raises a ``FedspanError`` that names the field, the value and what
 
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig, WrapperConfig
+from fedspan.config.model import ModelConfig
 from fedspan.config.reading import load_config, override, parse_config, parse_text, read_values
 from fedspan.config.sections import (
     EvaluationConfig,
-    ModelConfig,
     RunConfig,
     TrainingConfig,
 )

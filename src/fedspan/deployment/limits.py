@@ -80,6 +80,9 @@ def _require_model(node: NodeConfig, invitation: Invitation, config: RunConfig) 
         raise _forbidden("limits.models", full_name, [*patterns, *node.models])
     if adapter is not None and adapter not in node.models:
         raise _forbidden("limits.models", adapter, list(node.models), "the adapter ")
+    if requested.get("device_map") is not None or requested.get("max_memory"):
+        problem = "where a node keeps a base is not the server's to decide"
+        raise FedspanError("model.device_map", requested.get("device_map"), "null", problem=problem)
     if not config.model.pretrained and architecture_of(name) is None and not limits.from_scratch:
         problem = "this node does not train models from scratch, whose weights all come from the server"
         raise FedspanError("limits.from_scratch", False, problem=problem)

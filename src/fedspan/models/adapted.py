@@ -19,6 +19,7 @@ from fedspan.core.parametrization import Parametrization
 from fedspan.core.tensors import EXTRAS, by_layer, extra_name
 from fedspan.core.values import Spec
 from fedspan.models.layer import AdaptedLayer, Dropout
+from fedspan.models.offload import device_of
 from fedspan.models.operators import Operator
 from fedspan.models.precision import keep_in_float32
 from fedspan.models.targets import is_batch_norm, make_spec
@@ -62,7 +63,7 @@ class AdaptedModel:
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     def weight(self, layer: str) -> Tensor:
         """Return a copy of a target layer's W0, (O, I), as float32 on the CPU."""

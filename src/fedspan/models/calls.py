@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedspan.models.offload import device_of
+
 __all__ = [
     "DROPOUTS",
     "HIDDEN",
@@ -161,11 +163,11 @@ def tiny_batch(model: nn.Module) -> dict[str, Tensor]:
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     parameter = next(model.parameters())
     if name == "input_ids":
-        return {name: torch.ones(2, 3, dtype=torch.int64, device=parameter.device)}
+        return {name: torch.ones(2, 3, dtype=torch.int64, device=device_of(model))}
     if name != "pixel_values":
         raise ValueError("the model takes neither tokens nor images")
     size = getattr(config, "image_size", None) or 32
     rows, columns = (size, size) if isinstance(size, int) else size
     colours = getattr(config, "num_channels", 3)
     floating = getattr(model, "dtype", parameter.dtype)
-    return {name: torch.zeros(2, colours, rows, columns, dtype=floating, device=parameter.device)}
+    return {name: torch.zeros(2, colours, rows, columns, dtype=floating, device=device_of(model))}

@@ -14,6 +14,7 @@ from fedspan.core.base import BaseUpdate, Delta, materialise
 from fedspan.core.lowrank import LowRank, concatenate
 from fedspan.core.parametrization import Effective, Parametrization
 from fedspan.errors import FedspanError
+from fedspan.models.offload import is_offloaded, read_bias, read_weight
 from fedspan.models.operators import operator_of
 from fedspan.models.quantized import dequantize, is_quantized
 
@@ -68,19 +69,24 @@ class AdaptedLayer:
         """Return W0, (O, I), in its stored dtype; for a quantised layer, the dequantised numbers."""
         if is_quantized(self.module):
             return dequantize(self.module)
-        stored = self.stored_weight.detach() if self._original is None else self._original
+        stored = read_weight(self.module) if self._original is None else self._original
         return self.operator.matrix(stored)
 
     def set_base(self, base: BaseUpdate) -> None:
         """Let the layer compute with ``rho * W0 + total``.
 
         A float32 module gets a working copy (W0 is stored separately). Narrower formats would round small changes away,
-        so there, and in quantised layers, W0 stays in place and the total is applied beside it.
+        so there, and in quantised and offloaded layers, W0 stays in place and the total is applied beside it.
 
         Raises:
-            FedspanError: If rho != 1 on a base that is not float32.
+            FedspanError: If rho != 1 on a base that is offloaded or not float32.
         """
         delta = base.total.get(self.name)
+        if is_offloaded(self.module):
+            if base.rho != 1.0:
+                raise FedspanError("model.device_map", "auto", "null, because this method scales the base")
+            self.moved = None if delta is None else delta.to(read_weight(self.module).device)
+            return
         if torch.promote_types(self.stored_weight.dtype, torch.float32) != self.stored_weight.dtype:
             if base.rho != 1.0:
                 raise FedspanError(
@@ -123,11 +129,11 @@ class AdaptedLayer:
 
     def _apply_base(self, x: Tensor, effective: Effective, pair: Tensor | None) -> Tensor:
         """Return the product of the base or of its replacement weight, or only the bias if the pair is everything."""
-        bias = getattr(self.module, "bias", None)
+        if effective.base and self.shrink == 1.0:
+            return self.base_forward(x)
+        bias = read_bias(self.module)
         if effective.base:
             y = self.base_forward(x)
-            if self.shrink == 1.0:
-                return y
             if bias is None:
                 return y * self.shrink
             bias = self.operator.bias_like(bias)

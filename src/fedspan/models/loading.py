@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from fedspan.errors import FedspanError
 from fedspan.models.names import MODEL_NAMES, architecture_of, image_model, resolve_model
+from fedspan.models.offload import Offload, remove_with
 from fedspan.models.pooling import HEAD, PooledClassifier, Pooling, encoder_options
 from fedspan.models.quantized import Quantization, prevent_repacking, quantization_options
 from fedspan.models.resnet import SmallResNetConfig
@@ -95,6 +96,7 @@ def load_pretrained(
     image_size: int | None = None,
     pooling: Pooling | None = None,
     device: torch.device | None = None,
+    offload: Offload | None = None,
 ) -> Loaded:
     """Load a pretrained model and its processor; draw a new head from ``seed``.
 
@@ -113,6 +115,7 @@ def load_pretrained(
         image_size: Rows and columns that images are resized to; None: the default of the model's processor.
         pooling: Pooling of a classifier on an encoder's hidden states; None: Transformers' own classifier.
         device: Target device; None: the CPU.
+        offload: Limits on memory, beyond which weights are offloaded; None: none are.
 
     Raises:
         FedspanError: If the model can't be found or read, has no such head, or bitsandbytes is missing.
@@ -131,6 +134,8 @@ def load_pretrained(
             with torch.random.fork_rng():
                 torch.manual_seed(seed)  # Transformers draws new heads from the global generator
                 kind = CLASSES[head] if pooling is None else AutoModel
+                if offload is not None:
+                    options = offload.options(kind, config, dtype, device, keep)
                 model, info = kind.from_pretrained(
                     source,
                     config=config,
@@ -142,6 +147,8 @@ def load_pretrained(
                     **options,
                     **({} if pooling is None else encoder_options(config)),
                 )
+                if offload is not None:
+                    remove_with(model, options["offload_folder"])
                 if pooling is not None:
                     model = PooledClassifier(model, pooling)
                     info = _within(info, model.base_model_prefix)
@@ -167,7 +174,7 @@ def load_pretrained(
         )
     if quantization is not None:
         prevent_repacking(model)
-    elif device is not None:
+    elif offload is None and device is not None:
         model = model.to(device)
     return Loaded(model.eval(), processor, tuple(new))
 

