@@ -432,6 +432,7 @@ def page(tables: str, args: argparse.Namespace) -> str:
     more = [*(["--one-seed"] if args.one_seed else []), *(["--leave-one-out"] if args.leave_one_out else [])]
     command = " ".join(["python benchmarks/defaults.py --data PATH/data --models PATH/models", *more])
     size = next(kind.size for kind in SETS.values() if isinstance(kind, ImageSet))
+    few, many = (bound(kind.train for kind in SETS.values()) // 10 for bound in (min, max))
     return (
         "# The defaults of `fedspan init`\n\n"
         "This page compares federated training with the config that `fedspan init` writes to centralized training with "
@@ -447,10 +448,10 @@ def page(tables: str, args: argparse.Namespace) -> str:
         f"{torch.__version__}. Seconds are those of a run's rounds on one thread, beside other work on the machine."
         f"\n\n{tables}\n"
         "## Data\n\n"
-        "To keep the table affordable on a CPU, the sets are small subsets, drawn by the seed: ten clients of about "
-        f"40 to 120 examples. Product reviews have at most {WORDS} words, images are resized to {size} x {size} "
-        "pixels. One test example is 0.1 to 0.4 per cent, so differences of one per cent are within the noise of a "
-        f"seed.\n\n{size_table(args)}"
+        "To keep the table affordable on a CPU, the sets are small subsets, drawn by the seed: ten clients of "
+        f"{few} to {many} examples, of which `init` sets three tenths aside for validation and for the clients' own "
+        f"tests. Product reviews have at most {WORDS} words, images are resized to {size} x {size} pixels. Differences of "
+        f"about one per cent are within the noise of a seed.\n\n{size_table(args)}"
     )
 
 
