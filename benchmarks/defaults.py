@@ -450,8 +450,8 @@ def page(tables: str, args: argparse.Namespace) -> str:
         "## Data\n\n"
         "To keep the table affordable on a CPU, the sets are small subsets, drawn by the seed: ten clients of "
         f"{few} to {many} examples, of which `init` sets three tenths aside for validation and for the clients' own "
-        f"tests. Product reviews have at most {WORDS} words, images are resized to {size} x {size} pixels. Differences of "
-        f"about one per cent are within the noise of a seed.\n\n{size_table(args)}"
+        f"tests. Product reviews have at most {WORDS} words, images are resized to {size} x {size} pixels. "
+        f"Differences of about one per cent are within the noise of a seed.\n\n{size_table(args)}"
     )
 
 
