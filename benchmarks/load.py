@@ -4,8 +4,8 @@
 
 A SuperLink with TLS and keys, and as many nodes' links as asked for, in a few processes, whose answers are what they
 were sent: a process with torch for each of 200 nodes would need more memory than there is. So this measures the server
-and the way to it, not the nodes. Then one message of 500 MB goes to a node and back, and larger ones than the limits
-are refused.
+and the way to it, not the nodes. With the first number of nodes, one message of 500 MB goes to a node and back, and
+larger ones than the limits are refused.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ GROWTH = 0.05
 """Of the memory between the tenth round and the last, at most."""
 BODY = 16 * 1024
 """Bytes of a message under load."""
+LOADS = [(3, 20), (40, 50), (200, 3), (1000, 2)]
+"""Numbers of nodes, and of rounds with them."""
+SECONDS = {200: 20.0, 1000: 120.0}
+"""Goals for a round, by the number of nodes, in seconds."""
+REQUESTS = 8.0
+"""Goal for the requests per node and round."""
 
 
 def answered(envelope: Envelope) -> Envelope:
@@ -125,7 +131,8 @@ class Measured:
         rounds: Number of rounds.
         lost: Number of replies that did not arrive.
         seconds: Seconds of each round.
-        memory: MiB after the tenth round and the last, of the SuperLink and of who submits.
+        memory: MiB after an early round (the tenth, or the first of fewer than twenty) and the last, of the SuperLink
+            and of who submits.
         requests: Requests to the SuperLink for each node and round, of the nodes and of who submits.
         processor: Seconds of the SuperLink's processor time for each round.
     """
@@ -161,7 +168,7 @@ def loaded(transport: Transport, nodes: dict[str, int], rounds: int, superlink: 
         back = exchanged(transport, envelopes, 600.0)
         lost += sum(back.get(id) != answered(envelope) for id, envelope in envelopes.items())
         seconds.append(time.monotonic() - began)
-        if number in (10, rounds):
+        if number in (10 if rounds >= 20 else 1, rounds):
             now = resident(superlink), resident(os.getpid())
             for name, mib in zip(("SuperLink", "submitting process"), now, strict=True):
                 memory[name] = (*memory.get(name, ()), mib)
@@ -250,73 +257,77 @@ def measure(count: int, rounds: int, processes: int, megabytes: int, folder: Pat
 
 PAGE = """# Load
 
-A SuperLink, TLS and keys, {nodes} nodes' links in {processes} processes that answer with what they were sent (no model,
-no training: so many processes with torch would not fit), {rounds} rounds in which all are sent the same {body} kB and
-each sends as many of its own back, server and nodes on one machine. Nodes and the submitting process use the door's own
-requests: an answer waits for an order, and brings it along with its objects.
+A SuperLink, TLS and keys, and nodes' links in {processes} processes that answer with what they were sent (no model, no
+training: so many processes with torch would not fit). In a round, all are sent the same {body} kB, and each sends as
+many of its own back; server and nodes are on one machine. Nodes and the submitting process use the door's own requests:
+an answer waits for an order, and brings it along with its objects.
 
 Command: `{command}`  
 Date: {date}. Machine: {machine}, {cores} cores, flwr 1.41.0.
 
-| | measured | wanted | |
-|---|---|---|---|
-| lost replies of {replies} | {lost} | 0 | {lost_ok} |
+| nodes | rounds | lost replies | seconds a round: median, largest | wanted | |
+|---|---|---|---|---|---|
+{rounds}
+
+| nodes | requests per node and round: of the node, of who submits | wanted | | SuperLink's processor time a round, s |
+|---|---|---|---|---|
+{requests}
+
+Memory in MiB after an early round and the last; it should grow by less than {growth:.0%} where there are many rounds:
+
+| nodes | rounds compared | SuperLink | who submits | |
+|---|---|---|---|---|
 {memory}
-| seconds a round, median | {median:.1f} | | |
-| seconds a round, largest | {largest:.1f} | | |
-| processor time of the SuperLink a round, s | {processor:.1f} | | |
-| requests per node and round: of the nodes, of who submits | {node_requests:.1f}, {own_requests:.1f} | | |
-{many}
+{large}"""
+
+LARGE = """
 Large messages, one node:
 
 | | measured | |
 |---|---|---|
-{large}
 """
 
 
 def page(
-    result: Measured, many: Measured | None, messages: list[tuple[str, str, bool]], args: argparse.Namespace, given: str
+    results: list[Measured], messages: list[tuple[str, str, bool]], args: argparse.Namespace, given: str
 ) -> tuple[str, bool]:
-    good = result.lost == 0
-    more = ""
-    if many is not None:
-        good = good and many.lost == 0
-        more = (
-            f"| {many.nodes} nodes, {many.rounds} rounds: lost replies of {many.nodes * many.rounds} | {many.lost} | 0 "
-            f"| {_verdict(many.lost == 0)} |\n"
-            f"| {many.nodes} nodes: seconds a round, median | {statistics.median(many.seconds):.0f} | | |\n"
+    """The page, and whether all is as wanted."""
+    rounds, requests, memory = list[str](), list[str](), list[str]()
+    good = all(ok for *_, ok in messages)
+    for one in results:
+        median, goal = statistics.median(one.seconds), SECONDS.get(one.nodes)
+        ok = one.lost == 0 and (goal is None or median <= goal)
+        wanted = "none lost" if goal is None else f"none lost, {goal:g} s"
+        rounds.append(
+            f"| {one.nodes} | {one.rounds} | {one.lost} of {one.nodes * one.rounds} | {median:.1f}, "
+            f"{max(one.seconds):.1f} | {wanted} | {_verdict(ok)} |"
         )
-    rows: list[str] = []
-    for name, (early, late) in result.memory.items():
-        ok = late <= early * (1 + GROWTH)
-        good = good and ok
-        rows.append(
-            f"| {name}, MiB after round 10 and {result.rounds} | {early:.0f}, {late:.0f} | within "
-            f"{GROWTH:.0%} | {_verdict(ok)} |"
+        few = sum(one.requests) <= REQUESTS
+        requests.append(
+            f"| {one.nodes} | {one.requests[0]:.1f}, {one.requests[1]:.1f} | {REQUESTS:g} | {_verdict(few)} | "
+            f"{one.processor:.1f} |"
         )
+        flat = one.rounds < 20 or all(late <= early * (1 + GROWTH) for early, late in one.memory.values())
+        cells = [f"{early:.0f}, {late:.0f}" for early, late in one.memory.values()]
+        compared = f"{10 if one.rounds >= 20 else 1} and {one.rounds}"
+        verdict = _verdict(flat) if one.rounds >= 20 else ""
+        memory.append(f"| {one.nodes} | {compared} | {' | '.join(cells)} | {verdict} |")
+        good = good and ok and few and flat
+    large = "".join(f"| {what} | {said} | {_verdict(ok)} |\n" for what, said, ok in messages)
     text = PAGE.format(
-        nodes=result.nodes,
         processes=args.processes,
-        many=more,
-        rounds=result.rounds,
         body=BODY // 1000,
         command=given,
         date=datetime.date.today(),
         machine=platform.machine(),
         cores=os.cpu_count(),
-        replies=result.nodes * result.rounds,
-        lost=result.lost,
-        lost_ok=_verdict(result.lost == 0),
-        memory="\n".join(rows),
-        median=statistics.median(result.seconds),
-        largest=max(result.seconds),
-        processor=result.processor,
-        node_requests=result.requests[0],
-        own_requests=result.requests[1],
-        large="\n".join(f"| {what} | {said} | {_verdict(ok)} |" for what, said, ok in messages),
+        rounds="\n".join(rounds),
+        requests="\n".join(requests),
+        growth=GROWTH,
+        memory="\n".join(memory),
+        large=LARGE + large if large else "",
     )
-    return text, good and all(ok for *_, ok in messages)
+    return text, good
 
 
 def _verdict(ok: bool) -> str:
@@ -326,25 +337,32 @@ def _verdict(ok: bool) -> str:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--many", type=int, nargs=2, metavar=("NODES", "ROUNDS"), help="more nodes, for fewer rounds")
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument(
+        "--load",
+        type=int,
+        nargs=2,
+        action="append",
+        metavar=("NODES", "ROUNDS"),
+        help="number of nodes and of rounds; may be repeated",
+    )
+    parser.add_argument("--processes", type=int, default=4, help="number of processes with the nodes' links")
     parser.add_argument("--megabytes", type=int, default=500, help="of the large message; 0: none")
     parser.add_argument("--page", type=Path, help="write the table to this file")
     args = parser.parse_args()
+    results, messages = list[Measured](), list[tuple[str, str, bool]]()
     with tempfile.TemporaryDirectory(prefix="fedspan-load-") as place:
         os.environ["FLWR_HOME"] = str(Path(place) / "home")
         import fedspan.transports.flower  # noqa: F401  (no telemetry)
 
-        folder, rest = Path(place), (args.processes, args.megabytes)
-        result, messages = measure(args.nodes, args.rounds, *rest, folder / "first")
-        many = None
-        if args.many:
-            many, _ = measure(*args.many, args.processes, 0, folder / "many")
-    given = f"python benchmarks/load.py --nodes {args.nodes} --rounds {args.rounds} --megabytes {args.megabytes}"
-    given += " --many {} {}".format(*args.many) if args.many else ""
-    text, good = page(result, many, messages, args, given)
+        for number, (nodes, rounds) in enumerate(args.load or LOADS):
+            folder = Path(place) / str(number)
+            folder.mkdir()
+            result, large = measure(nodes, rounds, args.processes, 0 if number else args.megabytes, folder)
+            results.append(result)
+            messages += large
+    loads = "".join(f" --load {nodes} {rounds}" for nodes, rounds in args.load or ())
+    given = f"python benchmarks/load.py{loads}" + ("" if args.megabytes == 500 else f" --megabytes {args.megabytes}")
+    text, good = page(results, messages, args, given)
     print(text)
     if args.page:
         args.page.write_text(text, encoding="utf-8")

@@ -110,9 +110,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         server.join()
 
 
-@pytest.fixture
-def order(scene: Scene) -> Iterator[Any]:
-    """An order that the hostile node received, with the tree of its objects; no reply of its counts afterwards."""
+def received_order(scene: Scene) -> Any:
+    """Send the hostile node an order, which it receives: the message without its content, and its objects' tree."""
     from fedspan.transports.flower.messages import new_salt, to_records
     from fedspan.transports.flower.transport import Message
 
@@ -123,8 +122,15 @@ def order(scene: Scene) -> Iterator[Any]:
     while (pulled := scene.hostile.pull()) is None or pulled[0].metadata.message_id != id:
         assert time.monotonic() < until
         time.sleep(0.1)
+    return pulled
+
+
+@pytest.fixture
+def order(scene: Scene) -> Iterator[Any]:
+    """An order that the hostile node received, with the tree of its objects; no reply of its counts afterwards."""
+    pulled = received_order(scene)
     yield pulled
-    assert not scene.transport.grid.pull_messages([id])
+    assert not scene.transport.grid.pull_messages([pulled[0].metadata.message_id])
 
 
 def ids_in(tree: Any) -> list[str]:
@@ -419,20 +425,12 @@ def test_the_requests_of_a_run_are_not_for_nodes(scene: Scene) -> None:
 
 def test_a_replayed_reply_counts_once(scene: Scene) -> None:
     """The same announcement again, before and after the reply was fetched: nothing is stored twice."""
-    from fedspan.transports.flower.messages import new_salt, to_records
-    from fedspan.transports.flower.transport import Message
-
-    sealed = scene.transport.signer.seal(Envelope("{}", b"order"), scene.hostile.node)
-    sent = Message(to_records(sealed, new_salt()), dst_node_id=scene.hostile.node, message_type="train", ttl=600)
-    (id,) = scene.transport.grid.push_messages([sent])
-    until = time.monotonic() + 60
-    while (pulled := scene.hostile.pull()) is None or pulled[0].metadata.message_id != id:
-        assert time.monotonic() < until
-        time.sleep(0.1)
     from flwr.app import ConfigRecord
 
+    message, _ = received_order(scene)
+    id, until = message.metadata.message_id, time.monotonic() + 60
     content = ConfigRecord({"a": 1}).deflate()
-    head = scene.hostile.announcement(pulled[0], tree_of(id_of(content))).SerializeToString()
+    head = scene.hostile.announcement(message, tree_of(id_of(content))).SerializeToString()
     assert [scene.hostile.post_own("send-reply", head, content)[0] for _ in range(2)] == [200, 200]
     while not (replies := scene.transport.grid.pull_messages([id])):
         assert time.monotonic() < until
@@ -441,4 +439,22 @@ def test_a_replayed_reply_counts_once(scene: Scene) -> None:
     assert scene.hostile.post_own("send-reply", head, content)[0] == 200
     again = scene.transport.grid.pull_messages([id])
     assert all(one.has_error() for one in again)  # Flower's own: there is no such order any more
+    scene.require_work()
+
+
+def test_an_order_that_nobody_waits_for_is_deleted_and_its_late_reply_is_not_stored(scene: Scene) -> None:
+    message, tree = received_order(scene)
+    grid, id = scene.transport.grid, message.metadata.message_id
+    assert grid.pull_messages([id]) == []
+    assert grid.pull_messages([]) == []
+    request = name_of("flwr.proto.message_pb2", "PullObjectRequest")
+    for object_id in ids_in(tree):
+        body = request(node=scene.hostile.own(), run_id=message.metadata.run_id, object_id=object_id)
+        status, content = scene.hostile.post("pull-object", body)
+        assert status == 200
+        assert not name_of("flwr.proto.message_pb2", "PullObjectResponse").FromString(content).object_found
+    head = scene.hostile.announcement(message, tree_of(id_of(b"late"))).SerializeToString()
+    status, answer = scene.hostile.post_own("send-reply", head)
+    assert status == 200
+    assert not name_of("flwr.proto.fleet_pb2", "PushMessagesResponse").FromString(answer).objects_to_push
     scene.require_work()

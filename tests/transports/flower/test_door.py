@@ -87,7 +87,7 @@ class Exchange:
         self.asked.append(arguments)
         return b"stored"
 
-    send_reply = send_orders = take_replies = stored
+    send_reply = send_orders = take_replies = cancel_orders = stored
 
     def wake_nodes(self) -> None:
         self.woken.append("nodes")
@@ -385,7 +385,8 @@ def test_a_run_s_requests_need_its_token_and_the_operator_s_user(monkeypatch: py
     exchange = Exchange()
     assert run_status("send-orders", b"head", b"one", exchange=exchange) == 200
     assert run_status("take-replies", b"1.5", b"a", b"b", exchange=exchange) == 200
-    assert exchange.asked == [("task", b"head", [b"one"]), ("task", ["a", "b"], 1.5)]
+    assert run_status("cancel-orders", b"a", exchange=exchange) == 200
+    assert exchange.asked == [("task", b"head", [b"one"]), ("task", ["a", "b"], 1.5), ("task", ["a"])]
     for headers in ((), ((b"flwr-task-token", b""),), ((b"flwr-task-token", b"another"),)):
         assert run_status("send-orders", b"head", headers=headers) == 403
     assert run_status("send-orders", b"head", client=ELSEWHERE) == 403

@@ -47,6 +47,7 @@ from fedspan.transports.flower.exchange import Exchange
 from fedspan.transports.flower.local_peer import peer_uid
 from fedspan.transports.flower.wire import (
     BATCH_BYTES,
+    CANCEL_ORDERS,
     INLINE_BYTES,
     NODE_PATH,
     RUN_PATH,
@@ -229,6 +230,8 @@ class Door:
         try:
             if path == SEND_ORDERS and parts:
                 answer = await exchange.send_orders(task, parts[0], parts[1:])
+            elif path == CANCEL_ORDERS:
+                answer = await exchange.cancel_orders(task, [part.decode("latin-1") for part in parts])
             elif path == TAKE_REPLIES and parts:
                 ids = [part.decode("latin-1") for part in parts[1:]]
                 answer = await exchange.take_replies(task, ids, float(parts[0]))

@@ -231,6 +231,19 @@ class Exchange:
         run.ready -= taken
         return await self.call(self.store.take_replies, task, taken) if taken else b""
 
+    async def cancel_orders(self, task: Any, ids: Sequence[str]) -> bytes:
+        """Delete a run's orders and the replies to them.
+
+        Args:
+            task: The task of the run's server.
+            ids: Ids of the orders.
+
+        Raises:
+            ValueError: If an order is another run's.
+        """
+        await self.call(self.store.cancel_orders, task, ids)
+        return b""
+
     def wake_nodes(self) -> None:
         """Let all nodes fetch orders: somebody may have stored one with Flower's own requests."""
         for own in self._nodes.values():

@@ -33,7 +33,23 @@ __all__ = ["main", "supervise"]
 
 def main() -> None:
     """Run ``flower-superlink`` with the door in front."""
+    _allow_connections()
     run_superlink([Middleware(Door)], BoundedProtocol, BoundedSocket.of)  # pyright: ignore[reportArgumentType]
+
+
+_FILES = 65536
+"""Number of files that the SuperLink may open, if the system allows it."""
+
+
+def _allow_connections() -> None:
+    """Raise the limit on open files: every node that waits for an order has two connections."""
+    if sys.platform != "win32":
+        import resource
+
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = _FILES if most == resource.RLIM_INFINITY else min(_FILES, most)
+        if limit != resource.RLIM_INFINITY and limit < files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
 _LOG = "superlink.log"

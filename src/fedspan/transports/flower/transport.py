@@ -328,14 +328,20 @@ class LimitedGrid(TaskGrid):
     limit = 1 << 31
     """Maximum size of a reply, in bytes."""
     _partial: Mapping[str, _Partial] = MappingProxyType({})
+    _unanswered: frozenset[str] = frozenset()
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies that are complete; one that is too large or damaged is replaced by an error."""
+        """Return the replies that are complete; one that is too large or damaged is replaced by an error.
+
+        Messages of the last call that are neither in this one nor answered are cancelled.
+        """
         requested = set(message_ids)
         partial = {id: reply for id, reply in self._partial.items() if id in requested}
         for reply in self._partial.values():
             if reply.head.reply_to not in requested:
                 self.confirm(reply.head)
+        if abandoned := self._unanswered - requested:
+            self.cancel_orders(sorted(abandoned))
         unanswered = sorted(requested - partial.keys())
         for head in self.take_replies(unanswered, 0.0 if partial else _WAIT) if unanswered else ():
             partial.setdefault(head.reply_to, _Partial(head))
@@ -348,6 +354,7 @@ class LimitedGrid(TaskGrid):
                 messages.append(message)
                 del partial[reply_to]
         self._partial = partial
+        self._unanswered = frozenset(requested - {message.metadata.reply_to_message_id for message in messages})
         return messages
 
     def _continue(self, reply: _Partial) -> Message | None:

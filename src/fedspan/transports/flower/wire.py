@@ -6,7 +6,8 @@ orders again and again. Nodes and the submitting process of fedspan use these pa
 - ``/fedspan/node/take-order``: the answer waits for an order (long polling), and brings its objects along;
 - ``/fedspan/node/send-reply``: a reply with its objects; the order that it replies to counts as received;
 - ``/fedspan/run/send-orders``: orders for many nodes with their objects;
-- ``/fedspan/run/take-replies``: the answer waits for replies, and brings their objects along.
+- ``/fedspan/run/take-replies``: the answer waits for replies, and brings their objects along;
+- ``/fedspan/run/cancel-orders``: orders whose replies nobody waits for any more.
 
 A body is a list of parts, each with its length before it: Flower's own message first, then the contents of objects,
 whose names are their hashes. Objects that exceed ``INLINE_BYTES`` are fetched and sent one by one, as in Flower.
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BATCH_BYTES",
+    "CANCEL_ORDERS",
     "INLINE_BYTES",
     "NODE_PATH",
     "RUN_PATH",
@@ -33,7 +35,7 @@ __all__ = [
 NODE_PATH, RUN_PATH = "/fedspan/node/", "/fedspan/run/"
 """Beginning of the paths for nodes, and for the submitting process."""
 TAKE_ORDER, SEND_REPLY = "take-order", "send-reply"
-SEND_ORDERS, TAKE_REPLIES = "send-orders", "take-replies"
+SEND_ORDERS, TAKE_REPLIES, CANCEL_ORDERS = "send-orders", "take-replies", "cancel-orders"
 
 INLINE_BYTES = 4 * 2**20 + 2**18
 """Maximum size of the objects that come along with one order or one reply, in bytes: a body in one piece, and the

@@ -119,7 +119,8 @@ class NodeConnection:
     def close(self) -> None:
         """Be offline, and close the connections."""
         if self.node_id:
-            self._heartbeat.stop()
+            if self._heartbeat.is_running:
+                self._heartbeat.stop()
             with suppress(httpx.HTTPError):
                 self._call("deactivate-node", DeactivateNodeRequest(node_id=self.node_id), retries=0)
                 if self._registers:
@@ -207,9 +208,9 @@ class NodeConnection:
         )
         try:
             answer = self._call("send-node-heartbeat", request, seconds=HEARTBEAT_CALL_TIMEOUT, retries=0)
-        except httpx.HTTPError:  # sent again soon; a node that is no longer accepted learns it from its next order
+            return SendNodeHeartbeatResponse.FromString(answer).success
+        except Exception:  # sent again soon; a node that is no longer accepted learns it from its next request
             return False
-        return SendNodeHeartbeatResponse.FromString(answer).success
 
     def _caller(self, path: str, response: Any) -> Callable[[Any], Any]:
         def call(request: Any) -> Any:

@@ -50,7 +50,16 @@ if TYPE_CHECKING:
     pass
 
 from fedspan.transports.flower.adapter.objects import object_id, set_identity, tree_ids
-from fedspan.transports.flower.wire import BATCH_BYTES, RUN_PATH, SEND_ORDERS, TAKE_REPLIES, fitting, pack, unpack
+from fedspan.transports.flower.wire import (
+    BATCH_BYTES,
+    CANCEL_ORDERS,
+    RUN_PATH,
+    SEND_ORDERS,
+    TAKE_REPLIES,
+    fitting,
+    pack,
+    unpack,
+)
 
 __all__ = ["ReplyHead", "TaskGrid", "acquire_task"]
 
@@ -224,6 +233,10 @@ class TaskGrid:
             own = {id: contents[id] for id in ids} if all(id in contents for id in ids) else {}
             heads.append(ReplyHead(head.message_id, head.reply_to_message_id, tree, own))
         return heads
+
+    def cancel_orders(self, message_ids: Iterable[str]) -> None:
+        """Delete messages and their replies; a reply that arrives later is not stored."""
+        self._post(CANCEL_ORDERS, pack(id.encode() for id in message_ids))
 
     def _post(self, path: str, body: bytes) -> bytes:
         """Send a request to the door; repeat it while the SuperLink is unreachable."""

@@ -198,6 +198,22 @@ class MessageStore:
                     self._objects.delete(tree.object_id)
         return pack(parts)
 
+    def cancel_orders(self, task: Task, ids: Sequence[str]) -> None:
+        """Delete a run's orders and the replies to them; a reply that arrives later is not stored.
+
+        Args:
+            task: The task of the run's server.
+            ids: Ids of the orders.
+
+        Raises:
+            ValueError: If an order is another run's.
+        """
+        with self._state.session():
+            answer = self._runtime.pull_messages(PullAppMessagesRequest(message_ids=ids), self._state, task)
+            self._state.delete_messages(message_ins_ids=set(ids))
+            for id in (*ids, *(tree.object_id for tree in answer.message_object_trees)):
+                self._objects.delete(id)
+
     def _contents(self, tree: ObjectTree, most: int) -> list[bytes]:
         """Return the contents of a tree's objects that have arrived, up to a size."""
         contents = list[bytes]()

@@ -11,6 +11,7 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,8 @@ __all__ = [
     "verify_node_headers",
 ]
 
+_SHUTDOWN = 3
+"""Seconds that a SuperLink that ends leaves its requests; those that wait for orders would take longer."""
 _IDLE = 75
 """Seconds after which an idle connection is closed, longer than a node's; a new one costs a TLS handshake."""
 
@@ -94,7 +97,14 @@ def run_superlink(
 
     def run(**options: Any) -> None:
         # An upgrade would leave the protocol, and its bounds; another loop than asyncio's would not call `accept`.
-        config = uvicorn.Config(**options, http=protocol, ws="none", loop="asyncio", timeout_keep_alive=_IDLE)
+        config = uvicorn.Config(
+            **options,
+            http=protocol,
+            ws="none",
+            loop="asyncio",
+            timeout_keep_alive=_IDLE,
+            timeout_graceful_shutdown=_SHUTDOWN,
+        )
         logging.getLogger("uvicorn.access").addFilter(_is_remarkable)
         uvicorn.Server(config).run([listen(config.bind_socket())])
 
@@ -117,6 +127,9 @@ def find_node_id(app: Any, public_key: bytes) -> int | None:
     return app.state.linkstate_factory.state().get_node_id_by_public_key(public_key)
 
 
+_public_key = lru_cache(4096)(bytes_to_public_key)
+
+
 def verify_node_headers(headers: Mapping[bytes, bytes]) -> bytes | None:
     """Verify the signed time in a request's headers.
 
@@ -133,7 +146,7 @@ def verify_node_headers(headers: Mapping[bytes, bytes]) -> bytes | None:
         age = (now() - datetime.fromisoformat(stamp.decode("ascii"))).total_seconds()
         if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
             return None
-        return key if verify_signature(bytes_to_public_key(key), stamp, signature) else None
+        return key if verify_signature(_public_key(key), stamp, signature) else None
     except (KeyError, ValueError, TypeError, AttributeError, binascii.Error):
         return None
 
