@@ -88,7 +88,7 @@ def answering(ready: str, authority: str, address: str, keys: list[str], most: i
 
     for key in keys:
         threading.Thread(target=one, args=(key,), daemon=True).start()
-        time.sleep(0.05)
+        time.sleep(0.2)  # from one address, only so many may connect at once
     Path(ready).touch()
     threading.Event().wait()
 

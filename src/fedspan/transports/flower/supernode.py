@@ -8,6 +8,7 @@ message to locally installed code: the model stays loaded, and no code ever come
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -121,11 +122,16 @@ def serve(link: Link, answering: Answering, stop: Event) -> None:
                 raise FedspanError("server", link.address, expected) from error
             reason = "unknown node key, or the previous connection has not timed out yet"
             log.warning("%s refused the connection: %s; next attempt in %g s", link.address, reason, pause)
-            stop.wait(pause)
+            stop.wait(_jittered(pause))
         except (httpx.HTTPError, OSError) as error:
             log.warning("no connection to %s (%s); next attempt in %g s", link.address, _describe(error), pause)
-            stop.wait(pause)
+            stop.wait(_jittered(pause))
             pause = min(2 * pause, _RECONNECT[1])
+
+
+def _jittered(seconds: float) -> float:
+    """Vary a pause at random: the nodes of a server that was restarted shall not all come back at once."""
+    return seconds * random.uniform(0.5, 1.5)
 
 
 def _describe(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,7 +182,7 @@ class TaskGrid:
         """Return Flower's ids of the nodes that are online."""
         return self._grid.get_node_ids()
 
-    def push_messages(self, messages: Sequence[Message]) -> list[str]:
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send messages in one request, if their objects fit into it.
 
         Returns:
