@@ -141,7 +141,8 @@ def submit(
             )
             rules = prepared.config.federation.reply_rules()
             grid_transport = GridTransport(
-                *(grid, nodes, prepared.config.federation.patience, signer), lambda: revocations(link)
+                *(grid, nodes, prepared.config.federation.patience, signer),
+                (lambda: revocations(link)) if link.authority is not None else tuple,
             )
             transport = AuditedTransport(grid_transport, audit, run, nodes)
             return run_rounds(connect(prepared, transport, rules, clients=clients, run=run, agreed=invitation.digest))

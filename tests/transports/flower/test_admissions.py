@@ -190,6 +190,33 @@ def test_a_limit_on_examples_stays_with_the_name_until_it_is_changed(
         admissions.admissions(link)
 
 
+def test_a_limit_on_examples_outlives_a_revoked_and_an_ended_key(
+    link: Any, flower: Flower, key: Callable[[str], Path]
+) -> None:
+    def most() -> int | None:
+        (one,) = admissions.admissions(link).values()
+        return one.max_examples
+
+    admissions.admit_node(link, key("a"), "clinic", max_examples=500)
+    admissions.revoke_node(link, "clinic")
+    admissions.admit_node(link, key("b"), "clinic")
+    assert most() == 500
+    (link.folder / "nodes.json").unlink()  # the order of admissions is rebuilt, too
+    admissions.admit_node(link, key("b"), "clinic", max_examples=70)
+    path = link.folder / "nodes.json"
+    path.write_text(path.read_text().replace(admissions.admissions(link)[2].until, "2020-01-01"))
+    assert admissions.end_admissions(link) == [2]
+    admissions.admit_node(link, key("c"), "clinic")
+    assert most() == 70
+
+
+def test_a_lost_list_is_read_from_the_audit_log_once(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run asks for it at every poll, and the log has an entry for every order."""
+    assert admissions.admissions(link) == {}
+    monkeypatch.setattr(admissions, "audit_log", None)
+    assert admissions.revocations(link) == {}
+
+
 def test_the_commands_warn_of_ends_and_say_what_they_did(link: Any, key: Callable[[str], Path]) -> None:
     runner, server = CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}), ["--server", str(link.folder)]
     done = runner.invoke(app, ["admit", str(key("a")), "--as", "clinic-a", "--days", "3", *server])

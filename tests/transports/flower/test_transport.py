@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,24 @@ def test_nobody_waits_for_a_node_whose_key_was_revoked() -> None:
     found.exchange(Orders("train", ENVELOPES, ENVELOPES.__getitem__), replied, 60.0, patient=True)
     assert back == {"a": ENVELOPES["a"], "b": "its node's key was revoked", "c": "its node's key was revoked"}
     assert time.monotonic() - began < 10
+
+
+def test_the_reason_of_a_node_s_failure_is_short_and_obeyed_by_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's errors are not signed, and anybody's words."""
+
+    class Failing(Reply):
+        error = SimpleNamespace(code=1000, reason="\x1b[2J\x1b]52;c;cm0gLXJmIC8=\x07" + "a" * (4 << 20))
+
+        def has_error(self) -> bool:
+            return True
+
+    monkeypatch.setattr(Grid, "pull_messages", lambda self, ids: [Failing(id, None) for id in ids])
+    back = exchanged(transport.GridTransport(Grid([1, 2, 3], {}), NODES), ENVELOPES, 10.0)
+    for reason in back.values():
+        assert isinstance(reason, str)
+        assert reason.startswith(r"its node failed (Flower's code 1000: \x1b[2J\x1b]52")
+        assert reason.isprintable()
+        assert len(reason) < 1000
 
 
 def test_who_hangs_is_given_up_at_the_deadline() -> None:

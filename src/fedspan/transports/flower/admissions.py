@@ -121,12 +121,12 @@ def admit_node(
         admitted, key_fingerprint = _admitted(nodes), fingerprint(text)
         same = {
             id: (name != "" and known.name == name, fingerprint(known.key) == key_fingerprint)
-            for id, known in admitted.items()
+            for id, known in nodes.items()
         }
-        if max_examples is None:
-            earlier = [admitted[id] for id, (same_name, same_key) in same.items() if same_name or same_key]
+        if max_examples is None:  # revoked keys included: a limit outlives the key
+            earlier = [nodes[id] for id, (same_name, same_key) in same.items() if same_name or same_key]
             max_examples = earlier[-1].max_examples if earlier else None
-        replaced = [id for id, (same_name, same_key) in same.items() if same_name and not same_key]
+        replaced = [id for id, (same_name, same_key) in same.items() if id in admitted and same_name and not same_key]
         if replaced and not replace:
             problem = f"{name!r} has another key. Use --replace for the new key in place of it"
             raise FedspanError("--as", name, problem=problem)
@@ -134,6 +134,7 @@ def admit_node(
         admission = Admission(name, text, until, max_examples or None)
         facts = {"key_sha256": key_fingerprint, "until": until, "max_examples": admission.max_examples}
         audit_log(link).write(_ADMITTED, node=str(node), name=name, key=text, **facts)
+        nodes.pop(node, None)  # the newest admission is the last
         nodes[node] = admission
         _store(link, nodes)
         for replaced_id in replaced:
@@ -221,7 +222,7 @@ def admissions(link: ServerLink) -> dict[int, Admission]:
     Raises:
         FedspanError: If the file is damaged: without it, one node could take another's place.
     """
-    return _admitted(_nodes(link))
+    return _admitted(_stored_nodes(link))
 
 
 def revocations(link: ServerLink) -> dict[int, Admission]:
@@ -230,7 +231,17 @@ def revocations(link: ServerLink) -> dict[int, Admission]:
     Raises:
         FedspanError: If the file is damaged.
     """
-    return {id: one for id, one in _nodes(link).items() if one.revoked}
+    return {id: one for id, one in _stored_nodes(link).items() if one.revoked}
+
+
+def _stored_nodes(link: ServerLink) -> dict[int, Admission]:
+    """Return all nodes that were ever admitted; a lost file is rebuilt once, since runs read it again and again."""
+    path = link.folder / _NAMES
+    if not path.exists():
+        with _locked(link):
+            if not path.exists():
+                _store(link, _rebuild(link))
+    return _nodes(link)
 
 
 def _admitted(nodes: Mapping[int, Admission]) -> dict[int, Admission]:
@@ -274,7 +285,9 @@ def _rebuild(link: ServerLink) -> dict[int, Admission]:
     nodes: dict[int, Admission] = {}
     for row in audit_log(link).read():
         if row.get("event") == _ADMITTED:
-            nodes[int(str(row["node"]))] = _admission(row)
+            id = int(str(row["node"]))
+            nodes.pop(id, None)
+            nodes[id] = _admission(row)
         elif row.get("event") == _REVOKED and (id := int(str(row["node"]))) in nodes:
             nodes[id] = dataclasses.replace(nodes[id], revoked=str(row["time"]))
     return nodes

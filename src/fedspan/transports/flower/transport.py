@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedspan.errors import FedspanError
+from fedspan.errors import FedspanError, escape_controls
 from fedspan.federation.protocol import Envelope, OnReply, Orders, Transport
 from fedspan.transports.flower.adapter import (
     PIECE_BYTES,
@@ -42,6 +42,8 @@ A = TypeVar("A", str, int)
 
 _REINVITE_SECONDS = 5.0
 """Seconds after which a node that has not decided is invited again."""
+_LONGEST_REASON = 500
+"""Maximum number of characters of the reason that comes with a failure."""
 _REVOKED = "its node's key was revoked"
 _POLL = 0.05, 1.0
 """Polling interval for replies in seconds: initial and maximum."""
@@ -212,12 +214,13 @@ def _receive(grid: Grid, signer: Signer, pending: dict[str, _Sent[A]]) -> Iterat
         if sent is None:
             continue
         if reply.has_error():
-            yield sent.to, f"its node failed (Flower's code {reply.error.code}: {reply.error.reason})"
+            reason = escape_controls(reply.error.reason[:_LONGEST_REASON])  # unsigned, in anybody's words
+            yield sent.to, f"its node failed (Flower's code {reply.error.code}: {reason})"
             continue
         try:
             yield sent.to, signer.open(from_records(reply.content), sent.node, sent.nonce)
         except ValueError as error:
-            yield sent.to, str(error)
+            yield sent.to, escape_controls(str(error)[:_LONGEST_REASON])
 
 
 def roll_call(grid: Grid, count: int, seconds: float) -> dict[int, int]:
