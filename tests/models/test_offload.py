@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,15 @@ def test_a_run_from_config_to_predictions(tiny_folder: Path, tmp_path: Path) -> 
     report = fedspan.run(offloaded(tiny.settings(tiny_folder)), tmp_path / "run")
     plain = fedspan.run(tiny.settings(tiny_folder), tmp_path / "plain")
     assert report.scores["test"] == plain.scores["test"]
+
+
+def test_files_go_with_the_model(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = prepare(parse_config(offloaded(tiny.settings(tiny_folder))))
+    assert list(tmp_path.iterdir())
+    del made
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

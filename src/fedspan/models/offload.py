@@ -5,6 +5,7 @@ A module's offloaded weights are on the meta device; accelerate's hooks bring th
 
 from __future__ import annotations
 
+import atexit
 import re
 import shutil
 import tempfile
@@ -74,11 +75,13 @@ class Offload:
         with no_init_weights(), torch.device("meta"):
             empty = kind.from_config(config, dtype=dtype)
         places = self.place(empty, dtype, device or torch.device("cpu"), keep)
-        return {"device_map": places, "offload_folder": tempfile.mkdtemp(prefix="fedspan-offload-")}
+        folder = tempfile.mkdtemp(prefix="fedspan-offload-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # if loading fails
+        return {"device_map": places, "offload_folder": folder}
 
 
 def remove_with(model: nn.Module, folder: str) -> None:
-    """Remove a folder of offloaded weights when its model is gone, or when the process ends."""
+    """Remove a folder of offloaded weights when its model is gone."""
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
 
 
