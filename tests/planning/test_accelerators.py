@@ -61,6 +61,15 @@ def test_time_follows_from_flops(tiny_folder: Path) -> None:
     assert (unknown.step, unknown.client, unknown.simulated, unknown.deployed) == (10.0, None, None, None)
 
 
+def test_workers_of_a_cluster_divide_the_time_as_far_as_a_round_has_clients(tiny_folder: Path) -> None:
+    speed = Speed("X", 100.0, 200.0)
+    for wanted, used in ((2, 2), (8, 3)):
+        config = tiny.config(tiny_folder, cluster={"workers": wanted})
+        duration = speed.duration(compute(), 0, config, None)
+        assert (duration.workers, duration.simulated) == (used, pytest.approx(8000 / 200 / used))
+        assert duration.client == pytest.approx(4.0)  # a client trains on one of them
+
+
 def test_a_small_batch_waits_for_the_weights(tiny_folder: Path) -> None:
     """Two passes over the weights take longer than the products: a step lasts as long as they do."""
     config = tiny.config(tiny_folder, training={"gradient_accumulation_steps": 3})

@@ -219,9 +219,10 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> Non
 
     first = next(iter(plans.values()))
     time, run = first.time, first.compute.run is not None
+    here = "one device" if time is None or time.workers == 1 else f"{time.workers} workers"
     titles = ["FLOPs\na step", *(["FLOPs\na round", "FLOPs\nin all"] if run else [])]
     if time is not None:
-        titles += ["time\na step", *(["time\na round", "time, on\none device", "time, on\none each"] if run else [])]
+        titles += ["time\na step", *(["time\na round", f"time, on\n{here}", "time, on\none each"] if run else [])]
     if first.transfer is not None:
         titles.append("transfer\na round")
     table = plain_table()
@@ -249,7 +250,7 @@ def _show_compute(out: Console, plans: Mapping[str, Plan], longest: bool) -> Non
     if time is not None:
         moved = "" if first.transfer is None else ", with transfers"
         said.append(
-            f"Time: of training {_where(time.device)}; on one device all clients, on one each those of a round at the "
+            f"Time: of training {_where(time.device)}; on {here} all clients, on one each those of a round at the "
             f"same time{moved}. Evaluations and the server's part come on top."
         )
     out.print(" ".join(said), style="dim")

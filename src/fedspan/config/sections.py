@@ -306,10 +306,19 @@ class RunConfig(Section):
             field = "baselines" if self.baselines else "training.lr"
             problem = "it trains in the driver's process, which leaves the GPUs to the workers. Run it without cluster"
             raise FedspanError(field, self.baselines or "auto", problem=problem)
+        if self.model.device_map is not None:
+            problem = "it cannot be combined with cluster, each of whose workers has the whole base"
+            raise FedspanError("model.device_map", self.model.device_map, "null", problem=problem)
         wanted = "cuda" if cluster.gpus_per_worker else "cpu"
         if self.device not in ("auto", wanted):
             expected = f"auto or {wanted}, because cluster.gpus_per_worker is {cluster.gpus_per_worker:g}"
             raise FedspanError("device", self.device, expected)
+
+    @property
+    def used_workers(self) -> int:
+        """Number of a cluster's workers that a round can occupy; 1 without a cluster."""
+        cohort = self.federation.clients_per_round or self.partition.clients
+        return 1 if self.cluster is None else max(1, min(self.cluster.workers, cohort or self.cluster.workers))
 
     def simulation_rules(self) -> ReplyRules | None:
         """Return the rules by which a simulated round is accepted; None: every selected client has to reply.

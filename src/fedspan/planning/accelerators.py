@@ -78,13 +78,14 @@ class Duration:
         step: Seconds of an optimizer step of a client that trains alone.
         client: Seconds of a round of a client that trains alone, after its first round; None if its number of examples
             is unknown.
-        simulated: Seconds of all clients and rounds on one such device; None likewise, and for Flower's simulation on
-            this machine.
+        simulated: Seconds of all clients and rounds on one such device, or on one for each worker of the run's cluster;
+            None likewise, and for Flower's simulation on this machine.
         deployed: Seconds of the run if every client has its own device of this kind and takes as long as the mean
             client, including transfers if a bandwidth was given; None if the number of examples is unknown.
         start: Additional seconds in which the batched engine measures how many clients to train at once, unless it has
             already done so for such a run on this machine; 0 if nothing is measured.
         memory: Memory of the device in bytes; None: unknown.
+        workers: Number of devices of ``simulated``.
     """
 
     device: str
@@ -94,6 +95,7 @@ class Duration:
     deployed: float | None
     start: float
     memory: int | None
+    workers: int = 1
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,9 @@ class Speed:
         deployed = run = None
         if client is not None and compute.first is not None:
             deployed = compute.first / self.single + config.federation.rounds * (client + (transfer or 0.0))
+        workers = config.used_workers
         if compute.run is not None and compute.kept is not None and self.parallel is not None:
-            run = ((compute.run - compute.kept) * slower + compute.kept) / self.parallel
+            run = ((compute.run - compute.kept) * slower + compute.kept) / (self.parallel * workers)
         return Duration(
             device=self.device,
             step=step * slower,
@@ -144,6 +147,7 @@ class Speed:
             deployed=deployed,
             start=self.start,
             memory=self.memory,
+            workers=workers,
         )
 
 

@@ -78,14 +78,15 @@ def measure_speed(
         depth = _BLOCKS
         all_layers = config.model.model_copy(update={"layers_to_transform": None, "layers_pattern": None})
         config = config.model_copy(update={"model": all_layers})
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    own = config.threads if config.cluster is None else config.cluster.threads_per_worker
+    if own is not None:
+        torch.set_num_threads(own)
     try:
         bench = _Bench(config, tuple(labels), architecture, device, depth, length)
         single = bench.time_single()
         parallel, start = None if config.engine.name == "flower-sim" else single, 0.0  # it has other processes
         if isinstance(bench.engine, BatchedEngine):
-            parallel, start = bench.time_parallel(clients, steps)
+            parallel, start = bench.time_parallel(-(-clients // config.used_workers), steps)
     finally:
         torch.set_num_threads(threads)
     return Speed(HERE, single, parallel, start=start)
